@@ -1,0 +1,20 @@
+"""What all tests share: strict broadcasting, and where the real data is."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of real models, configs and texts, which are not part of the project."""
+    folder = Path(os.environ.get("PAGED_JAX_TEST_DATA", _ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}; set PAGED_JAX_TEST_DATA")
+    return folder
