@@ -1,0 +1,208 @@
+"""What a user may ask of the choice of tokens: plain Python, checked when it is made."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, with vLLM's names and meanings.
+
+    Attributes:
+      n: samples to draw from the prompt. Each has its own random stream.
+      temperature: divides the logits; 0 (and anything below 1e-5) always takes the largest.
+      top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+      top_k: keep the k most probable tokens; 0 or -1 keeps all.
+      min_p: drop tokens less probable than this times the most probable one, in [0, 1].
+      presence_penalty: subtracted from the logit of a token that was generated before.
+      frequency_penalty: subtracted once for each time that a token was generated before.
+      repetition_penalty: divides the positive and multiplies the negative logits of tokens that
+        are in the prompt or were generated.
+      seed: of the random draws, 0 to 2**63 - 1; None lets the engine pick one.
+      stop: text that ends the output; one string or several, kept as a tuple.
+      stop_token_ids: tokens that end the output, kept as a tuple.
+      max_tokens: most tokens to generate; None is up to the longest context.
+      min_tokens: tokens to generate before any stop token may appear.
+      ignore_eos: go on after the model's end-of-sequence token.
+      logprobs: how many of the most probable tokens to report at each position, beside the chosen
+        one; None reports nothing.
+      logit_bias: added to the logits of these tokens.
+      skip_special_tokens: leave special tokens out of the text.
+      include_stop_str_in_output: keep the stop string at the end of the text.
+
+    Raises:
+      ValueError: a value is out of bounds; the message names the field and the bound.
+
+    Example:
+      >>> params = SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="END")
+      >>> params.stop
+      ('END',)
+      >>> SamplingParams(top_p=0.0)
+      Traceback (most recent call last):
+      ...
+      ValueError: SamplingParams: top_p must be in (0, 1], got 0.0. Use 1.0 to keep every token.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    # A dict cannot be hashed; equality still compares it.
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lengths()
+        self._check_tokens()
+        self._check_stop()
+        self._check_flags()
+
+    def _check_numbers(self) -> None:
+        t = self.temperature
+        _require(
+            _is_real(t) and t >= 0, "temperature", "be finite and >= 0", t, "Use 0 for greedy."
+        )
+        p = self.top_p
+        _require(
+            _is_real(p) and 0 < p <= 1, "top_p", "be in (0, 1]", p, "Use 1.0 to keep every token."
+        )
+        k = self.top_k
+        # The upper bound is that of the int32 which holds it on the device.
+        _require(
+            is_int(k) and -1 <= k < 2**31,
+            "top_k",
+            "be an integer >= -1 and < 2**31",
+            k,
+            "Use 0 or -1 to keep every token.",
+        )
+        m = self.min_p
+        _require(
+            _is_real(m) and 0 <= m <= 1, "min_p", "be in [0, 1]", m, "Use 0.0 to keep every token."
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            ok = _is_real(value) and -2 <= value <= 2
+            _require(ok, name, "be in [-2, 2]", value, "Use 0.0 for none.")
+        r = self.repetition_penalty
+        ok = _is_real(r) and r > 0
+        _require(ok, "repetition_penalty", "be finite and > 0", r, "Use 1.0 for none.")
+
+    def _check_lengths(self) -> None:
+        _require(is_int(self.n) and self.n >= 1, "n", "be an integer >= 1", self.n, "Use 1.")
+        most = self.max_tokens
+        _require(
+            most is None or (is_int(most) and most >= 1),
+            "max_tokens",
+            "be an integer >= 1 or None",
+            most,
+            "Use None to generate up to the longest context.",
+        )
+        least = self.min_tokens
+        _require(
+            is_int(least) and least >= 0,
+            "min_tokens",
+            "be an integer >= 0",
+            least,
+            "Use 0 to allow a stop at once.",
+        )
+        _require(
+            most is None or least <= most,
+            "min_tokens",
+            f"be <= max_tokens ({most})",
+            least,
+            "Raise max_tokens.",
+        )
+
+    def _check_tokens(self) -> None:
+        seed = self.seed
+        _require(
+            seed is None or (is_int(seed) and 0 <= seed < 2**63),
+            "seed",
+            "be an integer in [0, 2**63 - 1] or None",
+            seed,
+            "Use None to have one picked.",
+        )
+        logprobs = self.logprobs
+        _require(
+            logprobs is None or (is_int(logprobs) and 0 <= logprobs <= 20),
+            "logprobs",
+            "be an integer in [0, 20] or None",
+            logprobs,
+            "Use None to report nothing.",
+        )
+        if self.logit_bias is not None:
+            _require(
+                isinstance(self.logit_bias, Mapping)
+                and all(_is_token_id(token) for token in self.logit_bias)
+                and all(_is_real(bias) for bias in self.logit_bias.values()),
+                "logit_bias",
+                "map token ids >= 0 to finite numbers",
+                self.logit_bias,
+                "JSON makes strings of the keys: convert them to int.",
+            )
+            # A copy, so that a later change of the caller's dict cannot reach a frozen object.
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_stop(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(
+            stop is None
+            or (_is_sequence(stop) and all(isinstance(text, str) and text for text in stop)),
+            "stop",
+            "be a non-empty string or a sequence of them",
+            self.stop,
+            "Use None to stop at no text.",
+        )
+        object.__setattr__(self, "stop", tuple(stop or ()))
+        tokens = self.stop_token_ids
+        _require(
+            tokens is None or (_is_sequence(tokens) and all(_is_token_id(t) for t in tokens)),
+            "stop_token_ids",
+            "be a sequence of integers >= 0 and < 2**31",
+            tokens,
+            "Use None to stop at no further token.",
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(tokens or ()))
+
+    def _check_flags(self) -> None:
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, "be a bool", value, "Use True or False.")
+
+
+def _require(is_ok: bool, name: str, rule: str, value: object, advice: str) -> None:
+    if not is_ok:
+        raise ValueError(f"SamplingParams: {name} must {rule}, got {value!r}. {advice}")
+
+
+def _is_real(value: Any) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(float(value))
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_token_id(value: Any) -> bool:
+    return is_int(value) and 0 <= value < 2**31
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
