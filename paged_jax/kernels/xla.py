@@ -1,0 +1,237 @@
+"""Paged attention in plain JAX, compiled by XLA: the backend of CPUs, and correct anywhere.
+
+A tile of keys and values is gathered from the pool, small enough to still lie in the cache when
+the two products read it, and folded into a running softmax (Milakov and Gimelshein, 2018). Loops
+have dynamic bounds, so the cost follows the tokens and not the width of the table::
+
+    decode    while tiles are left:   ROWS sequences x TILE tokens     longest sequences first
+    prefill   for every QUERIES-row tile of every chunk:
+                  while tiles are left: 1 sequence x TILE tokens       up to the diagonal
+
+No sequence's result depends on another's: rows meet in batched products only, and every row sees
+its own tiles in its own order.
+
+The functions are jitted here, so that a model with many layers traces and lowers them once.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Tokens gathered at a time. Shorter tiles pay the fixed cost of a loop step more often, longer
+# ones fall out of the cache between the gather and the product and waste more on short contexts.
+TILE = 128
+# Sequences that share a loop step of decode.
+ROWS = 8
+# Query tokens that share a loop step of prefill.
+QUERIES = 128
+
+# Finite, so that a row without any token yet gives exp(0) and not NaN; its weights are masked.
+_LOWEST = -1e30
+
+
+class _Softmax(NamedTuple):
+    """A softmax-weighted sum in progress, over the tokens folded in so far."""
+
+    peak: jax.Array  # f32 [..., K, R], largest score; R query rows share a KV head
+    total: jax.Array  # f32 [..., K, R], sum of exp(score - peak)
+    out: jax.Array  # f32 [..., K, R, D], sum of exp(score - peak) * value
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+def decode(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    layer: int | jax.Array,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """One query per sequence. Shapes as in `paged_jax.kernels.paged_attention`."""
+    B, H, D = q.shape
+    K, C = k_pool.shape[2:4]
+    tile_blocks = _tile_blocks(C, block_tables.shape[1])
+    tile = tile_blocks * C
+    starts = jnp.zeros_like(context_lens)
+    if sliding_window is not None:
+        starts = jnp.maximum(context_lens - sliding_window, 0)
+    num_tiles = _ceil_div(context_lens, tile) - starts // tile
+
+    # Longest first: the sequences that still have a tile are then always the leading ones.
+    rows = min(B, ROWS)
+    padded = _ceil_div(B, rows) * rows
+    order = jnp.argsort(-num_tiles) if B > rows else jnp.arange(B)
+    order = jnp.pad(order, (0, padded - B), constant_values=B)
+    starts, ends, num_tiles, tables, q_BKGD = (
+        x.at[order].get(mode="fill", fill_value=0)
+        for x in (
+            starts,
+            context_lens,
+            num_tiles,
+            block_tables,
+            (q.astype(jnp.float32) * scale).reshape(B, K, H // K, D),
+        )
+    )
+
+    def step(state):
+        index, row, softmax = state
+
+        def take(x):
+            return lax.dynamic_slice_in_dim(x, row, rows)
+
+        first_block = (take(starts) // tile + index) * tile_blocks
+        positions = first_block[:, None] * C + jnp.arange(tile)[None]
+        seen = (positions >= take(starts)[:, None]) & (positions < take(ends)[:, None])
+        blocks = jnp.take_along_axis(
+            take(tables), first_block[:, None] + jnp.arange(tile_blocks)[None], axis=1, mode="clip"
+        )
+        folded = _fold(
+            jax.tree.map(take, softmax),
+            take(q_BKGD),
+            _gather(k_pool, layer, blocks),
+            _gather(v_pool, layer, blocks),
+            seen[:, None, None],
+            seen[:, None],
+            soft_cap,
+        )
+        softmax = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, row, axis=0),
+            softmax,
+            folded,
+        )
+        more = (row + rows < padded) & (num_tiles[jnp.minimum(row + rows, padded - 1)] > index)
+        return jnp.where(more, index, index + 1), jnp.where(more, row + rows, 0), softmax
+
+    limit = jnp.max(num_tiles)
+    zero = jnp.zeros((), limit.dtype)
+    *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, _empty(q_BKGD)))
+    out = _finish(softmax).reshape(padded, H, D)
+    if B > rows:
+        out = out[jnp.argsort(order)]
+    return out[:B].astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+def prefill(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    layer: int | jax.Array,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """A chunk of queries per sequence. Shapes as in `paged_prefill_attention`."""
+    B, T, H, D = q.shape
+    K, C = k_pool.shape[2:4]
+    G = H // K
+    tile_blocks = _tile_blocks(C, block_tables.shape[1])
+    tile = tile_blocks * C
+    queries = min(T, QUERIES)
+    num_query_tiles = _ceil_div(T, queries)
+    padded = num_query_tiles * queries
+    q_BKTGD = (q.astype(jnp.float32) * scale).reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4)
+    q_BKTGD = jnp.pad(q_BKTGD, ((0, 0), (0, 0), (0, padded - T), (0, 0), (0, 0)))
+
+    def query_tile(index):
+        b, first = index // num_query_tiles, index % num_query_tiles * queries
+        start = context_lens[b] - query_lens[b] + first  # position of the tile's first query
+        num_queries = jnp.clip(query_lens[b] - first, 0, queries)
+        offsets = jnp.arange(queries)
+        query_positions = jnp.where(offsets < num_queries, start + offsets, -1)
+        q_KRD = lax.dynamic_slice(q_BKTGD, (b, 0, first, 0, 0), (1, K, queries, G, D)).reshape(
+            K, queries * G, D
+        )
+
+        def step(key_tile, softmax):
+            positions = key_tile * tile + jnp.arange(tile)
+            seen = positions[None] <= query_positions[:, None]
+            if sliding_window is not None:
+                seen &= positions[None] > query_positions[:, None] - sliding_window
+            blocks = jnp.take(
+                block_tables[b], key_tile * tile_blocks + jnp.arange(tile_blocks), mode="clip"
+            )
+            return _fold(
+                softmax,
+                q_KRD,
+                _gather(k_pool, layer, blocks),
+                _gather(v_pool, layer, blocks),
+                jnp.repeat(seen, G, axis=0)[None],
+                (positions < start + num_queries)[None],
+                soft_cap,
+            )
+
+        end = jnp.where(num_queries > 0, start + num_queries, 0)
+        begin = 0 if sliding_window is None else jnp.maximum(start - sliding_window + 1, 0)
+        softmax = lax.fori_loop(begin // tile, _ceil_div(end, tile), step, _empty(q_KRD))
+        return _finish(softmax).reshape(K, queries, G, D)
+
+    out = lax.map(query_tile, jnp.arange(B * num_query_tiles))
+    out = out.reshape(B, num_query_tiles, K, queries, G, D).transpose(0, 1, 3, 2, 4, 5)
+    return out.reshape(B, padded, H, D)[:, :T].astype(q.dtype)
+
+
+def _tile_blocks(block_size: int, table_width: int) -> int:
+    return min(max(TILE // block_size, 1), table_width)
+
+
+def _ceil_div(a, b):
+    return -(-a // b)
+
+
+def _gather(pool: jax.Array, layer: int | jax.Array, blocks: jax.Array) -> jax.Array:
+    """Copy the blocks ``i32 [..., M]`` out of the pool, float32 ``[..., K, M * C, D]``.
+
+    One head of one block is contiguous in the pool ``[L, P, K, C, D]``: gathering those needs no
+    transpose, of the pool or of the result. Ids out of range are clipped, the caller masks them.
+    """
+    L, P, K, C, D = pool.shape
+    block_heads = (layer * P + jnp.clip(blocks, 0, P - 1))[..., None, :] * K
+    block_heads = block_heads + jnp.arange(K).reshape((1,) * (blocks.ndim - 1) + (K, 1))
+    gathered = pool.reshape(L * P * K, C, D).at[block_heads].get(mode="promise_in_bounds")
+    return gathered.reshape(*block_heads.shape[:-1], -1, D).astype(jnp.float32)
+
+
+def _empty(q: jax.Array) -> _Softmax:
+    return _Softmax(jnp.full(q.shape[:-1], _LOWEST), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
+
+
+def _fold(
+    softmax: _Softmax,
+    q: jax.Array,  # f32 [..., K, R, D], scaled
+    k: jax.Array,  # f32 [..., K, N, D]
+    v: jax.Array,  # f32 [..., K, N, D]
+    seen: jax.Array,  # bool [..., 1, R or 1, N], does the query see the token?
+    valid: jax.Array,  # bool [..., 1, N], is the token seen by anyone? Its value is finite then.
+    soft_cap: float | None,
+) -> _Softmax:
+    scores = jnp.einsum("...rd,...nd->...rn", q, k, precision="highest")
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen, scores, _LOWEST)
+    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=-1))
+    weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
+    rescale = jnp.exp(softmax.peak - peak)
+    # A weight of zero would not remove a NaN that lies beyond the sequence's tokens.
+    v = jnp.where(valid[..., None], v, 0.0)
+    return _Softmax(
+        peak,
+        softmax.total * rescale + jnp.sum(weights, axis=-1),
+        softmax.out * rescale[..., None]
+        + jnp.einsum("...rn,...nd->...rd", weights, v, precision="highest"),
+    )
+
+
+def _finish(softmax: _Softmax) -> jax.Array:
+    return softmax.out / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
