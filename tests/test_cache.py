@@ -1,0 +1,329 @@
+"""The paged cache: what is written is read back, in place, and never into another slot's tokens."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import cache as lib
+from paged_jax.blocks import check_invariants
+from paged_jax.cache import PagedCache
+
+L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+
+RESERVE = jax.jit(lib.reserve, static_argnames="max_tokens", donate_argnums=0)
+FORK = jax.jit(lib.fork, donate_argnums=0)
+RELEASE = jax.jit(lib.release, donate_argnums=0)
+GATHER = jax.jit(lib.gather)
+
+
+def i32(values) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def write_layers(cache: PagedCache, k, v, slots, positions) -> PagedCache:
+    """Write k and v [L, N, K, D] to the given slots and positions, in every layer."""
+    blocks, offsets = lib.locate(cache.tables, slots, positions)
+    for layer in range(L):
+        places = dict(layer=layer, blocks=blocks, offsets=offsets)
+        cache = replace(
+            cache,
+            k=lib.write(cache.k, k[layer], **places),
+            v=lib.write(cache.v, v[layer], **places),
+        )
+    return cache
+
+
+WRITE_LAYERS = jax.jit(write_layers, donate_argnums=0)
+
+
+def write_all(cache: PagedCache, k, v, slots, positions) -> PagedCache:
+    """As `write_layers`, padded to one size so that it is compiled once."""
+    padding = S * M * C - len(slots)
+    k, v = (np.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
+    slots = np.pad(np.asarray(slots, np.int32), (0, padding), constant_values=-1)
+    positions = np.pad(np.asarray(positions, np.int32), (0, padding))
+    return WRITE_LAYERS(cache, k, v, slots, positions)
+
+
+def make_cache(dtype=jnp.float32) -> PagedCache:
+    """An empty cache, all NaN, that will hand its blocks out in a shuffled order."""
+    cache = PagedCache.create(
+        num_layers=L, num_blocks=P, num_kv_heads=K, block_size=C, head_dim=D,
+        num_slots=S, max_blocks_per_slot=M, dtype=dtype,
+    )  # fmt: skip
+    pool = replace(cache.tables.pool, free_queue=i32([7, 2, 9, 0, 5, 1, 8, 3, 6, 4]))
+    nan = jnp.full(cache.k.shape, jnp.nan, dtype)
+    return PagedCache(k=nan, v=jnp.copy(nan), tables=replace(cache.tables, pool=pool))
+
+
+def make_tokens(seed: int, num_tokens: int, dtype=jnp.float32) -> tuple[np.ndarray, np.ndarray]:
+    """K and V of some tokens, [L, N, K, D] each."""
+    k, v = np.random.default_rng(seed).normal(size=(2, L, num_tokens, K, D)).astype(dtype)
+    return k, v
+
+
+def append(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> PagedCache:
+    count, length = k.shape[1], int(cache.lengths[slot])
+    cache, ok = RESERVE(cache, i32([count * (s == slot) for s in range(S)]), max_tokens=M * C)
+    assert ok
+    return write_all(cache, k, v, [slot] * count, length + np.arange(count))
+
+
+def assert_holds(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+    """The slot holds just these tokens, bit for bit, and zeros from there on."""
+    count = k.shape[1]
+    for layer in range(L):
+        for got, expected in zip(GATHER(cache, slot, layer=layer), (k, v), strict=True):
+            got = np.asarray(got)
+            assert got.shape == (M * C, K, D)
+            np.testing.assert_array_equal(got[:count], expected[layer])
+            np.testing.assert_array_equal(got[count:], 0)
+
+
+def join(*tokens: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    return [np.concatenate(parts, axis=1) for parts in zip(*tokens, strict=True)]
+
+
+def test_create_has_the_sizes_asked_for():
+    cache = PagedCache.create(
+        num_layers=2, num_blocks=10, num_kv_heads=3, block_size=4, head_dim=8,
+        num_slots=5, max_blocks_per_slot=6, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    assert cache.k.shape == cache.v.shape == (2, 10, 3, 4, 8)
+    sizes = (cache.num_layers, cache.num_blocks, cache.num_kv_heads, cache.block_size)
+    assert sizes == (2, 10, 3, 4) and cache.head_dim == 8 and cache.num_slots == 5
+    assert cache.block_tables.shape == (5, 6) and cache.lengths.shape == (5,)
+    assert cache.nbytes == 2 * (2 * 10 * 3 * 4 * 8) * 2
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "num_blocks"])
+def test_create_refuses_sizes_that_are_not_positive(name):
+    sizes = dict(num_layers=1, num_blocks=1, num_kv_heads=1, block_size=1, head_dim=1)
+    sizes |= dict(num_slots=1, max_blocks_per_slot=1) | {name: 0}
+    with pytest.raises(ValueError, match=f"create: {name} must be a positive integer, got 0"):
+        PagedCache.create(**sizes)
+
+
+def test_create_refuses_more_rows_than_int32_counts():
+    sizes = dict(num_blocks=2**20, num_kv_heads=8, block_size=16, head_dim=1)
+    create = partial(PagedCache.create, **sizes, num_slots=1, max_blocks_per_slot=1)
+    assert jax.eval_shape(partial(create, num_layers=15)).k.shape[0] == 15
+    with pytest.raises(ValueError, match="must have at most 2147483647 rows"):
+        jax.eval_shape(partial(create, num_layers=16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
+    cache = make_cache(dtype)
+    lengths = [M * C, 0, C + 1]
+    tokens = [make_tokens(slot, length, dtype) for slot, length in enumerate(lengths)]
+    cache, ok = RESERVE(cache, i32(lengths), max_tokens=M * C)
+    assert ok and cache.block_tables.tolist() == [[7, 2, 9], [P, P, P], [0, 5, P]]
+    # All slots in one write, token by token in an order of their own, with padding among them.
+    slots = np.repeat(np.arange(S), lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    order = np.random.default_rng(0).permutation(len(slots))
+    k, v = (np.pad(x[:, order], ((0, 0), (0, 3), (0, 0), (0, 0))) for x in join(*tokens))
+    slots = [*slots[order], -1, S, 2]
+    positions = [*positions[order], 0, 0, C + 1]
+    num_nan = np.isnan(cache.k).sum()
+    cache = write_all(cache, k, v, slots, positions)
+    for slot in range(S):
+        assert_holds(cache, slot, *tokens[slot])
+    assert num_nan - np.isnan(cache.k).sum() == sum(lengths) * L * K * D
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_drops_what_lies_outside_the_pool(dtype):
+    pool = jnp.zeros((L, P, K, C, D), dtype)
+    blocks, offsets = i32([P, P + 1, -1, 2**30, 0, 0]), i32([0, 0, 0, 0, C, -1])
+    new = jnp.ones((6, K, D), dtype)
+    for layer in (0, jnp.int32(0), jnp.int32(L - 1)):
+        written = lib.write(pool, new, layer=layer, blocks=blocks, offsets=offsets)
+        np.testing.assert_array_equal(written, 0)
+    inside = jnp.zeros(6, jnp.int32)
+    for layer in (jnp.int32(L), jnp.int32(-1)):
+        written = lib.write(pool, new, layer=layer, blocks=inside, offsets=inside)
+        np.testing.assert_array_equal(written, 0)
+
+
+def test_write_casts_to_the_dtype_of_the_pool():
+    pool = jnp.zeros((L, P, K, C, D), jnp.bfloat16)
+    new = jnp.full((1, K, D), 1 / 3, jnp.float32)
+    pool = lib.write(pool, new, layer=1, blocks=i32([4]), offsets=i32([2]))
+    assert pool.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(pool[1, 4, :, 2], new[0].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_passes_gradients_on(dtype):
+    pool, new = jnp.ones((L, P, K, C, D), dtype), jnp.ones((2, K, D), dtype)
+
+    def loss(pool, new):
+        pool = lib.write(pool, new, layer=1, blocks=i32([3, P]), offsets=i32([2, 0]))
+        return (2 * pool).sum(dtype=jnp.float32)
+
+    d_pool, d_new = jax.grad(loss, argnums=(0, 1))(pool, new)
+    expected = jnp.full_like(pool, 2).at[1, 3, :, 2].set(0)
+    np.testing.assert_array_equal(d_pool, expected)
+    np.testing.assert_array_equal(d_new, jnp.full_like(new, 2).at[1].set(0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(layer=L), "write: layer must be 0 to 1, got 2"),
+        (dict(layer=-1), "write: layer must be 0 to 1, got -1"),
+        (dict(new=jnp.zeros((2, K, D + 1))), "write: new must have D"),
+        (dict(new=jnp.zeros((2, K))), "write: new must have shape"),
+        (dict(blocks=i32([0])), "write: blocks must have N"),
+        (dict(offsets=i32([0, 1, 2])), "write: offsets must have N"),
+    ],
+)
+def test_write_refuses_wrong_arguments(changes, message):
+    arguments = dict(new=jnp.zeros((2, K, D)), layer=0, blocks=i32([0, 1]), offsets=i32([0, 0]))
+    arguments |= changes
+    with pytest.raises(ValueError, match=message):
+        lib.write(jnp.zeros((L, P, K, C, D)), arguments.pop("new"), **arguments)
+
+
+def test_gather_refuses_slots_and_layers_that_do_not_exist():
+    cache = make_cache()
+    with pytest.raises(ValueError, match="gather: slot must be 0 to 2, got 3"):
+        lib.gather(cache, 3, layer=0)
+    with pytest.raises(ValueError, match="gather: layer must be 0 to 1, got 2"):
+        lib.gather(cache, 0, layer=2)
+
+
+def test_locate_knows_no_block_for_what_is_no_token():
+    cache, _ = RESERVE(make_cache(), i32([C + 1, 0, 2]), max_tokens=M * C)
+    slots = i32([0, 0, 0, 0, 1, 2, 2, -1, S])
+    positions = i32([0, C, C + 1, -1, 0, 1, 2, 0, 0])
+    blocks, offsets = lib.locate(cache.tables, slots, positions)
+    table = cache.block_tables
+    assert blocks.tolist() == [table[0, 0], table[0, 1], P, P, P, table[2, 0], P, P, P]
+    assert offsets[:2].tolist() == [0, 0] and int(offsets[5]) == 1
+    with pytest.raises(ValueError, match="locate: positions must have N"):
+        lib.locate(cache.tables, slots, positions[:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fork_then_append_copies_the_partial_block_in_all_layers(dtype):
+    prompt, ours, theirs = (make_tokens(i, n, dtype) for i, n in enumerate((C + 2, 3, 1)))
+    cache = append(make_cache(dtype), 0, *prompt)
+    cache, ok = FORK(cache, i32([-1, 0, 0]))
+    assert ok
+    cache = append(cache, 1, *theirs)
+    assert_holds(cache, 0, *prompt)
+    assert_holds(cache, 1, *join(prompt, theirs))
+    cache = append(cache, 0, *ours)
+    assert_holds(cache, 0, *join(prompt, ours))
+    assert_holds(cache, 1, *join(prompt, theirs))
+    assert_holds(cache, 2, *prompt)
+    assert len(set(cache.block_tables[:, 0].tolist())) == 1
+    assert len(set(cache.block_tables[:, 1].tolist())) == 3
+    check_invariants(cache.tables)
+    cache = RELEASE(cache, jnp.array([True, False, True]))
+    assert_holds(cache, 1, *join(prompt, theirs))
+    check_invariants(cache.tables)
+
+
+def test_reserve_copies_for_all_holders_but_one_in_one_call():
+    prompt = make_tokens(0, 2)
+    cache, _ = FORK(append(make_cache(), 0, *prompt), i32([-1, 0, 0]))
+    cache, ok = RESERVE(cache, i32([1, 1, 1]))
+    assert ok
+    new = make_tokens(1, S)
+    cache = write_all(cache, *new, range(S), [2] * S)
+    for slot in range(S):
+        assert_holds(cache, slot, *join(prompt, tuple(x[:, slot : slot + 1] for x in new)))
+    check_invariants(cache.tables)
+
+
+def test_reserve_that_fails_changes_nothing():
+    cache = append(make_cache(), 0, *make_tokens(0, C + 2))
+    cache, _ = FORK(cache, i32([-1, 0, -1]))
+    before = jax.tree.map(np.array, cache)
+    cache, ok = RESERVE(cache, i32([1, 1, M * C + 1]), max_tokens=M * C)
+    assert not ok
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, cache), before)
+
+
+def test_append_runs_on_the_device_in_a_while_loop():
+    prompt, new = make_tokens(0, 3), make_tokens(1, M * C)
+    cache, _ = FORK(append(make_cache(), 0, *prompt), i32([-1, 0, -1]))
+    slots = jnp.arange(S, dtype=jnp.int32)
+
+    def body(carry):
+        cache, step, _ = carry
+        cache, ok = lib.reserve(cache, i32([1, 1, 0]))
+        k, v = (jax.lax.dynamic_index_in_dim(jnp.asarray(x), step, axis=1) for x in new)
+        # Slot 1 gets the negative of what slot 0 gets.
+        k, v = (jnp.concatenate([x, -x, jnp.full_like(x, jnp.nan)], axis=1) for x in (k, v))
+        cache = write_layers(cache, k, v, jnp.where(ok, slots, -1), cache.lengths - 1)
+        return cache, step + ok.astype(jnp.int32), ok
+
+    start = (cache, jnp.int32(0), jnp.array(True))
+    cache, num_steps, _ = jax.jit(lambda c: jax.lax.while_loop(lambda c: c[2], body, c))(start)
+    assert num_steps == M * C - 3
+    new = tuple(x[:, : int(num_steps)] for x in new)
+    assert_holds(cache, 0, *join(prompt, new))
+    assert_holds(cache, 1, *join(prompt, tuple(-x for x in new)))
+    check_invariants(cache.tables)
+
+
+def abstract_cache(dtype, num_blocks: int = 4096) -> PagedCache:
+    """The shapes of a larger cache; compiling for them takes no memory."""
+    create = partial(
+        PagedCache.create, num_layers=4, num_blocks=num_blocks, num_kv_heads=4, block_size=16,
+        head_dim=64, num_slots=16, max_blocks_per_slot=64, dtype=dtype,
+    )  # fmt: skip
+    return jax.eval_shape(create)
+
+
+def unrolled_write(pool, new, blocks, offsets, *, num_layers: int) -> jax.Array:
+    for layer in range(num_layers):
+        pool = lib.write(pool, new, layer=layer, blocks=blocks, offsets=offsets)
+    return pool
+
+
+def write_arguments(pool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    places = jax.ShapeDtypeStruct((16,), jnp.int32)
+    return jax.ShapeDtypeStruct((16, 4, 64), pool.dtype), places, places
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_donated_updates_need_no_memory_of_the_size_of_a_pool(dtype):
+    cache = abstract_cache(dtype)
+    nbytes = cache.k.size * cache.k.dtype.itemsize
+    num_tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
+    reserve = RESERVE.lower(cache, num_tokens).compile().memory_analysis()
+    write = jax.jit(partial(unrolled_write, num_layers=4), donate_argnums=0)
+    write = write.lower(cache.k, *write_arguments(cache.k)).compile().memory_analysis()
+    assert reserve.alias_size_in_bytes >= 2 * nbytes and write.alias_size_in_bytes == nbytes
+    assert reserve.temp_size_in_bytes < 0.01 * nbytes
+    assert write.temp_size_in_bytes < 0.01 * nbytes
+
+
+def test_bfloat16_writes_on_cpu_cost_one_copy_of_the_pool_however_many():
+    pool = abstract_cache(jnp.bfloat16).k
+    nbytes = pool.size * pool.dtype.itemsize
+    for num_layers in (1, 4):
+        write = jax.jit(partial(unrolled_write, num_layers=num_layers), donate_argnums=0)
+        compiled = write.lower(pool, *write_arguments(pool)).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.01 * nbytes
+        # A pass into bits, a pass back, and nothing as wide as float32.
+        assert f"f32[{pool.size // 64},64]" not in compiled.as_text()
+
+
+def test_bfloat16_writes_elsewhere_scatter_the_pool_as_it_is():
+    pool = abstract_cache(jnp.bfloat16).k
+    write = jax.jit(partial(unrolled_write, num_layers=1)).trace(pool, *write_arguments(pool))
+    for platform, has_casts in (("cpu", True), ("cuda", False), ("tpu", False)):
+        text = write.lower(lowering_platforms=(platform,)).as_text()
+        assert ("bitcast_convert" in text) == has_casts, platform
