@@ -4,7 +4,7 @@ A tile of keys and values is gathered from the pool, small enough to still lie i
 the two products read it, and folded into a running softmax (Milakov and Gimelshein, 2018). Loops
 have dynamic bounds, so the cost follows the tokens and not the width of the table::
 
-    decode    while tiles are left:   ROWS sequences x TILE tokens     longest sequences first
+    decode    while tiles are left:   a few sequences x TILE tokens     longest sequences first
     prefill   for every QUERIES-row tile of every chunk:
                   while tiles are left: 1 sequence x TILE tokens       up to the diagonal
 
@@ -21,11 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Tokens gathered at a time. Shorter tiles pay the fixed cost of a loop step more often, longer
-# ones fall out of the cache between the gather and the product and waste more on short contexts.
+# Bytes of keys (and as many of values) that a loop step of decode gathers: few enough to lie in a
+# core's own cache, enough to make the fixed cost of a step small. From 2 cores with 1 MB each.
+STEP_BYTES = 768 * 1024
+# Most sequences that share a loop step of decode.
+ROWS = 16
+# Most tokens of a sequence in a loop step. Longer tiles waste more on short contexts.
 TILE = 128
-# Sequences that share a loop step of decode.
-ROWS = 8
 # Query tokens that share a loop step of prefill.
 QUERIES = 128
 
@@ -57,7 +59,8 @@ def decode(
     """One query per sequence. Shapes as in `paged_jax.kernels.paged_attention`."""
     B, H, D = q.shape
     K, C = k_pool.shape[2:4]
-    tile_blocks = _tile_blocks(C, block_tables.shape[1])
+    rows, tile = _decode_step(B, K, D)
+    tile_blocks = _tile_blocks(tile, C, block_tables.shape[1])
     tile = tile_blocks * C
     starts = jnp.zeros_like(context_lens)
     if sliding_window is not None:
@@ -65,7 +68,6 @@ def decode(
     num_tiles = _ceil_div(context_lens, tile) - starts // tile
 
     # Longest first: the sequences that still have a tile are then always the leading ones.
-    rows = min(B, ROWS)
     padded = _ceil_div(B, rows) * rows
     order = jnp.argsort(-num_tiles) if B > rows else jnp.arange(B)
     order = jnp.pad(order, (0, padded - B), constant_values=B)
@@ -136,7 +138,7 @@ def prefill(
     B, T, H, D = q.shape
     K, C = k_pool.shape[2:4]
     G = H // K
-    tile_blocks = _tile_blocks(C, block_tables.shape[1])
+    tile_blocks = _tile_blocks(TILE, C, block_tables.shape[1])
     tile = tile_blocks * C
     queries = min(T, QUERIES)
     num_query_tiles = _ceil_div(T, queries)
@@ -182,8 +184,15 @@ def prefill(
     return out.reshape(B, padded, H, D)[:, :T].astype(q.dtype)
 
 
-def _tile_blocks(block_size: int, table_width: int) -> int:
-    return min(max(TILE // block_size, 1), table_width)
+def _decode_step(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """How many sequences, and how many tokens of each, a loop step of decode takes."""
+    num_tokens = max(STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
+    rows = min(batch, ROWS, num_tokens // (TILE // 2))
+    return rows, min(TILE, num_tokens // rows)
+
+
+def _tile_blocks(tile: int, block_size: int, table_width: int) -> int:
+    return min(max(tile // block_size, 1), table_width)
 
 
 def _ceil_div(a, b):

@@ -1,0 +1,424 @@
+"""The Llama family as one Flax module: a plain forward, prefill and decode over a paged cache."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from paged_jax import cache as paged_cache
+from paged_jax.cache import PagedCache
+from paged_jax.kernels import paged_attention, paged_prefill_attention
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.linear import linear
+from paged_jax.models.rope import inverse_frequencies, rotate, rotations
+
+# One layer's attention: (layer index, q, k, v, carry) -> (output, carry). What the carry is (the
+# K and V pools, or nothing) is the caller's business.
+Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention and gated MLP, each behind an RMS norm and a residual.
+
+    Weights are ``[out, in]``. Queries, keys and values are one matrix, in that order, and so are
+    the gate and the up projection: fewer and larger products, one read of the activations.
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs):
+        E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+        attention_features = config.num_attention_heads * D
+        normal = nnx.initializers.normal(config.initializer_range)
+        # Projections into the residual stream start smaller, so that its variance does not grow
+        # with depth (GPT-2, section 2.3).
+        to_residual = nnx.initializers.normal(
+            config.initializer_range / (2 * config.num_hidden_layers) ** 0.5
+        )
+
+        def matrix(out_features: int, in_features: int, init=normal) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), (out_features, in_features), dtype))
+
+        self.config = config
+        self.input_norm = nnx.Param(jnp.ones(E, dtype))
+        self.qkv_proj = matrix(config.qkv_features, E)
+        self.o_proj = matrix(E, attention_features, to_residual)
+        self.post_attention_norm = nnx.Param(jnp.ones(E, dtype))
+        self.gate_up_proj = matrix(2 * F, E)
+        self.down_proj = matrix(E, F, to_residual)
+        if config.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros(config.qkv_features, dtype))
+        if config.o_bias:
+            self.o_bias = nnx.Param(jnp.zeros(E, dtype))
+        if config.qk_norm:
+            self.q_norm = nnx.Param(jnp.ones(D, dtype))
+            self.k_norm = nnx.Param(jnp.ones(D, dtype))
+
+    def __call__(
+        self, index: Any, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, carry: Any
+    ) -> tuple[jax.Array, Any]:
+        """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions."""
+        q, k, v = self._project(rms_norm(x, self.input_norm[...], self.config), cos, sin)
+        out, carry = attend(index, q, k, v, carry)
+        out = linear(out.reshape(*x.shape[:-1], -1), self.o_proj[...])
+        x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
+        hidden = linear(
+            rms_norm(x, self.post_attention_norm[...], self.config), self.gate_up_proj[...]
+        )
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        return x + linear(jax.nn.silu(gate) * up, self.down_proj[...]), carry
+
+    def _project(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        config = self.config
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        qkv = linear(x, self.qkv_proj[...])
+        if config.qkv_bias:
+            qkv = _add_bias(qkv, self.qkv_bias[...])
+        qkv = qkv.reshape(*x.shape[:-1], H + 2 * K, config.head_dim)
+        q, k, v = jnp.split(qkv, (H, H + K), axis=-2)
+        if config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], config)
+            k = rms_norm(k, self.k_norm[...], config)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+class Llama(nnx.Module):
+    """A Llama-family decoder (Llama, Mistral, Qwen2, Qwen3) with or without a paged KV cache.
+
+    Args:
+      config: sizes and switches.
+      dtype: of the weights. Activations and logits are float32.
+      scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, as
+        suits GPU and TPU; otherwise keep one module a layer and unroll, as suits CPU, where a
+        scan copies every layer's weights out of the stack.
+      rngs: for the initial weights.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+      ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+      >>> model = Llama(config, rngs=nnx.Rngs(0))
+      >>> model(jnp.array([[1, 2, 3]])).shape
+      (1, 3, 32)
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: Any = jnp.float32,
+        scan_layers: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        normal = nnx.initializers.normal(config.initializer_range)
+        self.config = config
+        self.scan_layers = scan_layers
+        self.embed_tokens = nnx.Param(
+            normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
+        )
+        if scan_layers:
+
+            @nnx.split_rngs(splits=config.num_hidden_layers)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def stack(rngs: nnx.Rngs) -> Layer:
+                return Layer(config, dtype=dtype, rngs=rngs)
+
+            self.layers = stack(rngs)
+        else:
+            self.layers = nnx.List(
+                Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)
+            )
+        self.norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Param(
+                normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
+            )
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """Score whole sequences without a cache; differentiable in the weights.
+
+        Args:
+          token_ids: i32 ``[B, T]``. Right padding does not change the logits before it.
+
+        Returns:
+          float32 logits ``[B, T, V]``.
+        """
+        if jnp.ndim(token_ids) != 2:
+            raise ValueError(
+                f"Llama: token_ids must have shape [B, T], got {list(jnp.shape(token_ids))}."
+            )
+        token_ids = jnp.asarray(token_ids)
+        window = self.config.sliding_window
+
+        def attend(index, q, k, v, carry):
+            del index
+            return (
+                jax.nn.dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    is_causal=True,
+                    local_window_size=None if window is None else (window - 1, 0),
+                ),
+                carry,
+            )
+
+        positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
+        x, _ = self._run_layers(
+            self.embed_tokens[...][token_ids].astype(jnp.float32), positions, attend, ()
+        )
+        return self._logits(x)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path | None = None,
+        *,
+        dtype: Any = "auto",
+        scan_layers: bool | None = None,
+        sharding: Any = None,
+    ) -> "Llama":
+        """Load a Hugging Face folder, or a checkpoint of `save_checkpoint`.
+
+        Weights go from the files to their devices without a second copy of the model in memory.
+
+        Args:
+          folder: with ``config.json`` and safetensors, or a checkpoint; by default the small model
+            that comes with this library.
+          dtype: of the weights: float32, bfloat16 or float16; ``"auto"`` is that of the config.
+          scan_layers: see `Llama`; by default on every platform but CPU.
+          sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
+            name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked) and shape.
+
+        Raises:
+          FileNotFoundError: no such folder, or no ``config.json`` in it.
+          UnsupportedConfigError: the config asks for what this library does not build.
+          WeightsError: the files do not hold the weights that the config describes.
+
+        Example:
+          >>> model = Llama.from_pretrained()
+          >>> model(jnp.array([[1, 2, 3]])).shape[-1] == model.config.vocab_size
+          True
+        """
+        # Loading is a layer above the model itself.
+        from paged_jax.models import pretrained
+
+        return pretrained.from_pretrained(
+            folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding
+        )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and safetensors, which transformers loads too.
+
+        Raises:
+          ValueError: transformers has no model like this, see `LlamaConfig.to_dict`.
+        """
+        from paged_jax.models import weights
+
+        weights.save_weights(self, folder)
+
+    def prefill(
+        self,
+        cache: PagedCache,
+        token_ids: jax.Array,
+        slots: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+        """Append a chunk of prompt to each of some slots and score what follows it.
+
+        Pure: jit it with the cache donated. Blocks are reserved here; where they do not suffice
+        nothing changes and ``ok`` is false.
+
+        Args:
+          cache: the cache; whatever the slots already hold is context.
+          token_ids: i32 ``[B, T]``, each row padded at its end.
+          slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
+          num_tokens: i32 ``[B]``, tokens in each row, 1 to T.
+          backend: of the attention, see `paged_attention`.
+
+        Returns:
+          float32 logits ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
+          bool ``[]``.
+        """
+        B, T = token_ids.shape
+        cache, ok, rows = _append(cache, slots, num_tokens, T)
+
+        def attend(layer, q, k, v, pools):
+            pools = rows.write(pools, k, v, layer)
+            out = paged_prefill_attention(
+                q.reshape(B, T, *q.shape[1:]),
+                *pools,
+                rows.block_tables,
+                rows.lengths,
+                rows.num_tokens,
+                layer=layer,
+                sliding_window=self.config.sliding_window,
+                backend=backend,
+            )
+            return out.reshape(q.shape), pools
+
+        x, (k, v) = self._run_layers(
+            self._look_up(token_ids.reshape(-1)), rows.positions, attend, (cache.k, cache.v)
+        )
+        last = jnp.maximum(rows.num_tokens - 1, 0) + jnp.arange(B, dtype=jnp.int32) * T
+        return self._logits(x[last]), dataclasses.replace(cache, k=k, v=v), ok
+
+    def decode(
+        self,
+        cache: PagedCache,
+        token_ids: jax.Array,
+        slots: jax.Array,
+        *,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+        """Append one token to each of some slots and score what follows it.
+
+        Pure: jit it with the cache donated. A block is taken where a slot crosses a boundary or
+        writes into a shared block; where blocks do not suffice nothing changes and ``ok`` is
+        false.
+
+        Args:
+          cache: the cache.
+          token_ids: i32 ``[B]``.
+          slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
+          backend: of the attention, see `paged_attention`.
+
+        Returns:
+          float32 logits ``[B, V]`` (of no meaning in rows left out), the new cache, and ``ok``,
+          bool ``[]``.
+
+        Example:
+          >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+          ...                      num_hidden_layers=2, num_attention_heads=2,
+          ...                      num_key_value_heads=1)
+          >>> model = Llama(config, rngs=nnx.Rngs(0))
+          >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
+          ...                           head_dim=8, num_slots=2, max_blocks_per_slot=4)
+          >>> decode = jax.jit(Llama.decode, donate_argnames="cache")
+          >>> logits, cache, ok = decode(model, cache, jnp.array([3, 7]), jnp.array([0, 1]))
+          >>> logits.shape, bool(ok), cache.lengths.tolist()
+          ((2, 32), True, [1, 1])
+        """
+        cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1)
+
+        def attend(layer, q, k, v, pools):
+            pools = rows.write(pools, k, v, layer)
+            out = paged_attention(
+                q,
+                *pools,
+                rows.block_tables,
+                rows.lengths,
+                layer=layer,
+                sliding_window=self.config.sliding_window,
+                backend=backend,
+            )
+            return out, pools
+
+        x, (k, v) = self._run_layers(
+            self._look_up(token_ids), rows.positions, attend, (cache.k, cache.v)
+        )
+        return self._logits(x), dataclasses.replace(cache, k=k, v=v), ok
+
+    def _look_up(self, token_ids: jax.Array) -> jax.Array:
+        table = self.embed_tokens[...]
+        if table.dtype != jnp.bfloat16:
+            return table[token_ids].astype(jnp.float32)
+        # Without the detour through integers, XLA's CPU backend converts the whole table to
+        # float32 for the gather, and the output head of a tied model then reads that copy. It
+        # has no gradient, which is why the plain forward does not come here.
+        rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
+        return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return linear(rms_norm(x, self.norm[...], self.config), head[...])
+
+    def _run_layers(
+        self, x: jax.Array, positions: jax.Array, attend: Attend, carry: Any
+    ) -> tuple[jax.Array, Any]:
+        cos, sin = rotations(positions, inverse_frequencies(self.config))
+        if isinstance(self.layers, nnx.List):
+            for index, layer in enumerate(self.layers):
+                x, carry = layer(index, x, cos, sin, attend, carry)
+            return x, carry
+
+        graphdef, stacked = nnx.split(self.layers)
+
+        # The pools are the carry, never the scanned input or output: those would be copied.
+        def body(state, layer_and_index):
+            weights, index = layer_and_index
+            layer = nnx.merge(graphdef, weights)
+            return layer(index, state[0], cos, sin, attend, state[1]), None
+
+        indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
+        (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))
+        return x, carry
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Scale float32 ``x [..., E]`` to unit root mean square (Zhang and Sennrich, 2019)."""
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * lax.rsqrt(mean_square + config.rms_norm_eps) * _last_axis(weight, x)
+
+
+def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return x + _last_axis(bias, x)
+
+
+def _last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Where the tokens of a step go, and what their attention may read. N = B * T."""
+
+    block_tables: jax.Array  # i32 [B, M]
+    lengths: jax.Array  # i32 [B], with the new tokens; 0 in rows left out
+    num_tokens: jax.Array  # i32 [B], new tokens; 0 in rows left out
+    positions: jax.Array  # i32 [N], in their sequences
+    blocks: jax.Array  # i32 [N], P where there is nothing to write
+    offsets: jax.Array  # i32 [N], in their blocks
+
+    def write(
+        self, pools: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, layer: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        places = {"layer": layer, "blocks": self.blocks, "offsets": self.offsets}
+        return paged_cache.write(pools[0], k, **places), paged_cache.write(pools[1], v, **places)
+
+
+def _append(
+    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int
+) -> tuple[PagedCache, jax.Array, _Rows]:
+    """Reserve room for up to T tokens in each of the slots i32 [B], and find their places."""
+    is_row = slots >= 0
+    # Rows that are left out must not wrap around to the last slot: one past it is dropped.
+    rows = jnp.where(is_row, slots, cache.num_slots)
+    starts = cache.lengths.at[rows].get(mode="fill", fill_value=0)
+    requested = jnp.zeros(cache.num_slots, jnp.int32)
+    requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
+    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T)
+    num_tokens = jnp.where(is_row & ok, num_tokens, 0)
+
+    steps = jnp.arange(T, dtype=jnp.int32)[None]
+    positions = (starts[:, None] + steps).reshape(-1)
+    owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
+    blocks, offsets = paged_cache.locate(cache.tables, owners, positions)
+    return (
+        cache,
+        ok,
+        _Rows(
+            block_tables=cache.block_tables.at[rows].get(mode="fill", fill_value=cache.num_blocks),
+            lengths=jnp.where(num_tokens > 0, starts + num_tokens, 0),
+            num_tokens=num_tokens,
+            positions=positions,
+            blocks=blocks,
+            offsets=offsets,
+        ),
+    )

@@ -1,0 +1,441 @@
+"""Hugging Face folders of safetensors to Llama parameters, and back."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from paged_jax.models.config import LlamaConfig, read_json
+from paged_jax.models.llama import Llama
+
+# Which Hugging Face tensors each parameter is made of, one below the other. The parameters of a
+# layer are below "model.layers.{index}.".
+_MODEL_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "embed_tokens": ("model.embed_tokens.weight",),
+    "norm": ("model.norm.weight",),
+    "lm_head": ("lm_head.weight",),
+}
+_LAYER_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "input_norm": ("input_layernorm.weight",),
+    "qkv_proj": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "o_proj": ("self_attn.o_proj.weight",),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "post_attention_norm": ("post_attention_layernorm.weight",),
+    "gate_up_proj": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down_proj": ("mlp.down_proj.weight",),
+}
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
+_DTYPES = ("float32", "bfloat16", "float16")
+_EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+
+# Where a parameter goes: one placement for all (None: the default device), or one by its name
+# ("layers.0.qkv_proj", or "layers.qkv_proj" when the layers are stacked) and its shape.
+Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+
+
+class WeightsError(ValueError):
+    """The files do not hold the weights of this model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A Hugging Face tensor, and where in a parameter it lies."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # in a stack of layers one longer than the shape
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The shape with as many dimensions as the parameter."""
+        return (1,) * (len(self.offset) - len(self.shape)) + self.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_weights(
+    folder: str | Path,
+    config: LlamaConfig,
+    *,
+    dtype: Any = "auto",
+    scan_layers: bool = False,
+    sharding: Sharding = None,
+) -> Llama:
+    """Load a Llama from a folder with ``model.safetensors``, whole or in shards.
+
+    Each device receives only its part of each parameter, read from the file directly. Besides the
+    weights themselves, memory for one parameter is needed, on the host.
+
+    Args:
+      folder: where the safetensors are.
+      config: what they should hold.
+      dtype: float32, bfloat16 or float16; ``"auto"`` is ``config.dtype``.
+      scan_layers: stack the layers, see `Llama`.
+      sharding: one for all parameters, or a function of a parameter's name and shape.
+
+    Raises:
+      WeightsError: no safetensors, a damaged file, a tensor missing, left over, of the wrong
+        shape, not floating point, or not finite.
+    """
+    dtype = resolve_dtype(dtype, config)
+    stored = _stored_tensors(Path(folder))
+    pieces = {
+        name: list(_pieces(config, name))
+        for name in parameter_shapes(config, scan_layers=scan_layers)
+    }
+    _check_tensors(stored, [piece for some in pieces.values() for piece in some], config)
+
+    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
+        def read(index: Any) -> np.ndarray:
+            return _read(stored, pieces[name], shape, index, dtype)
+
+        placement = resolve_sharding(sharding, name, shape)
+        if placement is None:
+            return jax.device_put(read((slice(None),) * len(shape)))
+        return jax.make_array_from_callback(shape, placement, read)
+
+    return build(config, make, dtype=dtype, scan_layers=scan_layers)
+
+
+def save_weights(model: Llama, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+    """Write a Hugging Face folder: ``config.json`` and safetensors, which transformers loads.
+
+    Args:
+      model: its layers stacked or not.
+      folder: made if need be; weights in it are replaced once the new ones are written.
+      max_file_bytes: weights of more bytes than this are written as several files.
+
+    Raises:
+      ValueError: transformers has no family that computes this config, see `LlamaConfig.to_dict`.
+    """
+    folder = Path(folder)
+    config = dataclasses.replace(model.config, dtype=model.embed_tokens[...].dtype.name)
+    config_json = json.dumps(config.to_dict(), indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = dict(named_parameters(model))
+    shards = _shard(
+        [(name, piece) for name in parameters for piece in _pieces(config, name)],
+        max_file_bytes // jnp.dtype(config.dtype).itemsize,
+    )
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= {piece.tensor: file for _, piece in shard}
+        # Renamed when whole, so that an interrupted save leaves no half of a file behind.
+        save_file(
+            {piece.tensor: _cut(parameters[name], piece) for name, piece in shard},
+            folder / (file + ".partial"),
+            metadata={"format": "pt"},  # transformers refuses files without it
+        )
+        # The library makes its files private; these get the mode of any other new file.
+        (folder / (file + ".partial")).chmod(0o666 & ~_umask())
+        os.replace(folder / (file + ".partial"), folder / file)
+    written = set(weight_map.values())
+    if len(shards) > 1:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        written.add(_INDEX)
+    (folder / "config.json").write_text(config_json, encoding="utf-8")
+    for stale in folder.glob("model*.safetensors*"):
+        if stale.name not in written:
+            stale.unlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it without setting it
+    os.umask(mask)
+    return mask
+
+
+def build(
+    config: LlamaConfig,
+    make: Callable[[str, tuple[int, ...]], jax.Array],
+    *,
+    dtype: Any,
+    scan_layers: bool,
+) -> Llama:
+    """Build a Llama whose parameters come from ``make(name, shape)``, and initialise none."""
+    config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
+    graphdef, state = nnx.split(_abstract(config, scan_layers))
+    parameters = [
+        (path, variable.replace(make(_name(path), variable.shape)))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(parameters))
+
+
+def parameter_shapes(config: LlamaConfig, *, scan_layers: bool) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of a Llama, such as ``"layers.0.qkv_proj"``."""
+    state = nnx.state(_abstract(config, scan_layers))
+    return {_name(path): variable.shape for path, variable in nnx.to_flat_state(state)}
+
+
+def named_parameters(model: Llama) -> Iterator[tuple[str, jax.Array]]:
+    """Name and array of every parameter."""
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        yield _name(path), variable[...]
+
+
+def resolve_dtype(dtype: Any, config: LlamaConfig) -> np.dtype:
+    """Return the dtype that ``"auto"`` or a dtype of weights stands for.
+
+    Raises:
+      ValueError: not a floating point dtype that this library computes with.
+    """
+    try:
+        resolved = jnp.dtype(config.dtype if dtype is None or dtype == "auto" else dtype)
+    except TypeError:
+        resolved = None
+    if resolved is None or resolved.name not in _DTYPES:
+        raise ValueError(
+            f"load_weights: dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}."
+        )
+    return resolved
+
+
+def resolve_sharding(
+    sharding: Sharding, name: str, shape: tuple[int, ...]
+) -> jax.sharding.Sharding | None:
+    """Return where one parameter goes; None is the default device."""
+    return sharding(name, shape) if callable(sharding) else sharding
+
+
+def _abstract(config: LlamaConfig, scan_layers: bool) -> Llama:
+    return nnx.eval_shape(
+        lambda: Llama(config, dtype=config.dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _pieces(config: LlamaConfig, name: str) -> Iterator[_Piece]:
+    """The tensors that make up a parameter, in the order in which they lie in it."""
+    scope, _, rest = name.partition(".")
+    if scope != "layers":
+        shape = (config.hidden_size,) if name == "norm" else (config.vocab_size, config.hidden_size)
+        yield _Piece(_MODEL_TENSORS[name][0], shape, (0,) * len(shape))
+        return
+    *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
+    for layer in [int(index[0])] if index else range(config.num_hidden_layers):
+        row = 0
+        for tensor, shape in zip(_LAYER_TENSORS[kind], _shapes(config, kind), strict=True):
+            offset = (row,) + (0,) * (len(shape) - 1)
+            yield _Piece(
+                f"model.layers.{layer}.{tensor}",
+                shape,
+                offset if index else (layer, *offset),
+            )
+            row += shape[0]
+
+
+def _shapes(config: LlamaConfig, kind: str) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in one layer's parameter."""
+    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * D, config.num_key_value_heads * D
+    return {
+        "input_norm": ((E,),),
+        "qkv_proj": ((queries, E), (keys, E), (keys, E)),
+        "qkv_bias": ((queries,), (keys,), (keys,)),
+        "q_norm": ((D,),),
+        "k_norm": ((D,),),
+        "o_proj": ((E, queries),),
+        "o_bias": ((E,),),
+        "post_attention_norm": ((E,),),
+        "gate_up_proj": ((F, E), (F, E)),
+        "down_proj": ((E, F),),
+    }[kind]
+
+
+def _stored_tensors(folder: Path) -> dict[str, _Stored]:
+    stored: dict[str, _Stored] = {}
+    weight_map = _weight_map(folder)
+    for path in sorted({_SINGLE} if weight_map is None else set(weight_map.values())):
+        try:
+            with safe_open(folder / path, "numpy") as file:
+                for tensor in file.keys():
+                    if tensor in stored:
+                        raise WeightsError(f"{folder / path}: {tensor!r} is in another file too.")
+                    view = file.get_slice(tensor)
+                    stored[tensor] = _Stored(
+                        folder / path, tuple(view.get_shape()), view.get_dtype()
+                    )
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{folder / path}: not a whole safetensors file ({error}). Fetch it again."
+            ) from None
+    return stored
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor to file name from the index of a folder in shards; None for a single file."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: no such folder.")
+    if (folder / _SINGLE).is_file():
+        return None
+    if not (folder / _INDEX).is_file():
+        pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".pt"))
+        found = f", only {pickled[0]}, which can run code when read" if pickled else ""
+        raise WeightsError(
+            f"{folder}: neither {_SINGLE} nor {_INDEX} there{found}. Convert to safetensors."
+        )
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{folder / _INDEX}: weight_map must map tensors to files.")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise WeightsError(
+                f"{folder / _INDEX}: files must lie in the folder itself, got {file!r} for "
+                f"{tensor!r}."
+            )
+        if not (folder / file).is_file():
+            raise WeightsError(f"{folder}: {file}, which {_INDEX} names, is missing.")
+    return weight_map
+
+
+def _check_tensors(
+    stored: Mapping[str, _Stored], pieces: list[_Piece], config: LlamaConfig
+) -> None:
+    expected = {piece.tensor: piece for piece in pieces}
+    missing = [tensor for tensor in expected if tensor not in stored]
+    if missing:
+        raise WeightsError(f"load_weights: {_enumerate(missing)} missing.")
+    left_over = [
+        tensor for tensor in stored if tensor not in expected and not _is_redundant(tensor, config)
+    ]
+    if left_over:
+        raise WeightsError(
+            f"load_weights: {_enumerate(left_over)} left over: the config has no place for it."
+        )
+    for tensor, piece in expected.items():
+        if stored[tensor].shape != piece.shape:
+            raise WeightsError(
+                f"load_weights: {tensor} must have shape {list(piece.shape)}, "
+                f"got {list(stored[tensor].shape)}."
+            )
+        if stored[tensor].dtype not in _FLOATS:
+            raise WeightsError(
+                f"load_weights: {tensor} must be floating point and not quantised, "
+                f"got {stored[tensor].dtype}."
+            )
+
+
+def _is_redundant(tensor: str, config: LlamaConfig) -> bool:
+    # Older transformers stored the rotary frequencies, and some tools store a tied head.
+    return tensor.endswith("rotary_emb.inv_freq") or (
+        config.tie_word_embeddings and tensor == "lm_head.weight"
+    )
+
+
+def _enumerate(tensors: list[str]) -> str:
+    others = f" and {len(tensors) - 1} others are" if len(tensors) > 1 else " is"
+    return tensors[0] + others
+
+
+def _read(
+    stored: Mapping[str, _Stored],
+    pieces: list[_Piece],
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    dtype: np.dtype,
+) -> np.ndarray:
+    """Read the part of a parameter that one device holds."""
+    starts, stops, _ = zip(*(s.indices(n) for s, n in zip(index, shape, strict=True)), strict=True)
+    part = _aligned_empty(tuple(np.subtract(stops, starts)), dtype)
+    for piece in pieces:
+        ends = map(sum, zip(piece.offset, piece.extent, strict=True))
+        low, high = tuple(map(max, starts, piece.offset)), tuple(map(min, stops, ends))
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            _read_piece(stored, piece, low, high, part[_box(low, high, starts)])
+    return part
+
+
+def _read_piece(
+    stored: Mapping[str, _Stored],
+    piece: _Piece,
+    low: tuple[int, ...],
+    high: tuple[int, ...],
+    out: np.ndarray,
+) -> None:
+    """Fill ``out`` with the box from ``low`` to ``high`` (in the parameter) of one tensor."""
+    path = stored[piece.tensor].path
+    rows, *rest = _box(low, high, piece.offset)[-len(piece.shape) :]
+    out = out.reshape(out.shape[-len(piece.shape) :])
+    step = max(1, _READ_ELEMENTS // math.prod(out.shape[1:]))
+    for start in range(0, len(out), step):
+        stop = min(start + step, len(out))
+        try:
+            # Opened for each read: what a file that stays open has mapped in counts as memory in
+            # use, a second copy of the weights by the end.
+            with safe_open(path, "numpy") as file, np.errstate(over="ignore"):
+                view = file.get_slice(piece.tensor)
+                out[start:stop] = view[(slice(rows.start + start, rows.start + stop), *rest)]
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"load_weights: cannot read {piece.tensor}: {error}.") from None
+        if not _is_finite(out[start:stop]):
+            raise WeightsError(f"load_weights: {piece.tensor} is not finite as {out.dtype.name}.")
+
+
+def _box(low: tuple[int, ...], high: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    # XLA's CPU backend takes over memory that is aligned to 64 bytes, and copies any other.
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    # By the bits: numpy has no fast isfinite for bfloat16.
+    bits = values.view(f"u{values.itemsize}")
+    mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
+    return not ((bits & mask) == mask).any()
+
+
+def _cut(parameter: jax.Array, piece: _Piece) -> np.ndarray:
+    """A piece of a parameter as Hugging Face shapes it; on CPU a view."""
+    ends = tuple(map(sum, zip(piece.offset, piece.extent, strict=True)))
+    box = _box(piece.offset, ends, (0,) * len(ends))
+    return np.asarray(parameter)[box].reshape(piece.shape)
+
+
+def _shard(pieces: list[tuple[str, _Piece]], max_elements: int) -> list[list[tuple[str, _Piece]]]:
+    shards: list[list[tuple[str, _Piece]]] = [[]]
+    size = 0
+    for name, piece in pieces:
+        elements = math.prod(piece.shape)
+        if shards[-1] and size + elements > max_elements:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, piece))
+        size += elements
+    return shards

@@ -1,0 +1,255 @@
+"""Configs of Hugging Face models, read and written."""
+
+import dataclasses
+import json
+
+import pytest
+
+from paged_jax.models.config import LlamaConfig, RopeScaling, UnsupportedConfigError
+
+_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+_LLAMA = {"model_type": "llama", **_SIZES}
+_MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, **_SIZES}
+_QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, **_SIZES}
+_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Llama-2-7b-hf", {"num_key_value_heads": 32, "dtype": "float16", "head_dim": 128}),
+        (
+            "Llama-3.1-8B",
+            {"rope_theta": 500000.0, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)},
+        ),
+        ("Llama-3.2-1B", {"tie_word_embeddings": True, "head_dim": 64}),
+        ("Meta-Llama-3-8B-Instruct", {"eos_token_ids": (128009,), "rope_scaling": None}),
+        ("Mistral-7B-v0.1", {"sliding_window": 4096, "model_type": "mistral"}),
+        ("Qwen2.5-0.5B-Instruct", {"qkv_bias": True, "o_bias": False, "sliding_window": None}),
+        ("Qwen3-0.6B", {"qk_norm": True, "qkv_bias": False, "head_dim": 128}),
+        ("SmolLM2-135M", {"initializer_range": 0.041666666666666664, "rope_theta": 100000.0}),
+        ("TinyLlama-1.1B-Chat-v1.0", {"dtype": "float32", "num_key_value_heads": 4}),
+    ],
+)
+def test_from_file_reads_real_configs(data_dir, name, expected):
+    config = LlamaConfig.from_file(data_dir / "configs" / name)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_from_file_reads_every_real_config(data_dir):
+    folders = sorted(path.parent for path in (data_dir / "configs").glob("*/config.json"))
+    assert len(folders) >= 9
+    for folder in folders:
+        config = LlamaConfig.from_file(folder / "config.json")
+        assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+def test_from_dict_fills_in_the_defaults_of_transformers():
+    config = LlamaConfig.from_dict(_LLAMA)
+    assert config == LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=4,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+    mistral = LlamaConfig.from_dict(_MISTRAL)
+    assert (mistral.sliding_window, mistral.max_position_embeddings) == (4096, 131072)
+    assert LlamaConfig.from_dict({**_MISTRAL, "sliding_window": None}).sliding_window is None
+    assert LlamaConfig.from_dict(_QWEN2).eos_token_ids == ()
+    assert LlamaConfig.from_dict(_QWEN3).head_dim == 128
+
+
+@pytest.mark.parametrize("config", [_LLAMA, _MISTRAL, _QWEN2, _QWEN3])
+def test_from_dict_defaults_equal_those_of_transformers(config):
+    transformers = pytest.importorskip("transformers")
+    sizes = {key: value for key, value in config.items() if key != "model_type"}
+    theirs = transformers.AutoConfig.for_model(config["model_type"], **sizes).to_dict()
+    assert LlamaConfig.from_dict(theirs) == LlamaConfig.from_dict(config)
+
+
+def test_from_dict_reads_a_model_type_from_the_architecture():
+    assert LlamaConfig.from_dict({**_SIZES, "architectures": ["LlamaForCausalLM"]}) == (
+        LlamaConfig.from_dict(_LLAMA)
+    )
+
+
+def test_from_dict_reads_the_rope_parameters_of_transformers_5():
+    old = {**_LLAMA, "rope_theta": 5e5, "rope_scaling": _LLAMA3_ROPE, "torch_dtype": "bfloat16"}
+    new = {**_LLAMA, "rope_parameters": {**_LLAMA3_ROPE, "rope_theta": 5e5}, "dtype": "bfloat16"}
+    config = LlamaConfig.from_dict(new)
+    assert config == LlamaConfig.from_dict(old)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    assert config.dtype == "bfloat16"
+    default = {**_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}
+    assert LlamaConfig.from_dict(default).rope_theta == 7e3
+    assert LlamaConfig.from_dict(default).rope_scaling is None
+
+
+def test_from_dict_reads_the_type_key_of_old_rope_scaling():
+    config = LlamaConfig.from_dict({**_LLAMA, "rope_scaling": {"type": "linear", "factor": 2}})
+    assert config.rope_scaling == RopeScaling("linear", 2.0)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(5, (5,)), ([5, 7], (5, 7)), (None, ()), ([], ())])
+def test_from_dict_reads_one_or_several_eos_tokens(given, expected):
+    config = LlamaConfig.from_dict({**_LLAMA, "eos_token_id": given})
+    assert config.eos_token_ids == expected
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("base", "o_bias"), [(_LLAMA, True), (_QWEN3, True), (_QWEN2, False)])
+def test_from_dict_reads_attention_bias_as_the_family_does(base, o_bias):
+    config = LlamaConfig.from_dict({**base, "attention_bias": True})
+    assert (config.qkv_bias, config.o_bias) == (True, o_bias)
+
+
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        ({"use_sliding_window": False}, None),
+        ({"use_sliding_window": True, "max_window_layers": 3}, None),
+        ({"use_sliding_window": True, "max_window_layers": 0}, 8),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, 8),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
+    ],
+)
+def test_from_dict_reads_the_sliding_window_of_qwen(keys, window):
+    config = LlamaConfig.from_dict({**_QWEN2, "sliding_window": 8, **keys})
+    assert config.sliding_window == window
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({**_SIZES, "model_type": "gpt2"}, "gpt2"),
+        ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
+        ({**_LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        ({**_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({**_LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({**_LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({**_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ"),
+        ({**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({**_LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**_LLAMA, "rope_interleaved": True}, "rope_interleaved"),
+        ({**_LLAMA, "mlp_bias": True}, "mlp_bias"),
+        ({**_LLAMA, "sliding_window": 8}, "sliding_window"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({**_LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8"),
+        ({**_LLAMA, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({**_MISTRAL, "attention_bias": True}, "attention_bias"),
+        ({**_QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "sliding window"),
+        (
+            {
+                **_QWEN3,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            "sliding window",
+        ),
+    ],
+)
+def test_from_dict_refuses_what_is_not_built_by_name(config, named):
+    with pytest.raises(UnsupportedConfigError, match=named) as raised:
+        LlamaConfig.from_dict(config)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *[({key: None}, f"{key} is missing") for key in _SIZES],
+        ({"vocab_size": "32"}, "vocab_size must be an integer"),
+        ({"hidden_size": 16.0}, "hidden_size must be an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({"num_attention_heads": 3}, "hidden_size must be a multiple"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"head_dim": 5}, "head_dim must be even"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+        ({"rope_theta": 0}, "rope_theta must be positive"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor must be"),
+        ({"architectures": ["MistralForCausalLM"]}, "architectures must fit"),
+        ({"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
+        ({"model_type": None}, "model_type is missing"),
+    ],
+)
+def test_from_dict_refuses_malformed_configs(change, named):
+    with pytest.raises(ValueError, match=named) as raised:
+        LlamaConfig.from_dict({**_LLAMA, **change})
+    assert "\n" not in str(raised.value)
+
+
+def test_from_file_names_the_file_that_it_cannot_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        LlamaConfig.from_file(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        LlamaConfig.from_file(tmp_path)
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="JSON object"):
+        LlamaConfig.from_file(tmp_path)
+
+
+_SMALL = LlamaConfig.from_dict(_LLAMA)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        _SMALL,
+        dataclasses.replace(_SMALL, qkv_bias=True, o_bias=True, bos_token_id=None),
+        dataclasses.replace(_SMALL, rope_scaling=RopeScaling("linear", 2.0), head_dim=8),
+        dataclasses.replace(_SMALL, rope_scaling=RopeScaling("llama3", 2.0), dtype="bfloat16"),
+        dataclasses.replace(_SMALL, model_type="mistral", sliding_window=5),
+        dataclasses.replace(_SMALL, model_type="qwen2", qkv_bias=True, sliding_window=5),
+        dataclasses.replace(_SMALL, model_type="qwen3", qk_norm=True, eos_token_ids=(3, 4)),
+    ],
+)
+def test_to_dict_is_read_back_the_same_by_us_and_by_transformers(config):
+    content = json.loads(json.dumps(config.to_dict()))
+    assert LlamaConfig.from_dict(content) == config
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(**content)
+    assert LlamaConfig.from_dict(theirs.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"qk_norm": True}, "qk_norm"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"sliding_window": 4}, "sliding_window"),
+        ({"model_type": "mistral", "qkv_bias": True, "o_bias": True}, "qkv_bias"),
+        ({"model_type": "qwen2"}, "qkv_bias"),
+        ({"model_type": "other"}, "model_type"),
+    ],
+)
+def test_to_dict_refuses_what_no_family_computes(change, named):
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(_SMALL, **change).to_dict()

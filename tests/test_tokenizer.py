@@ -1,0 +1,308 @@
+"""Tokenizers, chat templates and detokenisation of streams."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from paged_jax.models.chat_template import ChatTemplateError
+from paged_jax.models.tokenizer import Detokenizer, Tokenizer, TokenizerError
+
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _byte_fallback():
+    """In the manner of Llama 2: pieces with a mark for the space, and bytes for the rest."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", "▁a", "▁b", "▁▁", "ab", "é"]
+    backend = Backend(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("▁", "a"), ("▁", "b"), ("▁", "▁"), ("a", "b")],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def _metaspace():
+    backend = _byte_fallback()
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    )
+    return backend
+
+
+def _byte_level():
+    """In the manner of GPT-2, Llama 3 and Qwen: every token is a string of bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "Ġa", "ðŁ", "Ļ\u0124", "æĹ"])}
+    backend = Backend(models.BPE(vocab, [("Ġ", "a"), ("ð", "Ł"), ("æ", "Ĺ")]))
+    backend.add_special_tokens(["<|end|>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+_BACKENDS = {
+    "byte_fallback": _byte_fallback(),
+    "metaspace": _metaspace(),
+    "byte_level": _byte_level(),
+}
+_TOKENIZERS = {name: Tokenizer(backend) for name, backend in _BACKENDS.items()}
+
+
+def _write(folder, backend=None, **files):
+    (backend or _byte_fallback()).save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def _stream(tokenizer, token_ids, **options):
+    stream = Detokenizer(tokenizer, **options)
+    return [*map(stream.push, token_ids), stream.finish()]
+
+
+def test_tokenizer_agrees_with_the_references_of_stories260k(data_dir):
+    folder = data_dir / "models" / "stories260K"
+    tokenizer = Tokenizer.from_folder(folder)
+    items = json.loads((folder / "reference.json").read_text(encoding="utf-8"))["items"]
+    assert len(items) == 4
+    for item in items:
+        token_ids = item["prompt_ids"] + item["generated_ids"]
+        assert tokenizer.encode(item["prompt"]) == item["prompt_ids"]
+        assert tokenizer.decode(token_ids) == item["text"]
+        assert "".join(_stream(tokenizer, token_ids)) == item["text"]
+        # After the prompt, the first generated token keeps the space in front of it.
+        prompt = tokenizer.decode(item["prompt_ids"])
+        generated = _stream(tokenizer, item["generated_ids"], continues_text=bool(prompt))
+        assert prompt + "".join(generated) == item["text"]
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.sampling_defaults == {"temperature": 0.0}
+    assert not tokenizer.has_chat_template
+
+
+def test_tokenizer_agrees_with_the_references_of_tinyllama(data_dir):
+    folder = data_dir / "configs" / "TinyLlama-1.1B-Chat-v1.0"
+    tokenizer = Tokenizer.from_folder(folder)
+    items = json.loads((folder / "reference_tokenization.json").read_text(encoding="utf-8"))
+    assert len(items) > 50
+    for item in items:
+        assert tokenizer.encode(item["text"], add_special_tokens=False) == item["ids"]
+        assert tokenizer.encode(item["text"]) == [1, *item["ids"]]
+        assert tokenizer.decode(item["ids"]) == item["text"]
+        assert "".join(_stream(tokenizer, item["ids"])) == item["text"]
+
+
+@pytest.mark.parametrize("bos_in_post_processor", [False, True])
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"add_bos_token": True}, [1]),
+        ({"add_bos_token": False}, []),
+        ({"add_bos_token": True, "add_eos_token": True}, [1, 2]),
+        ({"add_eos_token": False}, None),
+    ],
+)
+def test_encode_adds_bos_where_the_files_say_so(tmp_path, bos_in_post_processor, config, expected):
+    backend = _byte_fallback()
+    if bos_in_post_processor:
+        backend.post_processor = processors.TemplateProcessing(
+            single=["<s>", "$A"], pair=None, special_tokens=[("<s>", 1)]
+        )
+    if expected is None:
+        expected = [1] if bos_in_post_processor else []
+    names = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    folder = _write(tmp_path, backend, tokenizer_config={**names, **config})
+    tokenizer = Tokenizer.from_folder(folder)
+    body = tokenizer.encode("ab", add_special_tokens=False)
+    assert tokenizer.encode("ab") == expected[:1] + body + expected[1:]
+
+
+def test_from_folder_collects_stop_tokens_and_sampling_defaults(tmp_path):
+    folder = _write(
+        tmp_path,
+        special_tokens_map={"eos_token": "</s>", "bos_token": "<s>"},
+        tokenizer_config={"bos_token": None},
+        generation_config={"eos_token_id": [7, 5], "temperature": 0.6, "top_p": 0.9, "x": 1},
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_token_ids == (2, 5, 7)
+    assert tokenizer.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
+    greedy = {"eos_token_id": 9, "do_sample": False, "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(greedy), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_token_ids == (2, 9)
+    assert tokenizer.sampling_defaults == {"temperature": 0.0}
+
+
+def test_from_folder_ignores_truncation_and_padding(tmp_path):
+    backend = _byte_fallback()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    tokenizer = Tokenizer.from_folder(_write(tmp_path, backend))
+    assert len(tokenizer.encode("bbbbb")) == 5
+
+
+def test_from_folder_refuses_folders_without_a_tokenizer(tmp_path):
+    with pytest.raises(TokenizerError, match="no tokenizer.json there"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(TokenizerError, match="Convert tokenizer.model"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(TokenizerError, match="tokenizer.json: not a tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    _write(tmp_path, generation_config={"eos_token_id": "</s>"})
+    with pytest.raises(ValueError, match="eos_token_id must be token ids"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_detokenizer_gives_what_decode_gives(name, data, skip_special_tokens):
+    tokenizer = _TOKENIZERS[name]
+    ids = st.integers(0, tokenizer.vocab_size - 1)
+    text = st.text(st.sampled_from("ab é日本🙂\n"), max_size=6).map(tokenizer.encode)
+    token_ids = sum(data.draw(st.lists(text | st.lists(ids, max_size=3), max_size=5)), [])
+    streamed = "".join(_stream(tokenizer, token_ids, skip_special_tokens=skip_special_tokens))
+    whole = _BACKENDS[name].decode(token_ids, skip_special_tokens=skip_special_tokens)
+    assert tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens) == streamed
+    # Where bytes are no text, the library replaces characters in front of them as well.
+    if name == "byte_level" or "\ufffd" not in whole:
+        assert streamed == whole
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_detokenizer_continues_a_text(name, data):
+    tokenizer = _TOKENIZERS[name]
+    head, tail = data.draw(st.lists(st.text("ab é日🙂\n"), min_size=2, max_size=2))
+    token_ids = tokenizer.encode(head) + tokenizer.encode(tail)
+    whole, first = tokenizer.decode(token_ids), tokenizer.decode(tokenizer.encode(head))
+    if first:
+        rest = _stream(tokenizer, tokenizer.encode(tail), continues_text=True)
+        assert first + "".join(rest) == whole
+
+
+def test_detokenizer_hands_out_text_as_soon_as_it_is_final():
+    tokenizer = _TOKENIZERS["byte_fallback"]
+    assert _stream(tokenizer, tokenizer.encode("a\nb")) == ["a", "\n", "b", ""]
+    smile = [3 + byte for byte in "🙂".encode()]
+    assert _stream(tokenizer, [260, *smile, 260]) == ["a", "", "", "", "🙂", "a", ""]
+    assert _stream(tokenizer, smile[:2]) == ["", "", "\ufffd\ufffd"]
+    assert _stream(tokenizer, [262, 1, 263]) == ["a", "", " b", ""]
+    # Models have more ids than their tokenizer; such a one does not start the text.
+    assert _stream(tokenizer, [10**6, 262, 10**6, 263]) == ["", "a", "", " b", ""]
+    # A well-formed character stays, whatever follows it.
+    assert _stream(tokenizer, [*smile, 3 + 0xFF, 260]) == ["", "", "", "🙂", "", "\ufffda", ""]
+    assert tokenizer.decode([*smile, 3 + 0xFF, 260]) == "🙂\ufffda"
+    assert tokenizer.decode([262], continues_text=True) == " a"
+    assert tokenizer.decode([262]) == "a"
+
+
+def test_apply_chat_template_writes_the_chat(tmp_path):
+    config = {"chat_template": "{{ bos_token }}" + _CHATML, "bos_token": "<s>"}
+    tokenizer = Tokenizer.from_folder(_write(tmp_path, tokenizer_config=config))
+    messages = [{"role": "user", "content": " Hi <b> "}]
+    chat = "<s><|im_start|>user\nHi <b><|im_end|>\n"
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(messages) == chat + "<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == chat
+
+
+def test_apply_chat_template_finds_the_template_in_each_of_its_places(tmp_path):
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    folder = _write(tmp_path, tokenizer_config={"chat_template": named})
+    messages = [{"role": "user", "content": ""}]
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == "D"
+    (folder / "chat_template.jinja").write_text("J", encoding="utf-8")
+    assert Tokenizer.from_folder(folder).apply_chat_template(messages) == "J"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        _CHATML,
+        "{%- if tools %}tools{%- endif %}\n  {%- if documents is none %}\n none\n{% endif %}",
+        "{{ messages | tojson }} {{ messages[0] | tojson(indent=2) }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m }}{% endfor %}",
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}\n!",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+        "{% endfor %}{{ ns.n }} {{ strftime_now('%d %b %Y') }} {{ enable_thinking }}",
+    ],
+)
+def test_apply_chat_template_agrees_with_transformers(template):
+    transformers = pytest.importorskip("transformers")
+    messages = [
+        {"role": "system", "content": "Be <brief> & 'kind' é."},
+        {"role": "user", "content": "Hi\n"},
+    ]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_fallback())
+    for prompt in (False, True):
+        options = {"add_generation_prompt": prompt, "enable_thinking": False}
+        expected = theirs.apply_chat_template(
+            messages, chat_template=template, tokenize=False, **options
+        )
+        tokenizer = Tokenizer(_byte_fallback(), chat_template=template)
+        assert tokenizer.apply_chat_template(messages, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (None, [], "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", [], "roles must alternate"),
+        ("{{ raise_exception('two\nlines') }}", [], "two lines"),
+        ("{{ messages[0].content + 1 }}", [{"role": "user", "content": "a"}], "refuses"),
+        ("{{ messages[0].x.y }}", [{"role": "user", "content": "a"}], "refuses"),
+        ("{{ ''.__class__.__mro__ }}", [], "unsafe"),
+        ("{{ messages.append(1) }}", [], "unsafe|not safely callable"),
+        (_CHATML, [{"content": "a"}], "must have a role"),
+        (_CHATML, ["a"], "must have a role"),
+    ],
+)
+def test_apply_chat_template_refuses_in_one_line(template, messages, message):
+    tokenizer = Tokenizer(_byte_fallback(), chat_template=template)
+    with pytest.raises(ChatTemplateError, match=message) as raised:
+        tokenizer.apply_chat_template(messages)
+    assert "\n" not in str(raised.value)
+
+
+def test_tokenizer_refuses_templates_that_are_no_jinja():
+    with pytest.raises(ChatTemplateError, match="must be valid Jinja"):
+        Tokenizer(_byte_fallback(), chat_template="{% if %}")
+
+
+def test_is_special_tells_what_decode_leaves_out():
+    backend = _byte_fallback()
+    backend.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer = Tokenizer(backend)
+    think = backend.token_to_id("<think>")
+    assert tokenizer.is_special(2)
+    assert not tokenizer.is_special(think)
+    assert tokenizer.decode([think, 2]) == "<think>"
+    assert tokenizer.decode([think, 2], skip_special_tokens=False) == "<think></s>"
