@@ -1,0 +1,33 @@
+"""Paged attention for JAX: a block allocator inside jit, attention that reads the KV cache where
+it lies, a Flax Llama that threads it, and text generation on top.
+
+Each part is usable without the ones above it: `paged_attention` and `paged_prefill_attention`,
+`PagedCache` and the functions of `paged_jax.cache` and `paged_jax.blocks`, `Llama`, and `LLM`.
+"""
+
+from paged_jax.blocks import BlockPool, BlockTables
+from paged_jax.cache import PagedCache
+from paged_jax.engine import LLM
+from paged_jax.kernels import paged_attention, paged_prefill_attention
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.tokenizer import Tokenizer
+from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BlockPool",
+    "BlockTables",
+    "CompletionOutput",
+    "Llama",
+    "LlamaConfig",
+    "PagedCache",
+    "RequestOutput",
+    "SamplingParams",
+    "Tokenizer",
+    "paged_attention",
+    "paged_prefill_attention",
+]

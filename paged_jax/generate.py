@@ -1,0 +1,322 @@
+"""Generate text from the command line: ``python -m paged_jax.generate --prompt "It is"``."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import jax
+
+from paged_jax.engine import LLM, Prompt
+from paged_jax.kernels import BACKENDS
+from paged_jax.outputs import RequestOutput
+from paged_jax.picture import draw_tables
+from paged_jax.sampling_params import SamplingParams
+
+_MAX_NUM_SEQS = 16
+# 128 + the signal, as shells report it.
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+# Mistakes of the user, or of the files and the machine that are used. (JAX raises the last where
+# memory does not suffice.)
+_EXPECTED_ERRORS = (
+    ValueError,
+    OSError,
+    NotImplementedError,
+    FloatingPointError,
+    MemoryError,
+    jax.errors.JaxRuntimeError,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status. Mistakes of the user end in one line."""
+    progress = _Progress(sys.stderr)
+    try:
+        _run(_parse(argv), progress)
+        return 0
+    except BrokenPipeError:
+        # The reader has left, as `head` does; Python would complain once more on its last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except _EXPECTED_ERRORS as error:
+        progress.clear()
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"paged_jax.generate: error: {message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"paged_jax.generate: error: {message}\n")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m paged_jax.generate",
+        description="Generate text from a Llama-family checkpoint through a paged KV cache.",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="checkpoint folder; the small bundled model if not given"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the prompt; - reads it from standard input")
+    source.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="one prompt a line; in a .jsonl file, one object with prompt or prompt_token_ids",
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    sampling.add_argument(
+        "--temperature", type=float, metavar="X", help="0 is greedy; default: the model's own"
+    )
+    sampling.add_argument("--top-k", type=int, metavar="N")
+    sampling.add_argument("--top-p", type=float, metavar="X")
+    sampling.add_argument("--min-p", type=float, metavar="X")
+    sampling.add_argument("--seed", type=int, metavar="N", help="default: 0")
+    sampling.add_argument("--n", type=int, default=1, help="samples for each prompt")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    engine.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block")
+    engine.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool")
+    engine.add_argument("--backend", choices=tuple(BACKENDS), help="of the attention")
+    output = parser.add_argument_group("input and output")
+    output.add_argument("--chat", action="store_true", help="put prompts in the chat template")
+    output.add_argument("--json", action="store_true", help="one JSON object for each prompt")
+    output.add_argument("--show-blocks", action="store_true", help="draw the block table")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace, progress: "_Progress") -> None:
+    prompts = _read_prompts(args)
+    # Once for their mistakes, before the model is loaded.
+    given = _given_params(args)
+    SamplingParams(**given)
+    progress.say("loading the model")
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        max_num_seqs=max(args.n, min(_MAX_NUM_SEQS, args.n * len(prompts))),
+        backend=args.backend,
+        on_compile=progress.say,
+    )
+    if args.chat:
+        prompts = [_as_chat(llm, prompt) for prompt in prompts]
+    params = dataclasses.replace(llm.get_default_sampling_params(), **given)
+    is_stream = len(prompts) == args.n == 1
+    write = _write_json if args.json else _Streamer() if is_stream else _write_text
+    draw = _BlockPictures(llm, progress).draw if args.show_blocks else None
+    with contextlib.closing(llm.stream(prompts, params)) as outputs:
+        for output in _in_order(outputs, partial=write is not _write_json and is_stream, draw=draw):
+            progress.clear()
+            write(output, llm)
+    if draw:
+        draw("after")
+    progress.clear()
+    print(_summary(llm), file=sys.stderr)
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.prompt is not None:
+        # Of what is piped in, the last newline ends the line rather than being part of it.
+        text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+        if not text:
+            raise ValueError("--prompt must not be empty.")
+        return [text]
+    path = Path(args.prompts_file)
+    try:
+        # Not splitlines, which also splits where a JSON text may hold U+2028 or the like.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(
+            f"--prompts-file must be a readable text file, got {path}: {reason}."
+        ) from None
+    prompts: list[Prompt] = [
+        _parse_line(path, number, line) if path.suffix == ".jsonl" else line
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"--prompts-file must hold at least one prompt, got {path} with none.")
+    return prompts
+
+
+def _parse_line(path: Path, number: int, line: str) -> Prompt:
+    try:
+        prompt = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--prompts-file: {path}, line {number} is not JSON: {error.msg}."
+        ) from None
+    if not isinstance(prompt, dict):
+        raise ValueError(
+            f"--prompts-file: {path}, line {number} must be an object with prompt or "
+            f"prompt_token_ids, got {line.strip()[:40]}."
+        )
+    return prompt
+
+
+def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+    if not isinstance(text, str):
+        raise ValueError("--chat needs prompts that are text.")
+    return llm.chat_prompt([{"role": "user", "content": text}])
+
+
+def _given_params(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user asks for; the rest is as the model's authors recommend."""
+    names = ("max_tokens", "n", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _in_order(
+    outputs: Iterator[tuple[int, RequestOutput]],
+    *,
+    partial: bool,
+    draw: Callable[[str], None] | None,
+) -> Iterator[RequestOutput]:
+    """Finished outputs in the order of the prompts; unfinished ones too if ``partial``."""
+    done: dict[int, RequestOutput] = {}
+    started: set[int] = set()
+    following = 0
+    for index, output in outputs:
+        if draw and index not in started:
+            draw(f"during, prompt {index} is read")
+        if draw and output.finished:
+            draw(f"during, prompt {index} is finished")
+        started.add(index)
+        if partial:
+            yield output
+        elif output.finished:
+            done[index] = output
+        while following in done:
+            yield done.pop(following)
+            following += 1
+
+
+class _Streamer:
+    """Writes one text as it is made."""
+
+    def __init__(self) -> None:
+        self._num_written = 0
+
+    def __call__(self, output: RequestOutput, llm: LLM) -> None:
+        text = output.outputs[0].text
+        print(text[self._num_written :], end="\n" if output.finished else "", flush=True)
+        self._num_written = len(text)
+
+
+def _write_text(output: RequestOutput, llm: LLM) -> None:
+    for completion in output.outputs:
+        print(f"=== prompt {output.request_id}, sample {completion.index}\n{completion.text}")
+    sys.stdout.flush()
+
+
+def _write_json(output: RequestOutput, llm: LLM) -> None:
+    metrics, stats = output.metrics, llm.stats
+    assert metrics.first_token_time is not None and metrics.finished_time is not None
+    num_generated = sum(len(completion.token_ids) for completion in output.outputs)
+    record = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [
+            {
+                "index": completion.index,
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "cumulative_logprob": completion.cumulative_logprob,
+            }
+            for completion in output.outputs
+        ],
+        "stats": {
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_generated_tokens": num_generated,
+            "time_to_first_token_s": metrics.first_token_time - metrics.arrival_time,
+            "total_s": metrics.finished_time - metrics.arrival_time,
+            "compile_s": stats.compile_seconds,
+            "peak_blocks": stats.peak_num_blocks,
+            "num_blocks": llm.num_blocks,
+        },
+    }
+    print(json.dumps(record, ensure_ascii=False), flush=True)
+
+
+class _BlockPictures:
+    """Draws the block tables on stderr."""
+
+    def __init__(self, llm: LLM, progress: "_Progress"):
+        self._llm = llm
+        self._progress = progress
+        self.draw("before")
+
+    def draw(self, title: str) -> None:
+        self._progress.clear()
+        print("\n" + draw_tables(self._llm.cache.tables, title), file=sys.stderr)
+
+
+class _Progress:
+    """One line that says what is going on; on a terminal it is wiped when it is done."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._width = 0
+
+    def say(self, line: str) -> None:
+        self.clear()
+        self._width = len(line) + 4
+        end = "" if self._is_terminal else "\n"
+        print(f"{line} ...", end=end, file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        if self._width and self._is_terminal:
+            print("\r" + " " * self._width + "\r", end="", file=self._stream, flush=True)
+        self._width = 0
+
+
+def _summary(llm: LLM) -> str:
+    stats = llm.stats
+    block_bytes = llm.cache.nbytes / llm.num_blocks
+    first = stats.first_token_seconds
+    return (
+        f"prompt: {stats.num_prompt_tokens} tokens, "
+        f"{_rate(stats.num_prompt_tokens, stats.prefill_seconds)} | "
+        f"generated: {stats.num_generated_tokens} tokens, "
+        f"{_rate(stats.num_decode_tokens, stats.decode_seconds)} | "
+        f"first token: {first:.2f} s | compiling: {stats.compile_seconds:.1f} s | "
+        f"blocks: {stats.peak_num_blocks} of {llm.num_blocks} | "
+        f"cache: {_bytes(stats.peak_num_blocks * block_bytes)} of {_bytes(llm.cache.nbytes)} used "
+        "at the peak"
+    )
+
+
+def _rate(num_tokens: int, seconds: float) -> str:
+    return f"{num_tokens / seconds:.1f} tokens/s" if seconds else "- tokens/s"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:.1f} {unit}" if unit != "B" else f"{number:.0f} B"
+        number /= 1000
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,461 @@
+"""The command line: text on stdout, everything else on stderr, mistakes in one line."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_model import SIZES, save_tiny_model
+
+from paged_jax import LLM, SamplingParams
+from paged_jax.generate import _Progress, main
+from paged_jax.models.pretrained import bundled_folder
+
+# Four prompts or four samples with these make the shapes that the other tests compile, too.
+SHAPES = ["--block-size", "4", "--num-blocks", "20"]
+PROMPTS = ["the cat sat", "in the house", "ab", "one day"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("generate"))
+
+
+@pytest.fixture(scope="session")
+def llm(folder) -> LLM:
+    return LLM(folder, **SIZES)
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """Run the command line on the tiny model; its exit status, stdout and stderr."""
+
+    def run(*args: str, model: Path | None = folder) -> tuple[int, str, str]:
+        args = (*args, "--model", str(model)) if model else args
+        try:
+            status = main(list(args))
+        except SystemExit as error:  # of argparse
+            status = error.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def prompts_file(tmp_path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n\n")
+    return path
+
+
+def read_samples(out: str) -> list[tuple[int, int, str]]:
+    """(prompt, sample, text) of what is written for several samples."""
+    found = re.findall(r"=== prompt (\d+), sample (\d+)\n(.*?)\n(?==== prompt|\Z)", out, re.DOTALL)
+    return [(int(prompt), int(sample), text) for prompt, sample, text in found]
+
+
+# Text
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(run, folder) -> None:
+    status, out, err = run("--prompt", "ab", "--max-tokens", "8")
+    [expected] = LLM(folder, max_num_seqs=1).generate(
+        "ab", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+    )
+    assert status == 0
+    assert out == expected.outputs[0].text + "\n"
+    lines = err.splitlines()
+    assert lines[0] == "loading the model ..."
+    assert all(re.fullmatch(r"compiling .* \.\.\.", line) for line in lines[1:-1])
+    assert len(lines) > 3
+    number = r"(\d+\.\d|-) tokens/s"
+    assert re.fullmatch(
+        rf"prompt: 3 tokens, {number} \| generated: \d tokens, {number} \| first token: .* s "
+        r"\| compiling: .* s \| blocks: 1 of 4 \| cache: 4\.1 KB of 16\.4 KB used at the peak",
+        lines[-1],
+    ), lines[-1]
+
+
+def test_prompt_may_come_from_stdin(run, monkeypatch) -> None:
+    expected = run("--prompt", "ab", "--max-tokens", "8")[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
+    assert run("--prompt", "-", "--max-tokens", "8")[:2] == (0, expected)
+
+
+def test_prompts_file_is_answered_in_order(run, prompts_file, llm) -> None:
+    status, out, _ = run("--prompts-file", str(prompts_file), "--max-tokens", "12", *SHAPES)
+    expected = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert status == 0
+    assert len({len(output.outputs[0].token_ids) for output in expected}) > 1, "all end at once"
+    assert read_samples(out) == [
+        (index, 0, output.outputs[0].text) for index, output in enumerate(expected)
+    ]
+
+
+def test_jsonl_file_may_hold_texts_and_token_ids(run, tmp_path, llm) -> None:
+    token_ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": PROMPTS[0] + "\u2028"}, {"prompt": PROMPTS[1]}]
+    lines += [{"prompt_token_ids": ids} for ids in token_ids[2:]]
+    # U+2028 ends a line for str.splitlines, but not in JSON Lines.
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    status, out, _ = run("--prompts-file", str(path), "--json", "--max-tokens", "3", *SHAPES)
+    assert status == 0
+    records = [json.loads(line) for line in out.split("\n")[:-1]]
+    assert [record["prompt"] for record in records] == [
+        PROMPTS[0] + "\u2028",
+        PROMPTS[1],
+        None,
+        None,
+    ]
+    assert [record["prompt_token_ids"] for record in records[1:]] == token_ids[1:]
+
+
+def test_json_holds_exactly_these_keys(run, llm) -> None:
+    args = ["--prompt", "one day", "--n", "4", "--temperature", "1", "--seed", "3"]
+    status, out, _ = run(*args, "--max-tokens", "8", "--json", *SHAPES)
+    assert status == 0
+    [record] = [json.loads(line) for line in out.splitlines()]
+    assert list(record) == ["prompt", "prompt_token_ids", "outputs", "stats"]
+    assert record["prompt"] == "one day"
+    assert record["prompt_token_ids"] == llm.tokenizer.encode("one day")
+    params = SamplingParams(n=4, temperature=1, seed=3, max_tokens=8)
+    [expected] = llm.generate("one day", params, use_tqdm=False)
+    keys = ["index", "text", "token_ids", "finish_reason", "cumulative_logprob"]
+    for completion, same in zip(record["outputs"], expected.outputs, strict=True):
+        assert list(completion) == keys
+        assert completion == {key: getattr(same, key) for key in keys}
+    stats = record["stats"]
+    assert list(stats) == [
+        "num_prompt_tokens",
+        "num_generated_tokens",
+        "time_to_first_token_s",
+        "total_s",
+        "compile_s",
+        "peak_blocks",
+        "num_blocks",
+    ]
+    assert stats["num_prompt_tokens"] == len(record["prompt_token_ids"])
+    assert stats["num_generated_tokens"] == sum(len(c["token_ids"]) for c in record["outputs"])
+    assert 0 < stats["time_to_first_token_s"] <= stats["total_s"]
+    assert 0 < stats["peak_blocks"] <= stats["num_blocks"] == 20
+
+
+def test_samples_are_reproducible(run) -> None:
+    args = ["--prompt", "one day", "--n", "4", "--temperature", "1", "--max-tokens", "8", *SHAPES]
+    first, again, unseeded = (
+        run(*args, *seed)[1] for seed in (["--seed", "3"], ["--seed", "3"], [])
+    )
+    assert [(prompt, sample) for prompt, sample, _ in read_samples(first)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+    ]
+    assert len({text for *_, text in read_samples(first)}) == 4
+    assert first == again != unseeded
+    assert run(*args)[1] == unseeded
+
+
+def test_options_reach_the_sampling_parameters(run) -> None:
+    args = ["--prompt", "one day", "--max-tokens", "8"]
+    greedy = run(*args)[1]
+    hot = ["--temperature", "1.5", "--seed", "5"]
+    assert run(*args, *hot)[1] != greedy
+    for narrow in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1"]):
+        assert run(*args, *hot, *narrow)[1] == greedy
+    stop = greedy[2:4]
+    assert run(*args, "--stop", "never", "--stop", stop)[1] == greedy[: greedy.find(stop)] + "\n"
+
+
+def test_sampling_defaults_come_from_the_model(run, tmp_path) -> None:
+    folder = save_tiny_model(tmp_path)
+    greedy = run("--prompt", "one day", "--max-tokens", "8", model=folder)[1]
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 1.5}')
+    args = ["--prompt", "one day", "--max-tokens", "8"]
+    assert run(*args, model=folder)[1] != greedy
+    assert run(*args, "--temperature", "0", model=folder)[1] == greedy
+
+
+def test_chat_puts_the_prompt_into_the_template(run, tmp_path, llm) -> None:
+    folder = save_tiny_model(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}?")
+    args = ["--prompt", "who", "--chat", "--json", "--max-tokens", "4"]
+    status, out, _ = run(*args, model=folder)
+    assert status == 0
+    assert json.loads(out)["prompt_token_ids"] == llm.tokenizer.encode("who?")
+
+
+# The block table
+
+
+def test_show_blocks_draws_before_during_and_after(run) -> None:
+    args = ["--prompt", "one day", "--n", "4", "--temperature", "1", "--max-tokens", "8"]
+    status, plain, _ = run(*args, *SHAPES)
+    assert run(*args, "--show-blocks", *SHAPES)[:2] == (0, plain) == (status, plain)
+    err = run(*args, "--show-blocks", *SHAPES)[2]
+    titles = re.findall(r"^(.*): (\d+) of 20 blocks in use, (\d+) free$", err, re.MULTILINE)
+    assert [title for title, *_ in titles] == [
+        "before",
+        "during, prompt 0 is read",
+        "during, prompt 0 is finished",
+        "after",
+    ]
+    assert all(int(used) + int(free) == 20 for _, used, free in titles)
+    used = [int(used) for _, used, _ in titles]
+    # 8 tokens of prompt: two full blocks, which four samples share.
+    assert used[:2] == [0, 2] and used[2] > 2 and used[3] == 0
+    read = err[err.index("is read") : err.index("is finished")]
+    assert len(re.findall(r"sequence in slot \d, 8 tokens", read)) == 4
+    assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", read)) == 4
+    assert len(re.findall(r"logical +1 -> physical +1 +tokens 4\.\.7 .*shared by 4", read)) == 4
+    assert len(re.findall(r"token 7: logical block 1, physical block 1, offset 3", read)) == 4
+
+
+# Mistakes
+
+
+def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -> None:
+    actual, out, err = result
+    assert actual == status
+    assert out == ""
+    *progress, last = err.splitlines()
+    assert all(line.endswith(" ...") for line in progress)
+    assert last.startswith("paged_jax.generate: error: ")
+    assert re.search(message, last), last
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", ""], "--prompt must not be empty"),
+        (["--prompt", "ab", "--max-tokens", "0"], "max_tokens must be an integer >= 1.*got 0"),
+        (["--prompt", "ab", "--max-tokens", "-1"], "max_tokens must be an integer >= 1.*got -1"),
+        (["--prompt", "ab", "--temperature", "-1"], "temperature must be finite and >= 0"),
+        (["--prompt", "ab", "--temperature", "nan"], "temperature must be finite and >= 0"),
+        (["--prompt", "ab", "--top-p", "0"], r"top_p must be in \(0, 1\], got 0"),
+        (["--prompt", "ab", "--top-p", "1.5"], r"top_p must be in \(0, 1\], got 1.5"),
+        (["--prompt", "ab", "--top-k", "-2"], "top_k must be an integer >= -1"),
+        (["--prompt", "ab", "--min-p", "2"], r"min_p must be in \[0, 1\], got 2"),
+        (["--prompt", "ab", "--seed", "-1"], r"seed must be an integer in \[0, .*got -1"),
+        (["--prompt", "ab", "--n", "0"], "n must be an integer >= 1, got 0"),
+        (["--prompt", "ab", "--stop", ""], "stop must be a non-empty string"),
+        (["--prompts-file", "/nowhere/prompts.txt"], "readable text file.*No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_refused_before_the_model_is_loaded(run, args, message) -> None:
+    result = run(*args, model=Path("/nowhere/model"))
+    check_mistake(result, message)
+    assert len(result[2].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "one of the arguments --prompt --prompts-file is required"),
+        (["--prompt", "ab", "--prompts-file", "x"], "not allowed with argument"),
+        (["--prompt", "ab", "--backend", "magic"], "--backend: invalid choice: 'magic'"),
+        (["--prompt", "ab", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["--prompt", "ab", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage_is_one_line(run, args, message) -> None:
+    result = run(*args)
+    check_mistake(result, message, status=2)
+    assert len(result[2].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "at least one prompt"),
+        (b" \n\n", "at least one prompt"),
+        (b"\xff\xfe\xfa", "not UTF-8"),
+        (b'{"prompt": "ab"}\n{"prompt": ', "line 2 is not JSON"),
+        (b'"ab"', "line 1 must be an object"),
+        (b'{"prompt_token_ids": 5}', "list of integers, got 5"),
+        (b'{"prompt": 5}', "at least one character, got 5"),
+        (b'{"prompt": "\\ud800"}', "valid Unicode"),
+        (b'{"promt": "ab"}', r"got the keys \['promt'\]"),
+        (b'{"prompt": "ab", "prompt_token_ids": [5]}', "either prompt or prompt_token_ids"),
+    ],
+)
+def test_bad_prompts_files_are_refused(run, tmp_path, content, message) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    check_mistake(run("--prompts-file", str(path)), message)
+
+
+def test_a_folder_is_no_prompts_file(run, tmp_path) -> None:
+    check_mistake(run("--prompts-file", str(tmp_path)), "readable text file.*directory")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", "a " * 40], "at most 63 tokens.*context of 64, got 81"),
+        (["--prompt", "ab", "--num-blocks", "1"], "pool of 1 blocks of 16 tokens"),
+        (["--prompt", "ab", "--num-blocks", "0"], "num_blocks must be a positive integer"),
+        (["--prompt", "ab", "--block-size", "-4"], "block_size must be a positive integer"),
+        (["--prompt", "ab", "--chat"], "no chat template"),
+        (["--prompt", "\udcff"], "valid Unicode"),
+    ],
+    ids=lambda value: (
+        " ".join(value).encode("ascii", "replace").decode()[:30] if isinstance(value, list) else ""
+    ),
+)
+def test_what_does_not_suit_the_model_is_refused(run, args, message) -> None:
+    check_mistake(run(*args), message)
+
+
+def test_damaged_models_are_refused(run, tmp_path) -> None:
+    check_mistake(run("--prompt", "ab", model=tmp_path / "none"), "folder must exist, got .*none")
+    check_mistake(run("--prompt", "ab", model=tmp_path), "config.json")
+
+    folder = save_tiny_model(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    check_mistake(run("--prompt", "ab", model=folder), "model.safetensors")
+    weights.unlink()
+    check_mistake(run("--prompt", "ab", model=folder), "safetensors")
+    weights.write_bytes(whole)
+    tensors = dict(load_file(weights))
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    save_file(tensors, weights)
+    check_mistake(run("--prompt", "ab", model=folder), "model.norm.weight.*(nan|NaN|finite)")
+    weights.write_bytes(whole)
+    (folder / "tokenizer.json").write_text("{}")
+    check_mistake(run("--prompt", "ab", model=folder), "not a tokenizer")
+    (folder / "tokenizer.json").unlink()
+    check_mistake(run("--prompt", "ab", model=folder), "tokenizer for text prompts, got none")
+    (folder / "config.json").write_text("{")
+    check_mistake(run("--prompt", "ab", model=folder), "config.json")
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(run, tmp_path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [0, 5, 6]}')
+    status, out, _ = run("--prompts-file", str(path), "--json", "--max-tokens", "3", model=folder)
+    assert status == 0
+    [completion] = json.loads(out)["outputs"]
+    assert completion["text"] == "" and completion["token_ids"]
+
+
+def test_interruption_ends_in_one_word(run, monkeypatch) -> None:
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupt)
+    status, out, err = run("--prompt", "ab")
+    assert (status, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(written: str) -> list[str]:
+    """The lines that a terminal shows once ``written`` is through."""
+    screen = []
+    for line in written.split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        screen.append("".join(cells).rstrip())
+    return screen
+
+
+def test_progress_is_wiped_on_a_terminal() -> None:
+    stream = Terminal()
+    progress = _Progress(stream)
+    progress.say("loading a rather large model")
+    assert shown(stream.getvalue()) == ["loading a rather large model ..."]
+    progress.say("compiling")
+    assert shown(stream.getvalue()) == ["compiling ..."]
+    progress.clear()
+    assert shown(stream.getvalue()) == [""]
+
+
+def test_a_mistake_is_the_only_line_on_a_terminal(monkeypatch, tmp_path) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(["--prompt", "ab", "--model", str(tmp_path)]) == 1
+    [line, rest] = shown(stream.getvalue())
+    assert line.startswith("paged_jax.generate: error: ") and rest == ""
+
+
+# As a process of its own
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "paged_jax.generate", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+@pytest.mark.slow
+def test_module_runs_as_a_process(data_dir) -> None:
+    folder = data_dir / "models" / "stories260K"
+    item = json.loads((folder / "reference.json").read_text())["items"][1]
+    args = ["--model", str(folder), "--prompt", item["prompt"], "--max-tokens", "64"]
+    with start(*args) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert item["prompt"] + out == item["text"] + "\n"
+    assert "tokens/s" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_process_cleanly(data_dir) -> None:
+    folder = data_dir / "models" / "stories260K"
+    args = ["--model", str(folder), "--prompt", "Once upon a time", "--max-tokens", "500"]
+    with start(*args) as process:
+        # The first token is written before the step for the others is compiled.
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "interrupted"
+    assert first and not out.endswith("\n"), "it was finished before the signal came"
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_mistake(folder) -> None:
+    with start("--model", str(folder), "--prompt", "ab", "--max-tokens", "8") as process:
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=300)
+    assert process.returncode == 141, err
+    assert "Traceback" not in err and "BrokenPipeError" not in err
+
+
+# The model that comes with the library
+
+
+def test_without_a_model_the_bundled_one_is_used(run) -> None:
+    args = ["--prompt", "It is a truth", "--max-tokens", "12", "--json"]
+    status, out, err = run(*args, model=None)
+    assert status == 0, err
+    record = json.loads(out)
+    assert len(record["outputs"][0]["token_ids"]) == 12
+    assert run(*args, model=bundled_folder())[0] == 0

@@ -1,0 +1,67 @@
+"""Arrows go down only: a module may import those of the layers below it, never those above."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "paged_jax"
+
+# From the bottom up. Modules of one layer may import each other.
+LAYERS = [
+    {"dims", "sampling_params"},
+    {"blocks"},
+    {"cache", "sampling", "picture"},
+    {"kernels"},
+    {"models"},
+    {"outputs", "request", "steps", "scheduler"},
+    {"engine"},
+    {"generate", "serve"},
+    {""},
+]
+
+
+def layer_of(module: str) -> int:
+    """The layer of a module below ``paged_jax``, given as ``models.llama`` or ``""``."""
+    first = module.split(".")[0]
+    [index] = [i for i, layer in enumerate(LAYERS) if first in layer]
+    return index
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules below ``paged_jax`` that a file imports, at its top or inside a function."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names.add(node.module or "")
+    below = {name.removeprefix("paged_jax.") for name in names if name.startswith("paged_jax.")}
+    # `from paged_jax.cache import PagedCache` names an attribute, not a module.
+    return {name for name in below if any(name.split(".")[0] in layer for layer in LAYERS)}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_name)
+def test_imports_point_down(path: Path) -> None:
+    own = layer_of(module_name(path))
+    for imported in imported_modules(path):
+        assert layer_of(imported) <= own, f"{module_name(path)} must not import {imported}"
+
+
+def test_scheduler_side_imports_no_jax() -> None:
+    for name in ("outputs", "sampling_params"):
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+        roots = {
+            alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert "jax" not in roots
