@@ -1,0 +1,68 @@
+"""What is shipped: sdist and wheel are whole, and run where nothing else is installed."""
+
+import json
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLED = ROOT / "paged_jax" / "models" / "bundled"
+
+
+def test_bundled_model_is_small() -> None:
+    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 8 * 10**6
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    [sdist], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+def package_files() -> set[str]:
+    """Everything below the package that git knows of."""
+    listed = subprocess.run(
+        ["git", "ls-files", "paged_jax"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return set(listed.stdout.split())
+
+
+@pytest.mark.slow
+def test_distributions_hold_the_whole_package(distributions) -> None:
+    sdist, wheel = distributions
+    in_wheel = set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert package_files() <= in_wheel
+    assert package_files() <= in_sdist
+    # The links at the root would otherwise become packages that collide with other people's.
+    assert not [name for name in in_wheel if name.startswith(("kernels", "models", "tests"))]
+
+
+@pytest.mark.slow
+def test_wheel_runs_in_a_clean_environment(distributions, tmp_path) -> None:
+    _, wheel = distributions
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+    done = subprocess.run(
+        [python, "-m", "paged_jax.generate", "--prompt", "It is", "--max-tokens", "3", "--json"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    [output] = json.loads(done.stdout)["outputs"]
+    assert len(output["token_ids"]) == 3
