@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -155,6 +156,7 @@ class LLM:
         self._num_requests = 0
         self._stats = EngineStats()
         self.num_blocks = self._default_num_blocks() if num_blocks is None else num_blocks
+        self._check_num_blocks()
         self._create_state()
 
     @property
@@ -635,28 +637,36 @@ class LLM:
 
     def _default_num_blocks(self) -> int:
         """Enough for all slots at full length, if memory allows."""
-        config = self.config
-        block_bytes = (
-            2
-            * config.num_hidden_layers
-            * config.num_key_value_heads
-            * self.block_size
-            * config.head_dim
-            * jnp.dtype(self._cache_dtype).itemsize
-        )
-        budget = DEFAULT_CACHE_BYTES
         statistics = self._device.memory_stats()
+        budget = DEFAULT_CACHE_BYTES
         if statistics and "bytes_limit" in statistics:
             free = statistics["bytes_limit"] - statistics["bytes_in_use"]
             budget = int(CACHE_FRACTION * free)
         wanted = self.max_num_seqs * -(-self.max_model_len // self.block_size)
-        num_blocks = min(wanted, budget // block_bytes)
+        num_blocks = min(wanted, budget // self._block_bytes())
         if num_blocks < 1:
             raise ValueError(
                 f"LLM: a block of {self.block_size} tokens must fit the {budget} bytes of memory "
-                f"for K and V, got {block_bytes} bytes. Use a smaller block_size."
+                f"for K and V, got {self._block_bytes()} bytes. Use a smaller block_size."
             )
         return num_blocks
+
+    def _check_num_blocks(self) -> None:
+        """Refuse a pool that the host can never hold: the system would end the process for it."""
+        if self._device.platform != "cpu" or not hasattr(os, "sysconf"):
+            return
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.num_blocks * self._block_bytes() > memory:
+            raise ValueError(
+                f"LLM: num_blocks must fit the memory of {memory} bytes, got {self.num_blocks} "
+                f"blocks of {self._block_bytes()} bytes. Use fewer."
+            )
+
+    def _block_bytes(self) -> int:
+        """Bytes of K and V in one block, all layers together."""
+        config = self.config
+        elements = config.num_key_value_heads * self.block_size * config.head_dim
+        return 2 * config.num_hidden_layers * elements * jnp.dtype(self._cache_dtype).itemsize
 
     def _bucket(self, slots: list[int]) -> np.ndarray:
         """Pad slots with -1 to a power of two, so that few programs serve all batches."""

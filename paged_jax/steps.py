@@ -43,6 +43,8 @@ class Programs(NamedTuple):
       ``(Tokens, cache, sampling)``: one token more for each running sample.
     fork: ``(cache, parents i32[S])`` to ``(cache, ok)``.
     release: ``(cache, mask bool[S])`` to ``cache``.
+
+    first and decode also take ``num_top`` (static): how many of the most probable tokens to report.
     """
 
     prefill: Callable[..., Any]

@@ -648,3 +648,8 @@ def test_the_same_shapes_compile_only_once(llm, folder) -> None:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
     assert (len(lines), fresh.stats.compile_seconds) == (num_lines, seconds)
+
+
+def test_num_blocks_beyond_memory_is_refused(folder) -> None:
+    with pytest.raises(ValueError, match="num_blocks must fit the memory"):
+        LLM(folder, num_blocks=10**12)

@@ -187,7 +187,8 @@ def prefill(
 def _decode_step(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
     """How many sequences, and how many tokens of each, a loop step of decode takes."""
     num_tokens = max(STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
-    rows = min(batch, ROWS, num_tokens // (TILE // 2))
+    most = min(batch, ROWS, num_tokens // (TILE // 2))
+    rows = _ceil_div(batch, _ceil_div(batch, most))  # equal shares, so that few rows are padding
     return rows, min(TILE, num_tokens // rows)
 
 
@@ -202,14 +203,15 @@ def _ceil_div(a, b):
 def _gather(pool: jax.Array, layer: int | jax.Array, blocks: jax.Array) -> jax.Array:
     """Copy the blocks ``i32 [..., M]`` out of the pool, float32 ``[..., K, M * C, D]``.
 
-    One head of one block is contiguous in the pool ``[L, P, K, C, D]``: gathering those needs no
-    transpose, of the pool or of the result. Ids out of range are clipped, the caller masks them.
+    One head of one block is a row of the pool seen as a matrix: gathering rows needs no transpose,
+    of the pool or of the result, and XLA copies a row at a time. Ids out of range are clipped; the
+    caller masks them.
     """
     L, P, K, C, D = pool.shape
-    block_heads = (layer * P + jnp.clip(blocks, 0, P - 1))[..., None, :] * K
-    block_heads = block_heads + jnp.arange(K).reshape((1,) * (blocks.ndim - 1) + (K, 1))
-    gathered = pool.reshape(L * P * K, C, D).at[block_heads].get(mode="promise_in_bounds")
-    return gathered.reshape(*block_heads.shape[:-1], -1, D).astype(jnp.float32)
+    heads = jnp.arange(K, dtype=blocks.dtype).reshape((1,) * (blocks.ndim - 1) + (K, 1))
+    rows = (layer * P + jnp.clip(blocks, 0, P - 1))[..., None, :] * K + heads  # [..., K, M]
+    gathered = pool.reshape(L * P * K, C * D).at[rows].get(mode="promise_in_bounds")
+    return gathered.reshape(*rows.shape[:-1], -1, D).astype(jnp.float32)
 
 
 def _empty(q: jax.Array) -> _Softmax:

@@ -1,0 +1,388 @@
+"""Text generation on a CPU: this library, its memory bound, and other engines, in one run.
+
+    python benchmarks/generate.py                         # everything: 15M and 135M, both dtypes
+    python benchmarks/generate.py --shapes 135M --dtypes bfloat16 --json results.json
+
+All engines read the same random weights and decode greedily. They take turns, some steps each, so
+that a machine that drifts drifts for all; figures are medians, and ratios are made within the run.
+The bound of batch 1 is what reading the weights once a step allows, at the read bandwidth measured
+in the same run. Peak memory is that of a process of its own, above what its imports need.
+
+"contiguous" is this library's own decode step with K and V of each sequence in one piece: what
+paging costs. An engine that is not installed is left out, with a line that says so.
+"""
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bandwidth import num_cores, read_bandwidth
+from flax import nnx
+from peers import (
+    LlamaCppPeer,
+    Peer,
+    PeerUnavailable,
+    TransformersPeer,
+    prompt_tokens,
+    resident_bytes,
+    timed_steps,
+)
+from shapes import DTYPES, SHAPES, weight_bytes
+
+from paged_jax import LLM, Llama, PagedCache, SamplingParams
+from paged_jax.cache import reserve
+
+PROMPT_LEN = 64
+PREFILL_LEN = 512
+BATCHES = (1, 16)
+# Steps that an engine makes in a row before the next has its turn, and how many turns.
+TURN = 8
+NUM_TURNS = 4
+OURS = "paged_jax"
+
+
+class PagedJax:
+    """This library behind the protocol of the peers, through `LLM.stream`."""
+
+    name = OURS
+
+    def __init__(self, folder: Path, dtype: str, *, batch: int, max_len: int):
+        self._llm = LLM(
+            folder,
+            dtype=dtype,
+            max_num_seqs=batch,
+            max_model_len=max_len,
+            num_blocks=batch * -(-max_len // 16),
+        )
+        self._stream = self._llm.stream([])
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the K and V pools."""
+        return self._llm.cache.nbytes
+
+    def start(self, batch: int, prompt_len: int, new_tokens: int) -> None:
+        """See `Peer.start`."""
+        self._stream.close()
+        # One more than asked for: the prefill draws the first.
+        params = SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True)
+        prompts = prompt_tokens(batch, prompt_len, self._llm.config.vocab_size).tolist()
+        self._batch = batch
+        self._stream = self._llm.stream([{"prompt_token_ids": ids} for ids in prompts], params)
+        self.step()
+
+    def step(self) -> np.ndarray:
+        """See `Peer.step`: every sequence of the batch gets one token, and is yielded."""
+        outputs = dict(next(self._stream) for _ in range(self._batch))
+        return np.array([outputs[row].outputs[0].token_ids[-1] for row in range(self._batch)])
+
+    def prefill(self, prompt_len: int) -> float:
+        """See `Peer.prefill`."""
+        start = time.perf_counter()
+        self.start(1, prompt_len, 1)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        self._stream.close()
+        del self._stream, self._llm
+        gc.collect()
+
+
+class DecodeStep:
+    """The bare decode step from a cache that holds PROMPT_LEN tokens, paged or contiguous."""
+
+    def __init__(self, model: Llama, *, batch: int, max_len: int, is_paged: bool):
+        graphdef, state = nnx.split(model)
+        self._weights, treedef = jax.tree.flatten(state)
+        self._tokens = jnp.ones(batch, jnp.int32)
+        decode = _decode_paged if is_paged else _decode_contiguous
+
+        def step(weights, cache, tokens):
+            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
+            logits, cache = decode(model, cache, tokens)
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+        self._step = jax.jit(step, donate_argnums=1)
+        make_cache = _paged_cache if is_paged else _contiguous_cache
+        self._cache = make_cache(model, batch, max_len)
+
+    def step(self) -> np.ndarray:
+        """Decode one token for each sequence and return them on the host, i32[B]."""
+        self._tokens, self._cache = self._step(self._weights, self._cache, self._tokens)
+        return np.asarray(self._tokens)
+
+
+def _paged_cache(model: Llama, batch: int, max_len: int) -> PagedCache:
+    config = model.config
+    cache = PagedCache.create(
+        num_layers=config.num_hidden_layers,
+        num_blocks=batch * -(-max_len // 16),
+        num_kv_heads=config.num_key_value_heads,
+        block_size=16,
+        head_dim=config.head_dim,
+        num_slots=batch,
+        max_blocks_per_slot=-(-max_len // 16),
+    )
+    lengths = jnp.full(batch, PROMPT_LEN, jnp.int32)
+    return reserve(cache, lengths, max_tokens=PROMPT_LEN)[0]
+
+
+def _decode_paged(model: Llama, cache: PagedCache, tokens: jax.Array) -> Any:
+    logits, cache, _ = model.decode(cache, tokens, jnp.arange(tokens.shape[0], dtype=jnp.int32))
+    return logits, cache
+
+
+def _contiguous_cache(model: Llama, batch: int, max_len: int) -> Any:
+    config = model.config
+    shape = (batch, config.num_key_value_heads, max_len, config.head_dim)
+    pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.num_hidden_layers)]
+    return pools, jnp.full(batch, PROMPT_LEN, jnp.int32)
+
+
+def _decode_contiguous(model: Llama, cache: Any, tokens: jax.Array) -> Any:
+    """The same layers over K and V ``[B, K, N, D]``: nothing is gathered, all N are attended."""
+    pools, lengths = cache
+    rows = jnp.arange(tokens.shape[0])
+
+    def attend(layer, q, k, v, pools):
+        pools = list(pools)
+        keys, values = (
+            pool.at[rows, :, lengths].set(new)
+            for pool, new in zip(pools[layer], (k, v), strict=True)
+        )
+        pools[layer] = (keys, values)
+        B, K, N, D = keys.shape
+        q = q.reshape(B, K, -1, D) * D**-0.5
+        scores = jnp.einsum("bkgd,bknd->bkgn", q, keys)
+        seen = jnp.arange(N)[None] <= lengths[:, None]
+        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bkgn,bknd->bkgd", weights, values).reshape(B, -1, D), pools
+
+    # The loop over layers is the model's own; only what attends differs.
+    x, pools = model._run_layers(model._look_up(tokens), lengths, attend, pools)
+    return model._logits(x), (pools, lengths + 1)
+
+
+def take_turns(engines: dict[str, Any], num_turns: int = NUM_TURNS) -> dict[str, float]:
+    """Median seconds of a step of each engine, made in turns of TURN steps."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(num_turns):
+        for name, engine in engines.items():
+            seconds[name] += timed_steps(engine, TURN - 1)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def measure_decode(folder: Path, dtype: str, batch: int, peers: dict[str, Peer]) -> dict[str, Any]:
+    """Tokens per second of every engine at one batch size, in turns."""
+    num_steps = TURN * NUM_TURNS
+    max_len = PROMPT_LEN + num_steps + 16
+    ours = PagedJax(folder, dtype, batch=batch, max_len=max_len)
+    engines: dict[str, Peer] = {OURS: ours, **peers}
+    for engine in engines.values():
+        engine.start(batch, PROMPT_LEN, num_steps)
+    seconds = take_turns(engines)
+    ours.close()
+
+    model = Llama.from_pretrained(folder, dtype=dtype)
+    steps = {
+        "paged step": DecodeStep(model, batch=batch, max_len=max_len, is_paged=True),
+        "contiguous step": DecodeStep(model, batch=batch, max_len=max_len, is_paged=False),
+    }
+    for step in steps.values():
+        step.step()
+    seconds |= take_turns(steps)
+    del model, steps
+    gc.collect()
+    return {
+        "batch": batch,
+        "tokens_per_s": {name: round(batch / s, 1) for name, s in seconds.items()},
+        "paged_over_contiguous": round(seconds["paged step"] / seconds["contiguous step"], 3),
+    }
+
+
+def measure_prefill(folder: Path, dtype: str, peers: dict[str, Peer]) -> dict[str, float]:
+    """Prompt tokens per second of every engine, in turns."""
+    ours = PagedJax(folder, dtype, batch=1, max_len=PREFILL_LEN + 16)
+    engines: dict[str, Peer] = {OURS: ours, **peers}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(NUM_TURNS + 1):
+        for name, engine in engines.items():
+            seconds[name].append(engine.prefill(PREFILL_LEN))
+    ours.close()
+    # The first one compiles and warms up.
+    return {n: round(PREFILL_LEN / statistics.median(s[1:]), 1) for n, s in seconds.items()}
+
+
+def measure_memory(folder: Path, dtype: str, batch: int) -> dict[str, float]:
+    """Peak resident bytes of this process above its imports, over those of weights and pool."""
+    before, _ = resident_bytes()
+    max_len = PROMPT_LEN + 32
+    ours = PagedJax(folder, dtype, batch=batch, max_len=max_len)
+    ours.start(batch, PROMPT_LEN, 16)
+    for _ in range(15):
+        ours.step()
+    _, peak = resident_bytes()
+    needed = sum(leaf.nbytes for leaf in ours._llm._weights) + ours.cache_bytes
+    return {
+        "batch": batch,
+        "imports_mb": before // 10**6,
+        "peak_mb": peak // 10**6,
+        "weights_and_pool_mb": needed // 10**6,
+        "peak_over_weights_and_pool": round((peak - before) / needed, 2),
+    }
+
+
+def load_peers(folder: Path, dtype: str) -> dict[str, Peer]:
+    """The engines that are installed."""
+    makers = {
+        "transformers": lambda: TransformersPeer(folder, dtype, "dynamic"),
+        "llama.cpp": lambda: LlamaCppPeer(folder, dtype),
+    }
+    peers: dict[str, Peer] = {}
+    for name, make in makers.items():
+        try:
+            peers[name] = make()
+        except PeerUnavailable as error:
+            print(f"left out: {error}", file=sys.stderr)
+    transformers = peers.get("transformers")
+    if isinstance(transformers, TransformersPeer):
+        peers["transformers static"] = transformers.variant("static")
+    return peers
+
+
+def measure(shape: str, dtype: str, batches: tuple[int, ...]) -> dict[str, Any]:
+    """Everything about one model in one dtype."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / shape
+        here = Path(__file__)
+        shapes = [sys.executable, str(here.with_name("shapes.py")), shape, str(folder)]
+        subprocess.run([*shapes, "--dtype", dtype], check=True, stdout=subprocess.DEVNULL)
+        memory = [
+            json.loads(
+                subprocess.run(
+                    [sys.executable, str(here), "--memory", str(folder), dtype, str(batch)],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                ).stdout
+            )
+            for batch in batches
+        ]
+        bandwidth = read_bandwidth()
+        peers = load_peers(folder, dtype)
+        decode = [measure_decode(folder, dtype, batch, peers) for batch in batches]
+        prefill = measure_prefill(folder, dtype, peers)
+        for name, peer in peers.items():
+            if name != "transformers static":  # it has the weights of the other
+                peer.close()
+    return {
+        "shape": shape,
+        "dtype": dtype,
+        "read_bandwidth_gb_s": round(bandwidth, 1),
+        "bound_batch_1_tokens_per_s": round(bandwidth * 1e9 / weight_bytes(shape, dtype), 1),
+        "decode": decode,
+        "prefill_tokens_per_s": prefill,
+        "memory": memory,
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print one record as a table."""
+    print(
+        f"\n{record['shape']} {record['dtype']}: {record['read_bandwidth_gb_s']} GB/s, bound of "
+        f"batch 1: {record['bound_batch_1_tokens_per_s']} tokens/s"
+    )
+    names = list(record["decode"][0]["tokens_per_s"])
+    print(f"  {'tokens/s':22s}" + "".join(f"{name:>20s}" for name in names))
+    for row in record["decode"]:
+        cells = "".join(f"{row['tokens_per_s'][name]:20.1f}" for name in names)
+        print(f"  {'decode, batch ' + str(row['batch']):22s}{cells}")
+    prefill = record["prefill_tokens_per_s"]
+    cells = "".join(f"{prefill[name]:20.1f}" if name in prefill else " " * 20 for name in names)
+    print(f"  {'prefill ' + str(PREFILL_LEN):22s}{cells}")
+    for row in record["decode"]:
+        print(f"  paged over contiguous step, batch {row['batch']}: {row['paged_over_contiguous']}")
+    for row in record["memory"]:
+        print(
+            f"  peak memory, batch {row['batch']}: {row['peak_over_weights_and_pool']} x (weights "
+            f"+ pool of {row['weights_and_pool_mb']} MB), above {row['imports_mb']} MB of imports"
+        )
+    sys.stdout.flush()
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on."""
+    packages = ("jax", "jaxlib", "flax", "torch", "transformers", "llama-cpp-python")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in _read_lines(Path("/proc/cpuinfo"))
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "device": f"{cpu}, {num_cores()} cores",
+        "commit": commit or None,
+        "python": platform.python_version(),
+        "versions": versions,
+        "command": " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]]),
+    }
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main() -> None:
+    """Measure, print tables, and write JSON on request."""
+    parser = argparse.ArgumentParser(description="Text generation on a CPU, beside its peers.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)  # of one child process
+    options = parser.parse_args()
+    if options.memory:
+        folder, dtype, batch = options.memory
+        print(json.dumps(measure_memory(Path(folder), dtype, int(batch))))
+        return
+    header = environment()
+    print(header["device"], header["versions"], sep="\n")
+    records = []
+    for shape in options.shapes:
+        for dtype in options.dtypes:
+            records.append(measure(shape, dtype, tuple(options.batches)))
+            show(records[-1])
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({**header, "results": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
