@@ -17,7 +17,7 @@ quick: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/allocator.py
