@@ -33,7 +33,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-# The peers are optional: where torch cannot be installed, the tests that compare with it skip.
+# Tests that compare with transformers skip unless the extra "peers" is installed too; it is large.
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@ $(VENV)/.demo

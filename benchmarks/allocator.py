@@ -10,7 +10,6 @@ donate their input. Times are the median and the 90th percentile of `--repeats` 
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from environment import environment
 
 from paged_jax import blocks
 
@@ -95,16 +95,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = vars(parser.parse_args())
     as_json = arguments.pop("json")
-    device = jax.devices()[0]
-    report = {
-        "jax": jax.__version__,
-        "device": f"{device.platform} {device.device_kind}",
-        "num_cpus": os.cpu_count(),
-        **arguments,
-        "times": run(**arguments),
-    }
+    report = {**environment(), **arguments, "times": run(**arguments)}
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps(report, indent=1))
         return
     for name, value in report.items():
         if name != "times":

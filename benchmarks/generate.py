@@ -14,9 +14,7 @@ paging costs. An engine that is not installed is left out, with a line that says
 
 import argparse
 import gc
-import importlib.metadata
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,7 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bandwidth import num_cores, read_bandwidth
+from bandwidth import read_bandwidth
+from environment import environment
 from flax import nnx
 from peers import (
     LlamaCppPeer,
@@ -321,42 +320,6 @@ def show(record: dict[str, Any]) -> None:
             f"+ pool of {row['weights_and_pool_mb']} MB), above {row['imports_mb']} MB of imports"
         )
     sys.stdout.flush()
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on."""
-    packages = ("jax", "jaxlib", "flax", "torch", "transformers", "llama-cpp-python")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in _read_lines(Path("/proc/cpuinfo"))
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return {
-        "device": f"{cpu}, {num_cores()} cores",
-        "commit": commit or None,
-        "python": platform.python_version(),
-        "versions": versions,
-        "command": " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]]),
-    }
-
-
-def _read_lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def main() -> None:

@@ -42,6 +42,8 @@ MAX_CHUNK = 512
 MIN_CHUNK = 16
 # Most candidates reported with a token; SamplingParams allows no more.
 MAX_LOGPROBS = 20
+# Most stop_token_ids of a request with min_tokens, beside the model's own end tokens.
+MAX_STOP_TOKEN_IDS = 16
 # Memory for K and V on a device that does not say how much it has.
 DEFAULT_CACHE_BYTES = 1 << 30
 # Of the memory that an accelerator has free once the weights are there; the rest is for the steps.
@@ -57,12 +59,12 @@ class EngineStats:
     Attributes:
       num_prompt_tokens: read by prefill.
       num_generated_tokens: drawn, first tokens included.
-      num_decode_tokens: drawn by decode steps.
+      num_decode_tokens: drawn by decode steps that did not compile.
       prefill_seconds: from the admission of a request to its first token.
-      decode_seconds: spent in decode steps.
+      decode_seconds: spent in decode steps that did not compile.
       compile_seconds: spent in compiling (first calls of programs).
-      first_token_seconds: of the last request that got its first token, from its arrival, with
-        the compilation that it waited for.
+      first_token_seconds: from the arrival of the first request to its first token, with the
+        compilation that it waited for.
       peak_num_blocks: most blocks in use at once.
     """
 
@@ -151,7 +153,7 @@ class LLM:
         }
         # A tokenizer may have tokens that the model does not.
         self._eos_token_ids = frozenset(
-            token_id for token_id in eos_token_ids if token_id < self.config.vocab_size
+            token_id for token_id in eos_token_ids if 0 <= token_id < self.config.vocab_size
         )
         self._num_requests = 0
         self._stats = EngineStats()
@@ -169,17 +171,23 @@ class LLM:
         """Totals since the engine was built, as they are now."""
         return dataclasses.replace(self._stats)
 
-    def get_default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's authors recommend, from its ``generation_config.json``.
 
         Greedy where they recommend nothing, or not to sample.
+
+        Args:
+          **changes: fields of `SamplingParams` to set otherwise.
+
+        Raises:
+          ValueError: a field is out of bounds.
 
         Example:
           >>> LLM(max_num_seqs=2).get_default_sampling_params().n
           1
         """
         recommended = self.tokenizer.sampling_defaults if self.tokenizer else {}
-        return SamplingParams(**(recommended or {"temperature": 0.0}))
+        return SamplingParams(**{**(recommended or {"temperature": 0.0}), **changes})
 
     def generate(
         self,
@@ -526,8 +534,9 @@ class LLM:
             )
         self._take(running, tokens)
         compiled = self._stats.compile_seconds - compiled
-        self._stats.decode_seconds += time.perf_counter() - start - compiled
-        self._stats.num_decode_tokens += len(running)
+        if not compiled:
+            self._stats.decode_seconds += time.perf_counter() - start
+            self._stats.num_decode_tokens += len(running)
         return list({id(request): request for request, _ in running}.values())
 
     def _take(self, running: list[tuple[Request, Sample]], tokens: steps.Tokens) -> None:
@@ -555,7 +564,8 @@ class LLM:
             )
             if request.metrics.first_token_time is None:
                 request.mark(first_token_time=now)
-                self._stats.first_token_seconds = now - request.metrics.arrival_time
+                if not self._stats.first_token_seconds:
+                    self._stats.first_token_seconds = now - request.metrics.arrival_time
         for request, _ in running:
             if request.is_finished:
                 request.mark(finished_time=now)
@@ -630,7 +640,11 @@ class LLM:
                 max_blocks_per_slot=max_blocks,
                 dtype=self._cache_dtype,
             )
-            self._sampling = SlotSampling.create(self.max_num_seqs, config.vocab_size)
+            self._sampling = SlotSampling.create(
+                self.max_num_seqs,
+                config.vocab_size,
+                max_stop_ids=len(self._eos_token_ids) + MAX_STOP_TOKEN_IDS,
+            )
         self._running: dict[int, tuple[Request, Sample]] = {}
         self._free_slots = _all_slots(self.max_num_seqs)
         self._num_unclaimed = self.num_blocks

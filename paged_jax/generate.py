@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -100,6 +99,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace, progress: "_Progress") -> None:
+    if args.model == "":
+        raise ValueError("--model must not be empty. Leave it out for the bundled model.")
     prompts = _read_prompts(args)
     # Once for their mistakes, before the model is loaded.
     given = _given_params(args)
@@ -116,7 +117,7 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
     )
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
-    params = dataclasses.replace(llm.get_default_sampling_params(), **given)
+    params = _recommended_params(llm, given)
     is_stream = len(prompts) == args.n == 1
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     draw = _BlockPictures(llm, progress).draw if args.show_blocks else None
@@ -124,10 +125,20 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
         for output in _in_order(outputs, partial=write is not _write_json and is_stream, draw=draw):
             progress.clear()
             write(output, llm)
+            if isinstance(write, _Streamer):
+                progress.mute()  # the line belongs to the text from here on
+    progress.unmute()
     if draw:
         draw("after")
     progress.clear()
     print(_summary(llm), file=sys.stderr)
+
+
+def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    try:
+        return llm.get_default_sampling_params(**given)
+    except ValueError as error:  # what the user gave has been checked before
+        raise ValueError(f"the model's generation_config.json: {error}") from None
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -141,8 +152,12 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     try:
         # Not splitlines, which also splits where a JSON text may hold U+2028 or the like.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"--prompts-file must be a readable text file, got {path}: it is not UTF-8 text."
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: {reason}."
         ) from None
@@ -159,6 +174,8 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
 def _parse_line(path: Path, number: int, line: str) -> Prompt:
     try:
         prompt = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"--prompts-file: {path}, line {number} is nested too deeply.") from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"--prompts-file: {path}, line {number} is not JSON: {error.msg}."
@@ -277,8 +294,19 @@ class _Progress:
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._width = 0
+        self._is_muted = False
+
+    def mute(self) -> None:
+        """Say nothing more: something else stands on the terminal's current line."""
+        self._is_muted = True
+
+    def unmute(self) -> None:
+        """Go on as before."""
+        self._is_muted = False
 
     def say(self, line: str) -> None:
+        if self._is_muted:
+            return
         self.clear()
         self._width = len(line) + 4
         end = "" if self._is_terminal else "\n"

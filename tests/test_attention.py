@@ -223,6 +223,17 @@ def test_paged_attention_layer_may_be_traced(backend) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
+def test_paged_attention_tables_may_be_narrow(backend, dtype) -> None:
+    """Row numbers of the pool are larger than the block ids that they are made from."""
+    batch = lay_out([900, 700], K=4, D=8)
+    batch.block_tables[batch.block_tables == OUT_OF_RANGE] = 255
+    q = queries((2, 8, 8))
+    expected = expected_decode(batch, q)
+    batch.block_tables = batch.block_tables.astype(dtype)
+    np.testing.assert_allclose(run_decode(batch, q, backend=backend), expected, atol=1e-5)
+
+
 def test_paged_attention_cost_follows_the_tokens() -> None:
     """Counted, not timed: the loop makes one step per tile that holds tokens.
 

@@ -253,3 +253,16 @@ def test_to_dict_is_read_back_the_same_by_us_and_by_transformers(config):
 def test_to_dict_refuses_what_no_family_computes(change, named):
     with pytest.raises(ValueError, match=named):
         dataclasses.replace(_SMALL, **change).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": ["llama"]}', "model_type must be a name"),
+        ('{"a":' * 200_000, "nested too deeply"),
+    ],
+)
+def test_from_file_refuses_odd_json_in_one_line(tmp_path, text, message) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_file(tmp_path)

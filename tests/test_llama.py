@@ -140,6 +140,13 @@ def test_decode_out_of_blocks_changes_nothing() -> None:
         np.testing.assert_array_equal(old, new)
 
 
+def test_decode_refuses_a_slot_that_does_not_exist() -> None:
+    model = build()
+    _, cache, ok = DECODE(model, new_cache(), jnp.array([3, 4]), jnp.array([0, 3]))
+    assert not ok
+    assert cache.lengths.tolist() == [0, 0, 0]
+
+
 def test_decode_copies_on_write_after_a_fork() -> None:
     model = build()
     ids = tokens(1, 6)

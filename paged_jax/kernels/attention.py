@@ -83,6 +83,7 @@ def paged_attention(
         "paged_attention", sizes, q, k_pool, v_pool, layer, sliding_window, soft_cap,
         block_tables=block_tables, context_lens=context_lens,
     )  # fmt: skip
+    block_tables, context_lens = _as_int32(block_tables, context_lens)
     return _backend("paged_attention", backend).decode(
         q,
         k_pool,
@@ -155,6 +156,7 @@ def paged_prefill_attention(
         function, sizes, q, k_pool, v_pool, layer, sliding_window, soft_cap,
         block_tables=block_tables, context_lens=context_lens, query_lens=query_lens,
     )  # fmt: skip
+    block_tables, context_lens, query_lens = _as_int32(block_tables, context_lens, query_lens)
     return _backend(function, backend).prefill(
         q,
         k_pool,
@@ -203,6 +205,11 @@ def _check(
         )
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
+
+
+def _as_int32(*integers: jax.Array) -> tuple[jax.Array, ...]:
+    # Row numbers of the pool are made from them, which a narrower type could not hold.
+    return tuple(array.astype(jnp.int32) for array in integers)
 
 
 def _scale(function: str, scale: float | None, head_dim: int) -> float:

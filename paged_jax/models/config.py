@@ -354,6 +354,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid JSON: nested too deeply.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(content).__name__}.")
     return content
@@ -377,6 +379,8 @@ def _model_type(config: Mapping[str, Any]) -> str:
         return by_architecture[architectures[0]]
     if model_type is None:
         raise ValueError("LlamaConfig: model_type is missing.")
+    if not isinstance(model_type, str):
+        raise ValueError(f"LlamaConfig: model_type must be a name, got {model_type!r}.")
     if model_type not in _FAMILIES:
         raise UnsupportedConfigError(
             f"LlamaConfig: model_type {model_type!r} is not supported, only {', '.join(_FAMILIES)}."
@@ -547,7 +551,10 @@ def _number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> fl
     value = _get(config, key, default)
     if not _is_integer(value) and not isinstance(value, float):
         raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"LlamaConfig: {key} must be a number of float64's range.") from None
 
 
 def _boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -232,8 +232,8 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """Append a chunk of prompt to each of some slots and score what follows it.
 
-        Pure: jit it with the cache donated. Blocks are reserved here; where they do not suffice
-        nothing changes and ``ok`` is false.
+        Pure: jit it with the cache donated. Blocks are reserved here; where they do not suffice,
+        or a slot does not exist, nothing changes and ``ok`` is false.
 
         Args:
           cache: the cache; whatever the slots already hold is context.
@@ -403,6 +403,8 @@ def _append(
     starts = cache.lengths.at[rows].get(mode="fill", fill_value=0)
     requested = jnp.zeros(cache.num_slots, jnp.int32)
     requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
+    # A slot that does not exist fails the whole step, as a negative number of tokens does.
+    requested = jnp.where(jnp.all(slots < cache.num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=T)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
 

@@ -1,0 +1,44 @@
+"""What the figures of a benchmark depend on, to be kept beside them."""
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bandwidth import num_cores
+
+_PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "llama-cpp-python")
+
+
+def environment() -> dict[str, Any]:
+    """Device, commit, versions and command of this process, for JSON.
+
+    Example:
+      >>> sorted(environment())
+      ['command', 'commit', 'device', 'python', 'versions']
+    """
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {
+        "device": f"{_cpu()}, {num_cores()} cores",
+        "commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
