@@ -393,7 +393,7 @@ def test_stats_count_tokens(folder) -> None:
     stats = llm.stats
     assert stats.num_prompt_tokens == sum(len(llm.tokenizer.encode(p)) for p in PROMPTS)
     assert stats.num_generated_tokens == 12 * len(PROMPTS)
-    # The first step of a batch size compiles: its tokens count with its time, that is not.
+    # The first step of a batch size compiles, and is left out of the decoding rate.
     assert stats.num_decode_tokens == 10 * len(PROMPTS)
     generate(llm, PROMPTS, GREEDY)
     assert llm.stats.num_decode_tokens == stats.num_decode_tokens + 11 * len(PROMPTS)
