@@ -27,6 +27,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from paged_jax import sampling, steps
+from paged_jax.blocks import num_blocks_needed
 from paged_jax.cache import PagedCache
 from paged_jax.models.llama import Llama
 from paged_jax.models.pretrained import bundled_folder
@@ -628,7 +629,6 @@ class LLM:
 
     def _create_state(self) -> None:
         config = self.config
-        max_blocks = -(-self.max_model_len // self.block_size)
         with jax.default_device(self._device):
             self._cache = PagedCache.create(
                 num_layers=config.num_hidden_layers,
@@ -637,7 +637,7 @@ class LLM:
                 block_size=self.block_size,
                 head_dim=config.head_dim,
                 num_slots=self.max_num_seqs,
-                max_blocks_per_slot=max_blocks,
+                max_blocks_per_slot=self._max_blocks_per_slot(),
                 dtype=self._cache_dtype,
             )
             self._sampling = SlotSampling.create(
@@ -656,7 +656,7 @@ class LLM:
         if statistics and "bytes_limit" in statistics:
             free = statistics["bytes_limit"] - statistics["bytes_in_use"]
             budget = int(CACHE_FRACTION * free)
-        wanted = self.max_num_seqs * -(-self.max_model_len // self.block_size)
+        wanted = self.max_num_seqs * self._max_blocks_per_slot()
         num_blocks = min(wanted, budget // self._block_bytes())
         if num_blocks < 1:
             raise ValueError(
@@ -675,6 +675,9 @@ class LLM:
                 f"LLM: num_blocks must fit the memory of {memory} bytes, got {self.num_blocks} "
                 f"blocks of {self._block_bytes()} bytes. Use fewer."
             )
+
+    def _max_blocks_per_slot(self) -> int:
+        return num_blocks_needed(self.max_model_len, self.block_size)
 
     def _block_bytes(self) -> int:
         """Bytes of K and V in one block, all layers together."""

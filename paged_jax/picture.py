@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paged_jax.blocks import BlockTables
+from paged_jax.blocks import BlockTables, num_blocks_needed
 
 _ROW = 64  # blocks in a line of the map
 
@@ -67,7 +67,7 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
     size = tables.block_size
     row = np.asarray(tables.block_tables[slot])
     lines = [f"  sequence in slot {slot}, {length} tokens"]
-    for logical in range(-(-length // size)):
+    for logical in range(num_blocks_needed(length, size)):
         first, last = logical * size, min(length, (logical + 1) * size) - 1
         physical = int(row[logical])
         sharing = f"   shared by {counts[physical]}" if counts[physical] > 1 else ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from paged_jax.blocks import num_blocks_needed
 from paged_jax.models.tokenizer import Detokenizer, Tokenizer
 from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.sampling_params import SamplingParams
@@ -140,7 +141,11 @@ class Request:
         """Blocks of the prompt that no sample writes into, which all of them share."""
         num_tokens = len(self.prompt_token_ids)
         # A first token that is also the last is never written.
-        return -(-num_tokens // block_size) if self.max_tokens == 1 else num_tokens // block_size
+        return (
+            num_blocks_needed(num_tokens, block_size)
+            if self.max_tokens == 1
+            else num_tokens // block_size
+        )
 
     def num_blocks_per_sample(self, block_size: int) -> int:
         """Blocks that each sample may come to hold for itself.
@@ -148,7 +153,7 @@ class Request:
         The last token that is generated is never written.
         """
         num_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
-        return -(-num_tokens // block_size) - self.num_blocks_shared(block_size)
+        return num_blocks_needed(num_tokens, block_size) - self.num_blocks_shared(block_size)
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that the request may come to hold, all samples together."""
