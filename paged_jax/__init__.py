@@ -1,14 +1,21 @@
 """Paged attention for JAX: a block allocator inside jit, attention that reads the KV cache where
 it lies, a Flax Llama that threads it, and text generation on top.
 
-Each part is usable without the ones above it: `paged_attention` and `paged_prefill_attention`,
-`PagedCache` and the functions of `paged_jax.cache` and `paged_jax.blocks`, `Llama`, and `LLM`.
+Each part is usable without the ones above it: the ops over bare pools (`paged_attention`,
+`paged_prefill_attention`, `paged_write`, `copy_blocks`), `PagedCache` and the functions of
+`paged_jax.cache` and `paged_jax.blocks`, `Llama`, and `LLM`.
 """
 
 from paged_jax.blocks import BlockPool, BlockTables
 from paged_jax.cache import PagedCache
 from paged_jax.engine import LLM
-from paged_jax.kernels import paged_attention, paged_prefill_attention
+from paged_jax.kernels import (
+    copy_blocks,
+    merge_attention,
+    paged_attention,
+    paged_prefill_attention,
+    paged_write,
+)
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.tokenizer import Tokenizer
@@ -28,6 +35,9 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Tokenizer",
+    "copy_blocks",
+    "merge_attention",
     "paged_attention",
     "paged_prefill_attention",
+    "paged_write",
 ]

@@ -5,30 +5,25 @@ block id stands for the same block in every layer and in both pools. A decode st
 
     cache, ok = reserve(cache, num_tokens)                               # room for the new tokens
     token_blocks, offsets = locate(cache.tables, slots, positions)       # where they go
-    k = write(cache.k, new_k, layer=layer, blocks=token_blocks, offsets=offsets)
+    pools = paged_write(pools.k, pools.v, k, v, token_blocks, offsets, layer=layer)
 
-Every write is a scatter into the pool seen as rows `[L * P * K * C, D]`. Once the pool is donated,
-that form is done in place by the compilers for CPU, GPU and TPU alike, whereas a
-`dynamic_update_slice` makes the one for TPU lay the whole pool out anew. For the same reason pools
-are passed around whole, with a layer index; slicing a layer out would copy it.
+What writes to the pools and reads them is in `paged_jax.kernels`. A loop over layers carries
+`cache.pools` whole, as its state; `replace_pools` puts them back.
 
-XLA's CPU backend cannot update a bfloat16 array in place (see `_set_rows`): there, keep pools in
-float32 or float16.
+On CPU, keep pools in float32, float16 or int8: XLA updates no others in place there.
 """
 
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax import blocks as allocator
-from paged_jax.blocks import BlockCopies, BlockTables
+from paged_jax.blocks import BlockTables
 from paged_jax.dims import bind
-
-# Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
-_MAX_ROWS = 2**31 - 1
+from paged_jax.kernels.interface import Pools, is_quantised
+from paged_jax.kernels.writing import check_num_rows, copy_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -37,9 +32,12 @@ class PagedCache:
     """K and V of every token of every slot, and who holds which block.
 
     Attributes:
-      k: [L, P, K, C, D], keys.
-      v: [L, P, K, C, D], values.
+      k: [L, P, K, C, D], keys: floating point, or int8 or float8_e4m3fn with scales.
+      v: [L, P, K, C, D], values, as the keys.
       tables: the `BlockTables`: lengths, block tables and free blocks.
+      k_scale: f32[L, P, K, C], what the numbers of each token and head are multiplied by; None
+        unless the pools are quantised.
+      v_scale: the same for the values.
 
     Example:
       >>> cache = PagedCache.create(
@@ -54,6 +52,8 @@ class PagedCache:
     k: jax.Array
     v: jax.Array
     tables: BlockTables
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
     @classmethod
     def create(
@@ -70,6 +70,9 @@ class PagedCache:
     ) -> "PagedCache":
         """Return a cache with empty slots and zeroed pools of `dtype`.
 
+        int8 or float8_e4m3fn quantise K and V, each token and head with a scale of its own: half
+        the memory of bfloat16 and a little more, ``4 / D`` bytes for each number.
+
         Raises:
           ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
         """
@@ -81,9 +84,22 @@ class PagedCache:
         )
         tables = BlockTables.create(num_blocks, num_slots, max_blocks_per_slot, block_size)
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        _check_num_rows("PagedCache.create", shape)
+        check_num_rows("PagedCache.create", shape)
         # Two arrays, not one used twice: a buffer can be donated only once.
-        return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), tables=tables)
+        k, v = (jnp.zeros(shape, dtype) for _ in range(2))
+        if not is_quantised(dtype):
+            return cls(k=k, v=v, tables=tables)
+        k_scale, v_scale = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2))
+        return cls(k=k, v=v, tables=tables, k_scale=k_scale, v_scale=v_scale)
+
+    @property
+    def pools(self) -> Pools:
+        """K and V with their scales, as kernels take them."""
+        return Pools(self.k, self.v, self.k_scale, self.v_scale)
+
+    def replace_pools(self, pools: Pools) -> "PagedCache":
+        """Return the cache with other pools."""
+        return replace(self, **pools._asdict())
 
     @property
     def block_tables(self) -> jax.Array:
@@ -127,8 +143,8 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both pools; the tables come on top and are small."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of both pools and their scales; the tables come on top and are small."""
+        return sum(array.nbytes for array in self.pools if array is not None)
 
 
 def reserve(
@@ -151,8 +167,12 @@ def reserve(
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
     tables, copies, ok = allocator.reserve(cache.tables, num_tokens, max_tokens=max_tokens)
-    k, v = _copy_blocks((cache.k, cache.v), copies)
-    return PagedCache(k=k, v=v, tables=tables), ok
+    pools = cache.pools
+    pools = copy_blocks(
+        pools.k, pools.v, copies.source, copies.target,
+        k_scale=pools.k_scale, v_scale=pools.v_scale,
+    )  # fmt: skip
+    return replace(cache, tables=tables).replace_pools(pools), ok
 
 
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
@@ -177,7 +197,7 @@ def locate(
       positions: i32[N], the position of each token in its slot, from 0.
 
     Returns:
-      `(blocks, offsets)`, both i32[N]. The block is P, which `write` ignores, where there is no
+      `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` drops, where there is no
       such slot or the position is not below the slot's length.
 
     Raises:
@@ -198,57 +218,6 @@ def locate(
     return blocks, positions % tables.block_size
 
 
-def write(
-    pool: jax.Array,
-    new: jax.Array,
-    *,
-    layer: int | jax.Array,
-    blocks: jax.Array,
-    offsets: jax.Array,
-) -> jax.Array:
-    """Write one layer's K or V of N tokens to their places; in place if the pool is donated.
-
-    Args:
-      pool: [L, P, K, C, D].
-      new: [N, K, D], cast to the dtype of the pool.
-      layer: the layer, a Python integer or i32[].
-      blocks: i32[N]. Tokens whose block is no block, such as P, are dropped.
-      offsets: i32[N], the token's place in its block, below C. No two tokens share a place.
-
-    Returns:
-      The pool, [L, P, K, C, D]. Differentiable in `pool` and `new`.
-
-    Raises:
-      ValueError: shapes that do not agree, a Python `layer` that does not exist, or a pool with
-        more rows than int32 counts.
-
-    Example:
-      >>> pool = jnp.zeros((2, 4, 1, 8, 16))
-      >>> places = dict(blocks=jnp.array([3, 4]), offsets=jnp.array([7, 0]))
-      >>> pool = write(pool, jnp.ones((2, 1, 16)), layer=1, **places)
-      >>> float(pool.sum()), float(pool[1, 3, 0, 7].sum())
-      (16.0, 16.0)
-    """
-    arrays = dict(pool=(pool, "LPKCD"), new=(new, "NKD"), blocks=(blocks, "N"))
-    sizes = bind("write", **arrays, offsets=(offsets, "N"))
-    _check_layer("write", layer, sizes["L"])
-    _check_num_rows("write", pool.shape, num_new=sizes["N"] * sizes["K"])
-    num_layers, num_blocks, num_kv_heads, block_size, head_dim = pool.shape
-
-    is_kept = (blocks >= 0) & (blocks < num_blocks) & (layer >= 0) & (layer < num_layers)
-    is_kept &= (offsets >= 0) & (offsets < block_size)
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-    first_heads = (layer * num_blocks + jnp.where(is_kept, blocks, 0)) * num_kv_heads
-    rows_NK = (first_heads[:, None] + heads[None, :]) * block_size + offsets[:, None]
-    # A block of P would fall into the next layer, so dropped rows are sent past the whole pool,
-    # each to its own place, since JAX differentiates a scatter only if its indices are unique.
-    rows = pool.reshape(-1, head_dim)
-    past_NK = rows.shape[0] + jnp.arange(rows_NK.size, dtype=jnp.int32).reshape(rows_NK.shape)
-    index = jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)
-    rows = _set_rows(rows, index, new.astype(pool.dtype).reshape(-1, head_dim))
-    return rows.reshape(pool.shape)
-
-
 def gather(
     cache: PagedCache, slot: int | jax.Array, *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -261,6 +230,7 @@ def gather(
 
     Returns:
       `(k, v)`, both [M * C, K, D]: the slot's tokens, then zeros, whatever the pools hold there.
+      Of quantised pools, in float32 and multiplied by the scales; else as they are.
 
     Raises:
       ValueError: a Python `slot` or `layer` that does not exist.
@@ -276,85 +246,17 @@ def gather(
     is_token = blocks < cache.num_blocks
     blocks = jnp.where(is_token, blocks, 0)
 
-    def read(pool: jax.Array) -> jax.Array:
-        return jnp.where(is_token[:, None, None], pool[layer, blocks, :, offsets], 0)
+    def read(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
+        tokens = pool[layer, blocks, :, offsets]
+        if scale is not None:
+            tokens = tokens.astype(scale.dtype) * scale[layer, blocks, :, offsets][..., None]
+        return jnp.where(is_token[:, None, None], tokens, 0)
 
-    return read(cache.k), read(cache.v)
-
-
-def _copy_blocks(pools: tuple[jax.Array, ...], copies: BlockCopies) -> tuple[jax.Array, ...]:
-    """Copy blocks in all layers of every pool, one at a time so that no temporary is large.
-
-    The loop runs once per real copy. Copying one block for each slot in a single scatter instead
-    would touch S blocks at every step, almost always for nothing.
-    """
-    num_layers, num_blocks, num_kv_heads, block_size, head_dim = pools[0].shape
-    (num_slots,) = copies.source.shape
-    is_copy = copies.source < num_blocks
-    (order,) = jnp.nonzero(is_copy, size=num_slots, fill_value=0)
-    num_block_rows = num_kv_heads * block_size
-    layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * num_blocks
-    in_block = jnp.arange(num_block_rows, dtype=jnp.int32)
-
-    def rows_of(block: jax.Array) -> jax.Array:
-        return ((layers_L1 + block) * num_block_rows + in_block[None, :]).reshape(-1)
-
-    def copy(i: jax.Array, pools_rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        source = rows_of(copies.source[order[i]])
-        target = rows_of(copies.target[order[i]])
-        return tuple(_set_rows(rows, target, rows[source]) for rows in pools_rows)
-
-    num_copies = jnp.sum(is_copy, dtype=jnp.int32)
-    pools_rows = tuple(pool.reshape(-1, head_dim) for pool in pools)
-    pools_rows = lax.fori_loop(jnp.int32(0), num_copies, copy, pools_rows)
-    return tuple(rows.reshape(pools[0].shape) for rows in pools_rows)
-
-
-@jax.custom_jvp
-def _set_rows(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """Scatter `new` [N, D] to `rows` at distinct `index` i32[N]; those past the end are dropped.
-
-    XLA's CPU backend computes a bfloat16 scatter (or dynamic_update_slice) in float32, converting
-    the whole array there and back at every call. Scattering its bits as uint16 leaves one pass over
-    the array when a program first writes to it and one at its end, however many writes there are:
-    between writes the casts cancel. Remove once a donated bfloat16 scatter is in place on CPU.
-    """
-    if rows.dtype != jnp.bfloat16:
-        return _set_rows_as_is(rows, index, new)
-    # Elsewhere bfloat16 is scattered in place as it is, and the casts would be what copies.
-    return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
-
-
-def _set_rows_as_is(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    return rows.at[index].set(new, mode="drop", unique_indices=True)
-
-
-def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(rows, jnp.uint16)
-    bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, jnp.uint16))
-    return lax.bitcast_convert_type(bits, rows.dtype)
-
-
-@_set_rows.defjvp
-def _set_rows_jvp(primals, tangents):
-    # Needed because the derivative of a cast of bits is zero for JAX, without a warning.
-    rows, index, new = primals
-    rows_dot, _, new_dot = tangents
-    return _set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)
+    return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
 
 
 def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None:
     if isinstance(layer, int) and not 0 <= layer < num_layers:
         raise ValueError(
             f"{function}: layer must be 0 to {num_layers - 1}, got {layer}. Pass a layer."
-        )
-
-
-def _check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> None:
-    num_layers, num_blocks, num_kv_heads, block_size, _ = shape
-    num_rows = num_layers * num_blocks * num_kv_heads * block_size
-    if num_rows + num_new > _MAX_ROWS:
-        raise ValueError(
-            f"{function}: the pool must have at most {_MAX_ROWS - num_new} rows L * P * K * C, got "
-            f"{num_rows}. Use fewer blocks, or shard the KV heads over devices."
         )

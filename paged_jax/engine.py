@@ -29,6 +29,7 @@ from tqdm import tqdm
 from paged_jax import sampling, steps
 from paged_jax.blocks import num_blocks_needed
 from paged_jax.cache import PagedCache
+from paged_jax.kernels import check_backend_runs_on, padded_head_dim
 from paged_jax.models.llama import Llama
 from paged_jax.models.pretrained import bundled_folder
 from paged_jax.models.tokenizer import Tokenizer
@@ -145,9 +146,11 @@ class LLM:
         self._programs = steps.programs(graphdef, treedef, backend)
         self._compiled: set[tuple[str, int]] = set()
         self._device = next(iter(self._weights[0].devices()))
+        check_backend_runs_on("LLM", backend, self._device.platform)
         # On CPU, XLA scatters into a bfloat16 pool through a float32 copy of all of it.
         is_cpu = self._device.platform == "cpu"
         self._cache_dtype = jnp.float32 if is_cpu else self._weights[0].dtype
+        self._pool_head_dim = padded_head_dim(self.config.head_dim, self._device.platform)
         eos_token_ids = {
             *self.config.eos_token_ids,
             *(self.tokenizer.eos_token_ids if self.tokenizer else ()),
@@ -635,7 +638,7 @@ class LLM:
                 num_blocks=self.num_blocks,
                 num_kv_heads=config.num_key_value_heads,
                 block_size=self.block_size,
-                head_dim=config.head_dim,
+                head_dim=self._pool_head_dim,
                 num_slots=self.max_num_seqs,
                 max_blocks_per_slot=self._max_blocks_per_slot(),
                 dtype=self._cache_dtype,
@@ -682,7 +685,7 @@ class LLM:
     def _block_bytes(self) -> int:
         """Bytes of K and V in one block, all layers together."""
         config = self.config
-        elements = config.num_key_value_heads * self.block_size * config.head_dim
+        elements = config.num_key_value_heads * self.block_size * self._pool_head_dim
         return 2 * config.num_hidden_layers * elements * jnp.dtype(self._cache_dtype).itemsize
 
     def _bucket(self, slots: list[int]) -> np.ndarray:

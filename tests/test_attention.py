@@ -1,205 +1,229 @@
-"""One contract for all attention backends, against float64.
+"""One contract for all attention backends, against float64 on the values that the pool holds.
 
-Tables are shuffled, entries past a sequence's end are out of range, and every byte of the pool
-that belongs to no token is NaN.
+Kernels for GPUs and TPUs run on them where there are any, else in Pallas' interpreter.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
+from paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
-from paged_jax.kernels import BACKENDS, paged_attention, paged_prefill_attention
+from paged_jax.kernels import merge_attention, paged_attention, paged_prefill_attention
+from paged_jax.kernels.dispatch import backends_of
 
-OUT_OF_RANGE = 10**6
-LAYER = 1
+# Each backend, and what it needs to run here.
+BACKENDS = {
+    "reference": {"backend": "reference"},
+    "xla": {"backend": "xla"},
+    "triton": {"backend": "triton", "interpret": jax.default_backend() != "gpu"},
+    "mosaic_tpu": {"backend": "mosaic_tpu", "interpret": jax.default_backend() != "tpu"},
+}
 
-
-@dataclasses.dataclass
-class Batch:
-    """Sequences of given lengths, laid out in a poisoned pool of two layers."""
-
-    k: list[np.ndarray]  # each [length, K, D]
-    v: list[np.ndarray]
-    k_pool: np.ndarray
-    v_pool: np.ndarray
-    block_tables: np.ndarray
-    lengths: np.ndarray
+FLOAT8 = jnp.float8_e4m3fn
 
 
-def lay_out(lengths, *, K=2, C=8, D=16, extra_width=3, dtype=np.float32, seed=0) -> Batch:
-    rng = np.random.default_rng(seed)
-    lengths = np.asarray(lengths, np.int32)
-    counts = -(-lengths // C)
-    P = int(counts.sum()) + 5
-    M = max(int(counts.max()), 1) + extra_width
-    k = [rng.normal(size=(n, K, D)).astype(dtype) for n in lengths]
-    v = [rng.normal(size=(n, K, D)).astype(dtype) for n in lengths]
-    k_pool, v_pool = (np.full((2, P, K, C, D), np.nan, dtype) for _ in range(2))
-    tables = np.full((len(lengths), M), OUT_OF_RANGE, np.int32)
-    free = list(rng.permutation(P))
-    for b, n in enumerate(lengths):
-        for block in range(counts[b]):
-            tables[b, block] = free.pop()
-        for t in range(n):
-            k_pool[LAYER, tables[b, t // C], :, t % C] = k[b][t]
-            v_pool[LAYER, tables[b, t // C], :, t % C] = v[b][t]
-    return Batch(k, v, k_pool, v_pool, tables, lengths)
+def test_every_backend_is_tested() -> None:
+    assert set(BACKENDS) == set(backends_of("decode")) == set(backends_of("prefill"))
 
 
-def queries(shape, dtype=np.float32, seed=1) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+# Interpreting a kernel takes seconds. The quick suite has `test_kernels_match_float64`.
+@pytest.fixture(
+    params=[
+        "reference",
+        "xla",
+        pytest.param("triton", marks=pytest.mark.slow),
+        pytest.param("mosaic_tpu", marks=pytest.mark.slow),
+    ]
+)
+def backend(request) -> dict:
+    return BACKENDS[request.param]
 
 
-def run_decode(batch: Batch, q, **options) -> np.ndarray:
-    return np.asarray(
-        paged_attention(
-            q, batch.k_pool, batch.v_pool, batch.block_tables, batch.lengths,
-            layer=LAYER, **options,
-        )
-    )  # fmt: skip
+def check_decode(batch: PagedBatch, q, backend, *, rtol=0.0, atol=1e-5, **options) -> None:
+    got, want = batch.decode(q, **backend, **options), batch.expected_decode(q, **options)
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=rtol, atol=atol, err_msg=name)
 
 
-def expected_decode(batch: Batch, q, **options) -> np.ndarray:
-    out = np.zeros(q.shape)
-    for b, n in enumerate(batch.lengths):
-        if n:
-            out[b] = oracles.attention(q[b][None], batch.k[b], batch.v[b], **options)[0]
-    return out
+def check_prefill(batch, q, query_lens, backend, *, rtol=0.0, atol=1e-5, **options) -> None:
+    got = batch.prefill(q, query_lens, **backend, **options)
+    want = batch.expected_prefill(q, query_lens, **options)
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=rtol, atol=atol, err_msg=name)
 
 
-def run_prefill(batch: Batch, q, query_lens, **options) -> np.ndarray:
-    return np.asarray(
-        paged_prefill_attention(
-            q, batch.k_pool, batch.v_pool, batch.block_tables, batch.lengths,
-            np.asarray(query_lens, np.int32), layer=LAYER, **options,
-        )
-    )  # fmt: skip
+def lanes_for(backend: dict, D: int) -> int:
+    """TPU kernels take pools whose last axis is padded to whole registers."""
+    return -(-D // 128) * 128 if backend["backend"] == "mosaic_tpu" else D
 
 
-def expected_prefill(batch: Batch, q, query_lens, **options) -> np.ndarray:
-    out = np.zeros(q.shape)
-    for b, n in enumerate(query_lens):
-        if n:
-            out[b, :n] = oracles.attention(q[b, :n], batch.k[b], batch.v[b], **options)
-    return out
-
-
-@pytest.fixture(params=sorted(BACKENDS))
-def backend(request) -> str:
-    return request.param
-
-
+SINKS = np.array([0.3, -1.0, 2.5, 0.0, 4.0, -3.0], np.float32)
 OPTIONS = {
     "plain": {},
     "scale": {"scale": 0.3},
     "window": {"sliding_window": 11},
     "window-of-one": {"sliding_window": 1},
     "cap": {"soft_cap": 2.0},
-    "all": {"scale": 0.5, "sliding_window": 150, "soft_cap": 5.0},
+    "sinks": {"sinks": SINKS},
+    "all": {"scale": 0.5, "sliding_window": 150, "soft_cap": 5.0, "sinks": SINKS},
 }
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
+def test_kernels_match_float64(name) -> None:
+    batch = PagedBatch.random([0, 7, 8, 200], lanes=lanes_for(BACKENDS[name], 16))
+    check_decode(batch, queries((4, 6, 16)), BACKENDS[name], **OPTIONS["all"])
+    check_prefill(batch, queries((4, 9, 6, 16)), [0, 7, 3, 9], BACKENDS[name], **OPTIONS["all"])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_paged_attention_matches_float64(backend, options) -> None:
-    batch = lay_out([0, 1, 7, 8, 9, 200, 33, 129, 128, 127, 300])
-    q = queries((11, 6, 16))
-    np.testing.assert_allclose(
-        run_decode(batch, q, backend=backend, **options),
-        expected_decode(batch, q, **options),
-        atol=1e-5,
+    batch = PagedBatch.random(
+        [0, 1, 7, 8, 9, 200, 33, 129, 128, 127, 300], lanes=lanes_for(backend, 16)
     )
+    check_decode(batch, queries((11, 6, 16)), backend, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_paged_prefill_attention_matches_float64(backend, options) -> None:
-    batch = lay_out([0, 1, 8, 40, 200, 150])
+    batch = PagedBatch.random([0, 1, 8, 40, 200, 150], lanes=lanes_for(backend, 16))
     query_lens = [0, 1, 3, 40, 130, 0]
-    q = queries((6, 130, 4, 16))
-    np.testing.assert_allclose(
-        run_prefill(batch, q, query_lens, backend=backend, **options),
-        expected_prefill(batch, q, query_lens, **options),
-        atol=1e-5,
-    )
+    check_prefill(batch, queries((6, 130, 6, 16)), query_lens, backend, **options)
 
 
-@pytest.mark.parametrize(
-    ("C", "K", "G", "D"),
-    [
-        (1, 1, 1, 8),
-        (4, 2, 3, 64),
-        (8, 1, 8, 80),
-        (16, 3, 5, 32),
-        (32, 2, 2, 128),
-        (64, 1, 7, 96),
-        (128, 2, 4, 256),
-    ],
-)
-def test_paged_attention_any_shape(backend, C, K, G, D) -> None:
-    lengths = [0, 1, max(C - 1, 1), C, C + 1, 70]
-    batch = lay_out(lengths, K=K, C=C, D=D)
-    q = queries((len(lengths), K * G, D))
-    np.testing.assert_allclose(
-        run_decode(batch, q, backend=backend), expected_decode(batch, q), atol=1e-5
-    )
+# Letters C, K, G, D. Every size of the contract occurs, small with large.
+SHAPES = [
+    (8, 1, 8, 80),
+    (8, 2, 12, 8),
+    (16, 3, 5, 32),
+    (16, 2, 1, 128),
+    (32, 2, 2, 128),
+    (32, 1, 3, 64),
+    (64, 1, 7, 96),
+    (128, 2, 4, 256),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_paged_attention_any_shape(backend, shape) -> None:
+    check_shape(backend, *shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [8, 32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("C", [8, 16, 32, 64, 128])
+def test_paged_attention_every_shape(backend, C, D) -> None:
+    """All of C x D, with two groups each: every D meets every group, every C all but one."""
+    groups = (1, 2, 3, 4, 5, 7, 8, 12)
+    first = (C.bit_length() * 2 + D // 8) % len(groups)
+    for G in (groups[first], groups[(first + 3) % len(groups)]):
+        check_shape(backend, C, 1, G, D)
+
+
+def check_shape(backend, C, K, G, D) -> None:
+    lengths = [0, 1, C - 1, C, C + 1, 70]
+    batch = PagedBatch.random(lengths, K=K, C=C, D=D, lanes=lanes_for(backend, D))
+    check_decode(batch, queries((len(lengths), K * G, D)), backend)
     query_lens = [min(n, 5) for n in lengths]
-    q = queries((len(lengths), 6, K * G, D))
-    np.testing.assert_allclose(
-        run_prefill(batch, q, query_lens, backend=backend),
-        expected_prefill(batch, q, query_lens),
-        atol=1e-5,
-    )
+    check_prefill(batch, queries((len(lengths), 6, K * G, D)), query_lens, backend)
+
+
+@pytest.mark.parametrize("C", [1, 4])
+@pytest.mark.parametrize(
+    "name", ["reference", "xla", pytest.param("triton", marks=pytest.mark.slow)]
+)
+def test_paged_attention_small_blocks(name, C) -> None:
+    batch = PagedBatch.random([0, 1, 3, 17], C=C)
+    check_decode(batch, queries((4, 6, 16)), BACKENDS[name])
+
+
+@pytest.mark.slow
+def test_paged_attention_large_batch(backend) -> None:
+    lengths = np.random.default_rng(3).integers(0, 90, 64)
+    lengths[[5, 50]] = 0, 3000
+    batch = PagedBatch.random(lengths, lanes=lanes_for(backend, 16))
+    check_decode(batch, queries((64, 4, 16)), backend)
 
 
 @pytest.mark.parametrize("extra_width", [0, 1, 40])
 def test_paged_attention_any_table_width(backend, extra_width) -> None:
-    batch = lay_out([17, 3, 40], extra_width=extra_width)
-    q = queries((3, 2, 16))
-    np.testing.assert_allclose(
-        run_decode(batch, q, backend=backend), expected_decode(batch, q), atol=1e-5
-    )
+    batch = PagedBatch.random([17, 3, 40], extra_width=extra_width, lanes=lanes_for(backend, 16))
+    check_decode(batch, queries((3, 2, 16)), backend)
+    check_prefill(batch, queries((3, 5, 2, 16)), [5, 2, 0], backend)
+
+
+def test_paged_attention_lanes_may_be_padded(backend) -> None:
+    batch = PagedBatch.random([17, 0, 40], D=64, lanes=128)
+    check_decode(batch, queries((3, 4, 64)), backend)
+    check_prefill(batch, queries((3, 5, 4, 64)), [5, 0, 5], backend)
+
+
+def test_paged_attention_negative_entries_are_not_read(backend) -> None:
+    batch = PagedBatch.random([17, 3], lanes=lanes_for(backend, 16))
+    batch.block_tables[batch.block_tables == OUT_OF_RANGE] = -7
+    check_decode(batch, queries((2, 2, 16)), backend)
+    check_prefill(batch, queries((2, 3, 2, 16)), [3, 3], backend)
 
 
 def test_paged_attention_blocks_may_be_shared(backend) -> None:
-    batch = lay_out([24, 24])
+    batch = PagedBatch.random([24, 24], lanes=lanes_for(backend, 16))
     batch.block_tables[1] = batch.block_tables[0]
-    q = np.repeat(queries((1, 2, 16)), 2, axis=0)
-    out = run_decode(batch, q, backend=backend)
+    out, _ = batch.decode(np.repeat(queries((1, 2, 16)), 2, axis=0), **backend)
     np.testing.assert_array_equal(out[0], out[1])
 
 
-def test_paged_attention_bfloat16_reads_the_stored_values(backend) -> None:
-    batch = lay_out([5, 130, 64], dtype=jnp.bfloat16)
-    q = queries((3, 4, 16), jnp.bfloat16)
-    out = run_decode(batch, q, backend=backend)
-    assert out.dtype == jnp.bfloat16
-    # Only the result is rounded to bfloat16: half a unit in its last place.
-    expected = expected_decode(batch, q)
-    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=2**-8, atol=1e-5)
+# Stored values are exact; the result, and in kernels with matrix units the softmax weights, are
+# rounded to bfloat16: half a unit in the last place of each.
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_paged_attention_half_precision(backend, dtype) -> None:
+    batch = PagedBatch.random([5, 130, 64], dtype=dtype, lanes=lanes_for(backend, 16))
+    q = queries((3, 4, 16), dtype)
+    if backend["backend"] == "mosaic_tpu" and dtype == jnp.float16:
+        with pytest.raises(NotImplementedError, match="must be bfloat16 or float32, got float16"):
+            batch.decode(q, **backend)
+        return
+    out, lse = batch.decode(q, **backend)
+    assert out.dtype == dtype and lse.dtype == np.float32
+    check_decode(batch, q, backend, rtol=2**-8, atol=2**-8)
+    q = queries((3, 4, 4, 16), dtype)
+    check_prefill(batch, q, [4, 3, 4], backend, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("q_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.int8, FLOAT8])
+def test_paged_attention_quantised(backend, dtype, q_dtype) -> None:
+    batch = PagedBatch.random([5, 130, 0, 64], dtype=dtype, lanes=lanes_for(backend, 16))
+    tolerance = {} if q_dtype == jnp.float32 else {"rtol": 2**-8, "atol": 2**-7}
+    check_decode(batch, queries((4, 4, 16), q_dtype), backend, **tolerance)
+    check_decode(batch, queries((4, 6, 16), q_dtype), backend, **tolerance, **OPTIONS["all"])
+    q = queries((4, 6, 4, 16), q_dtype)
+    check_prefill(batch, q, [5, 6, 0, 3], backend, **tolerance)
+
+
+def test_paged_attention_is_the_same_twice(backend) -> None:
+    batch = PagedBatch.random([300, 5, 90], lanes=lanes_for(backend, 16))
+    q = queries((3, 4, 16))
+    first, second = (batch.decode(q, **backend) for _ in range(2))
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
 def test_paged_attention_rows_do_not_see_each_other(backend, op) -> None:
     """Bitwise, where they lie in the batch; to rounding, how many there are.
 
-    XLA compiles each batch size by itself, and may order the sums of a product differently.
+    Each batch size is a program of its own, and may order the sums of a product differently.
     """
     lengths = [300, 0, 5, 129, 64, 64, 17, 250, 1, 90, 31]
-    batch = lay_out(lengths)
+    batch = PagedBatch.random(lengths, lanes=lanes_for(backend, 16))
     q = queries((len(lengths), 3, 4, 16))
     query_lens = np.minimum(lengths, 3)
 
     def run(rows):
-        part = Batch(
-            batch.k, batch.v, batch.k_pool, batch.v_pool,
-            batch.block_tables[rows], batch.lengths[rows],
-        )  # fmt: skip
         if op == "decode":
-            return run_decode(part, q[rows, 0], backend=backend)
-        return run_prefill(part, q[rows], query_lens[rows], backend=backend)
+            return batch.rows(rows).decode(q[rows, 0], **backend)[0]
+        return batch.rows(rows).prefill(q[rows], query_lens[rows], **backend)[0]
 
     together = run(np.arange(len(lengths)))
     backwards = run(np.arange(len(lengths))[::-1])
@@ -208,30 +232,36 @@ def test_paged_attention_rows_do_not_see_each_other(backend, op) -> None:
     np.testing.assert_allclose(together[::2], half, atol=1e-6)
 
 
+def test_paged_attention_row_ignores_the_length_of_others(backend) -> None:
+    batch = PagedBatch.random([300, 40, 90], lanes=lanes_for(backend, 16))
+    q = queries((3, 4, 16))
+    before, _ = batch.decode(q, **backend)
+    batch.lengths = np.array([1, 40, 7], np.int32)
+    after, _ = batch.decode(q, **backend)
+    np.testing.assert_array_equal(before[1], after[1])
+
+
 def test_paged_attention_layer_may_be_traced(backend) -> None:
-    batch = lay_out([9, 20])
+    batch = PagedBatch.random([9, 20], lanes=lanes_for(backend, 16))
     q = queries((2, 2, 16))
 
     def attend(layer):
         return paged_attention(
-            q, batch.k_pool, batch.v_pool, batch.block_tables, batch.lengths,
-            layer=layer, backend=backend,
+            q, batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths,
+            layer=layer, **backend,
         )  # fmt: skip
 
-    np.testing.assert_allclose(
-        jax.jit(attend)(jnp.int32(LAYER)), expected_decode(batch, q), atol=1e-5
-    )
+    want, _ = batch.expected_decode(q)
+    np.testing.assert_allclose(jax.jit(attend)(jnp.int32(LAYER)), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
 def test_paged_attention_tables_may_be_narrow(backend, dtype) -> None:
     """Row numbers of the pool are larger than the block ids that they are made from."""
-    batch = lay_out([900, 700], K=4, D=8)
+    batch = PagedBatch.random([900, 700], K=4, D=8, lanes=lanes_for(backend, 8))
     batch.block_tables[batch.block_tables == OUT_OF_RANGE] = 255
-    q = queries((2, 8, 8))
-    expected = expected_decode(batch, q)
     batch.block_tables = batch.block_tables.astype(dtype)
-    np.testing.assert_allclose(run_decode(batch, q, backend=backend), expected, atol=1e-5)
+    check_decode(batch, queries((2, 8, 8)), backend)
 
 
 def test_paged_attention_cost_follows_the_tokens() -> None:
@@ -241,9 +271,9 @@ def test_paged_attention_cost_follows_the_tokens() -> None:
     """
     costs = []
     for extra_width in (64, 6400):
-        batch = lay_out([9, 20], extra_width=extra_width)
+        batch = PagedBatch.random([9, 20], extra_width=extra_width)
         compiled = (
-            jax.jit(lambda q, t, b=batch: paged_attention(q, b.k_pool, b.v_pool, t, b.lengths))
+            jax.jit(lambda q, t, b=batch: paged_attention(q, b.pools.k, b.pools.v, t, b.lengths))
             .lower(queries((2, 2, 16)), batch.block_tables)
             .compile()
         )
@@ -252,6 +282,36 @@ def test_paged_attention_cost_follows_the_tokens() -> None:
     assert costs[1] - costs[0] <= 2 * table_bytes
 
 
+def test_merge_attention_of_a_shared_prefix(backend) -> None:
+    """Two sequences read 24 shared tokens once, as one row of queries, then each its own."""
+    prefix = PagedBatch.random([24], lanes=lanes_for(backend, 16))
+    rest = PagedBatch.random([9, 0], lanes=lanes_for(backend, 16), seed=5)
+    q = queries((2, 4, 16))
+    shared = prefix.rows(np.array([0, 0]))
+    out, lse = merge_attention(*shared.decode(q, **backend), *rest.decode(q, **backend))
+
+    whole = PagedBatch.random([33, 24], lanes=lanes_for(backend, 16))
+    whole.k = [np.concatenate([prefix.k[0], k]) for k in rest.k]
+    whole.v = [np.concatenate([prefix.v[0], v]) for v in rest.v]
+    want_out, want_lse = whole.expected_decode(q)
+    np.testing.assert_allclose(out, want_out, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+
+
+def test_merge_attention_of_nothing_is_nothing() -> None:
+    nothing = jnp.zeros((1, 4)), jnp.full(1, -jnp.inf)
+    out, lse = merge_attention(*nothing, *nothing)
+    assert out.tolist() == [[0, 0, 0, 0]] and lse.tolist() == [-np.inf]
+    out, lse = merge_attention(*nothing, jnp.ones((1, 4)), jnp.array([2.0]))
+    assert out.tolist() == [[1, 1, 1, 1]] and lse.tolist() == [2]
+
+
+def test_merge_attention_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"shapes \[..., D\], \[...\]"):
+        merge_attention(jnp.ones((2, 4)), jnp.ones(3), jnp.ones((2, 4)), jnp.ones(3))
+
+
+SCALE = np.ones((2, 4, 2, 8), np.float32)
 BAD_CALLS = {
     "rank": ({"q": np.zeros((2, 4))}, r"q must have shape \[B, H, D\]"),
     "batch": ({"block_tables": np.zeros((3, 4), np.int32)}, "block_tables must have B"),
@@ -259,11 +319,27 @@ BAD_CALLS = {
     "heads": ({"q": np.zeros((2, 3, 16), np.float32)}, "multiple of the pool's 2 KV heads"),
     "q dtype": ({"q": np.zeros((2, 4, 16), np.int32)}, "q must be floating point"),
     "table dtype": ({"block_tables": np.zeros((2, 4), np.float32)}, "integer array"),
+    "pool dtype": (
+        {name: np.zeros((2, 4, 2, 8, 16), np.int16) for name in ("k_pool", "v_pool")},
+        "k_pool must be floating point, int8 or float8_e4m3fn, got int16",
+    ),
+    "pools differ": ({"v_pool": np.zeros((2, 4, 2, 8, 16), np.float16)}, "dtype of k_pool"),
+    "scale missing": (
+        {name: np.zeros((2, 4, 2, 8, 16), np.int8) for name in ("k_pool", "v_pool")},
+        r"k_scale must be given .* f32 \[2, 4, 2, 8\]",
+    ),
+    "scale superfluous": ({"v_scale": SCALE}, "v_scale must be None for a pool of float32"),
+    "scale shape": ({"k_scale": SCALE[:, :3]}, "k_scale must have P"),
+    "sinks": ({"sinks": np.zeros(3, np.float32)}, "sinks must have H"),
     "layer": ({"layer": 2}, r"layer must be in 0\.\.1, got 2"),
     "window": ({"sliding_window": 0}, "sliding_window must be at least 1"),
     "cap": ({"soft_cap": -1.0}, "soft_cap must be positive"),
     "scale": ({"scale": float("nan")}, "scale must be finite"),
-    "backend": ({"backend": "cuda"}, "backend must be None or one of 'reference', 'xla'"),
+    "backend": (
+        {"backend": "cuda"},
+        "backend must be None or one of 'mosaic_tpu', 'reference', 'triton', 'xla', got 'cuda'",
+    ),
+    "interpret": ({"interpret": True}, "interpret needs a backend"),
 }
 
 
@@ -279,3 +355,7 @@ def test_paged_attention_refuses(change, message) -> None:
     }
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arguments | change))
+    with pytest.raises(ValueError, match=message.replace(r"\[B, H, D\]", r"\[B, T, H, D\]")):
+        prefill = arguments | change
+        prefill["q"] = prefill["q"][:, None]
+        paged_prefill_attention(**prefill, query_lens=np.ones(2, np.int32))

@@ -11,14 +11,17 @@ import pytest
 from paged_jax import cache as lib
 from paged_jax.blocks import check_invariants
 from paged_jax.cache import PagedCache
+from paged_jax.kernels.interface import is_quantised, quantise
+from paged_jax.kernels.writing import paged_write
 
 L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3
-DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
 
 RESERVE = jax.jit(lib.reserve, static_argnames="max_tokens", donate_argnums=0)
 FORK = jax.jit(lib.fork, donate_argnums=0)
 RELEASE = jax.jit(lib.release, donate_argnums=0)
 GATHER = jax.jit(lib.gather)
+QUANTISE = jax.jit(quantise, static_argnums=1)
 
 
 def i32(values) -> jax.Array:
@@ -28,14 +31,13 @@ def i32(values) -> jax.Array:
 def write_layers(cache: PagedCache, k, v, slots, positions) -> PagedCache:
     """Write k and v [L, N, K, D] to the given slots and positions, in every layer."""
     blocks, offsets = lib.locate(cache.tables, slots, positions)
+    pools = cache.pools
     for layer in range(L):
-        places = dict(layer=layer, blocks=blocks, offsets=offsets)
-        cache = replace(
-            cache,
-            k=lib.write(cache.k, k[layer], **places),
-            v=lib.write(cache.v, v[layer], **places),
-        )
-    return cache
+        pools = paged_write(
+            pools.k, pools.v, k[layer], v[layer], blocks, offsets, layer=layer,
+            k_scale=pools.k_scale, v_scale=pools.v_scale,
+        )  # fmt: skip
+    return cache.replace_pools(pools)
 
 
 WRITE_LAYERS = jax.jit(write_layers, donate_argnums=0)
@@ -57,14 +59,27 @@ def make_cache(dtype=jnp.float32) -> PagedCache:
         num_slots=S, max_blocks_per_slot=M, dtype=dtype,
     )  # fmt: skip
     pool = replace(cache.tables.pool, free_queue=i32([7, 2, 9, 0, 5, 1, 8, 3, 6, 4]))
-    nan = jnp.full(cache.k.shape, jnp.nan, dtype)
-    return PagedCache(k=nan, v=jnp.copy(nan), tables=replace(cache.tables, pool=pool))
+    cache = replace(cache, tables=replace(cache.tables, pool=pool))
+    return cache.replace_pools(jax.tree.map(poison, cache.pools))
+
+
+def poison(array: jax.Array) -> jax.Array:
+    return jnp.full_like(array, jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else 77)
 
 
 def make_tokens(seed: int, num_tokens: int, dtype=jnp.float32) -> tuple[np.ndarray, np.ndarray]:
     """K and V of some tokens, [L, N, K, D] each."""
-    k, v = np.random.default_rng(seed).normal(size=(2, L, num_tokens, K, D)).astype(dtype)
-    return k, v
+    k, v = np.random.default_rng(seed).normal(size=(2, L, num_tokens, K, D))
+    dtype = jnp.float32 if is_quantised(dtype) else dtype
+    return k.astype(dtype), v.astype(dtype)
+
+
+def stored(tokens: np.ndarray, dtype) -> np.ndarray:
+    """What a pool makes of tokens."""
+    if not is_quantised(dtype):
+        return tokens
+    values, scales = QUANTISE(tokens, dtype)
+    return np.asarray(values.astype(jnp.float32) * scales[..., None])
 
 
 def append(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> PagedCache:
@@ -77,6 +92,7 @@ def append(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> PagedC
 def assert_holds(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
     """The slot holds just these tokens, bit for bit, and zeros from there on."""
     count = k.shape[1]
+    k, v = stored(k, cache.k.dtype), stored(v, cache.v.dtype)
     for layer in range(L):
         for got, expected in zip(GATHER(cache, slot, layer=layer), (k, v), strict=True):
             got = np.asarray(got)
@@ -99,6 +115,16 @@ def test_create_has_the_sizes_asked_for():
     assert sizes == (2, 10, 3, 4) and cache.head_dim == 8 and cache.num_slots == 5
     assert cache.block_tables.shape == (5, 6) and cache.lengths.shape == (5,)
     assert cache.nbytes == 2 * (2 * 10 * 3 * 4 * 8) * 2
+    assert cache.pools == (cache.k, cache.v, None, None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_create_makes_scales_for_quantised_pools(dtype):
+    cache = make_cache(dtype)
+    assert cache.k.dtype == cache.v.dtype == dtype
+    for scale in (cache.k_scale, cache.v_scale):
+        assert scale.shape == (L, P, K, C) and scale.dtype == jnp.float32
+    assert cache.nbytes == 2 * (L * P * K * C) * (D + 4)
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "num_blocks"])
@@ -131,65 +157,9 @@ def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
     k, v = (np.pad(x[:, order], ((0, 0), (0, 3), (0, 0), (0, 0))) for x in join(*tokens))
     slots = [*slots[order], -1, S, 2]
     positions = [*positions[order], 0, 0, C + 1]
-    num_nan = np.isnan(cache.k).sum()
     cache = write_all(cache, k, v, slots, positions)
     for slot in range(S):
         assert_holds(cache, slot, *tokens[slot])
-    assert num_nan - np.isnan(cache.k).sum() == sum(lengths) * L * K * D
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_write_drops_what_lies_outside_the_pool(dtype):
-    pool = jnp.zeros((L, P, K, C, D), dtype)
-    blocks, offsets = i32([P, P + 1, -1, 2**30, 0, 0]), i32([0, 0, 0, 0, C, -1])
-    new = jnp.ones((6, K, D), dtype)
-    for layer in (0, jnp.int32(0), jnp.int32(L - 1)):
-        written = lib.write(pool, new, layer=layer, blocks=blocks, offsets=offsets)
-        np.testing.assert_array_equal(written, 0)
-    inside = jnp.zeros(6, jnp.int32)
-    for layer in (jnp.int32(L), jnp.int32(-1)):
-        written = lib.write(pool, new, layer=layer, blocks=inside, offsets=inside)
-        np.testing.assert_array_equal(written, 0)
-
-
-def test_write_casts_to_the_dtype_of_the_pool():
-    pool = jnp.zeros((L, P, K, C, D), jnp.bfloat16)
-    new = jnp.full((1, K, D), 1 / 3, jnp.float32)
-    pool = lib.write(pool, new, layer=1, blocks=i32([4]), offsets=i32([2]))
-    assert pool.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(pool[1, 4, :, 2], new[0].astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_write_passes_gradients_on(dtype):
-    pool, new = jnp.ones((L, P, K, C, D), dtype), jnp.ones((2, K, D), dtype)
-
-    def loss(pool, new):
-        pool = lib.write(pool, new, layer=1, blocks=i32([3, P]), offsets=i32([2, 0]))
-        return (2 * pool).sum(dtype=jnp.float32)
-
-    d_pool, d_new = jax.grad(loss, argnums=(0, 1))(pool, new)
-    expected = jnp.full_like(pool, 2).at[1, 3, :, 2].set(0)
-    np.testing.assert_array_equal(d_pool, expected)
-    np.testing.assert_array_equal(d_new, jnp.full_like(new, 2).at[1].set(0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(layer=L), "write: layer must be 0 to 1, got 2"),
-        (dict(layer=-1), "write: layer must be 0 to 1, got -1"),
-        (dict(new=jnp.zeros((2, K, D + 1))), "write: new must have D"),
-        (dict(new=jnp.zeros((2, K))), "write: new must have shape"),
-        (dict(blocks=i32([0])), "write: blocks must have N"),
-        (dict(offsets=i32([0, 1, 2])), "write: offsets must have N"),
-    ],
-)
-def test_write_refuses_wrong_arguments(changes, message):
-    arguments = dict(new=jnp.zeros((2, K, D)), layer=0, blocks=i32([0, 1]), offsets=i32([0, 0]))
-    arguments |= changes
-    with pytest.raises(ValueError, match=message):
-        lib.write(jnp.zeros((L, P, K, C, D)), arguments.pop("new"), **arguments)
 
 
 def test_gather_refuses_slots_and_layers_that_do_not_exist():
@@ -286,44 +256,11 @@ def abstract_cache(dtype, num_blocks: int = 4096) -> PagedCache:
     return jax.eval_shape(create)
 
 
-def unrolled_write(pool, new, blocks, offsets, *, num_layers: int) -> jax.Array:
-    for layer in range(num_layers):
-        pool = lib.write(pool, new, layer=layer, blocks=blocks, offsets=offsets)
-    return pool
-
-
-def write_arguments(pool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    places = jax.ShapeDtypeStruct((16,), jnp.int32)
-    return jax.ShapeDtypeStruct((16, 4, 64), pool.dtype), places, places
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_donated_updates_need_no_memory_of_the_size_of_a_pool(dtype):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.int8])
+def test_donated_reserve_needs_no_memory_of_the_size_of_a_pool(dtype):
     cache = abstract_cache(dtype)
     nbytes = cache.k.size * cache.k.dtype.itemsize
     num_tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
-    reserve = RESERVE.lower(cache, num_tokens).compile().memory_analysis()
-    write = jax.jit(partial(unrolled_write, num_layers=4), donate_argnums=0)
-    write = write.lower(cache.k, *write_arguments(cache.k)).compile().memory_analysis()
-    assert reserve.alias_size_in_bytes >= 2 * nbytes and write.alias_size_in_bytes == nbytes
-    assert reserve.temp_size_in_bytes < 0.01 * nbytes
-    assert write.temp_size_in_bytes < 0.01 * nbytes
-
-
-def test_bfloat16_writes_on_cpu_cost_one_copy_of_the_pool_however_many():
-    pool = abstract_cache(jnp.bfloat16).k
-    nbytes = pool.size * pool.dtype.itemsize
-    for num_layers in (1, 4):
-        write = jax.jit(partial(unrolled_write, num_layers=num_layers), donate_argnums=0)
-        compiled = write.lower(pool, *write_arguments(pool)).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < 1.01 * nbytes
-        # A pass into bits, a pass back, and nothing as wide as float32.
-        assert f"f32[{pool.size // 64},64]" not in compiled.as_text()
-
-
-def test_bfloat16_writes_elsewhere_scatter_the_pool_as_it_is():
-    pool = abstract_cache(jnp.bfloat16).k
-    write = jax.jit(partial(unrolled_write, num_layers=1)).trace(pool, *write_arguments(pool))
-    for platform, has_casts in (("cpu", True), ("cuda", False), ("tpu", False)):
-        text = write.lower(lowering_platforms=(platform,)).as_text()
-        assert ("bitcast_convert" in text) == has_casts, platform
+    memory = RESERVE.lower(cache, num_tokens).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * nbytes
+    assert memory.temp_size_in_bytes < 0.01 * nbytes

@@ -274,6 +274,10 @@ def test_bad_usage_is_one_line(run, args, message) -> None:
     assert len(result[2].splitlines()) == 1
 
 
+def test_a_backend_for_other_devices_is_refused(run) -> None:
+    check_mistake(run("--prompt", "ab", "--backend", "triton"), "'triton' runs on gpu only")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "paged_jax"
 # From the bottom up. Modules of one layer may import each other.
 LAYERS = [
     {"dims", "sampling_params"},
+    {"kernels"},
     {"blocks"},
     {"cache", "sampling", "picture"},
-    {"kernels"},
     {"models"},
     {"outputs", "request", "steps", "scheduler"},
     {"engine"},

@@ -44,15 +44,15 @@ def build(config=CONFIG, *, scan_layers=False, seed=0) -> Llama:
     return nnx.merge(graphdef, jax.tree.map_with_path(fill, state))
 
 
-def new_cache(config=CONFIG, *, num_slots=3, num_blocks=24, block_size=4) -> PagedCache:
+def new_cache(config=CONFIG, *, num_slots=3, num_blocks=24, block_size=4, **changes) -> PagedCache:
     return PagedCache.create(
         num_layers=config.num_hidden_layers,
         num_blocks=num_blocks,
         num_kv_heads=config.num_key_value_heads,
         block_size=block_size,
-        head_dim=config.head_dim,
         num_slots=num_slots,
         max_blocks_per_slot=num_blocks,
+        **{"head_dim": config.head_dim, **changes},
     )
 
 
@@ -97,6 +97,25 @@ def test_prefill_and_decode_match_the_plain_forward(variant, scan_layers) -> Non
         assert ok
         np.testing.assert_allclose(logits[0], expected[t], atol=2e-5)
     assert cache.lengths.tolist() == [0, 0, 21]
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    ("changes", "atol"),
+    [({"head_dim": 128}, 2e-5), ({"dtype": jnp.int8}, 0.1), ({"dtype": jnp.float8_e4m3fn}, 0.3)],
+    ids=["padded", "int8", "fp8"],
+)
+def test_any_cache_will_do(changes, atol, scan_layers) -> None:
+    model = build(scan_layers=scan_layers)
+    ids = tokens(1, 21)
+    expected = np.asarray(PLAIN(model, ids))[0]
+    slot = jnp.array([1])
+    logits, cache, ok = PREFILL(model, new_cache(**changes), ids[:, :17], slot, jnp.array([17]))
+    np.testing.assert_allclose(logits[0], expected[16], atol=atol)
+    for t in range(17, 21):
+        logits, cache, ok = DECODE(model, cache, ids[:, t], slot)
+        assert ok
+        np.testing.assert_allclose(logits[0], expected[t], atol=atol)
 
 
 def test_scanned_and_unrolled_layers_are_the_same_function() -> None:

@@ -1,9 +1,29 @@
-"""Attention that reads keys and values through a block table, where they lie in the pool."""
+"""Attention that reads keys and values through a block table, where they lie in the pool.
 
-from paged_jax.kernels.attention import (
+And what puts them there: writes of new tokens, and copies of blocks.
+"""
+
+from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
+from paged_jax.kernels.dispatch import (
     BACKENDS,
-    paged_attention,
-    paged_prefill_attention,
+    check_backend_runs_on,
+    choose_backend,
+    padded_head_dim,
 )
+from paged_jax.kernels.interface import Pools, quantise
+from paged_jax.kernels.merge import merge_attention
+from paged_jax.kernels.writing import copy_blocks, paged_write
 
-__all__ = ["BACKENDS", "paged_attention", "paged_prefill_attention"]
+__all__ = [
+    "BACKENDS",
+    "Pools",
+    "check_backend_runs_on",
+    "choose_backend",
+    "copy_blocks",
+    "merge_attention",
+    "padded_head_dim",
+    "paged_attention",
+    "paged_prefill_attention",
+    "paged_write",
+    "quantise",
+]

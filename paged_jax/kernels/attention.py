@@ -11,17 +11,18 @@ sequence, and table entries past its length, never reach its output, whatever th
 """
 
 import math
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax import dims
-from paged_jax.kernels import reference, xla
-
-BACKENDS: Mapping[str, ModuleType] = {"xla": xla, "reference": reference}
+from paged_jax.kernels.checks import as_int32, check_pools, pool_letters
+from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
+from paged_jax.kernels.interface import Options, Pools, Problem
 
 
 def paged_attention(
@@ -35,29 +36,49 @@ def paged_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
-) -> jax.Array:
+    interpret: Any = False,
+) -> Any:
     """Attend with one query token per sequence over its blocks (decode).
+
+    Differentiable in `q`, `sinks` and floating-point pools.
 
     Args:
       q: ``[B, H, D]`` floating point, the query of the last token of each sequence.
-      k_pool: ``[L, P, K, C, D]`` floating point, keys; the last token's own is already written.
+      k_pool: ``[L, P, K, C, D]``, keys; the last token's own is already written. Floating point,
+        or int8 or float8_e4m3fn with scales. `D` may be padded to a multiple of 128 in the pools,
+        as TPUs want it; what the padding holds does not matter.
       v_pool: the values, as the keys.
-      block_tables: i32 ``[B, M]``, block ids of each sequence in order. Entries past the length
-        may hold anything.
-      context_lens: i32 ``[B]``, tokens in each sequence, the last included. Where it is 0 the
+      block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the
+        length may hold anything.
+      context_lens: integer ``[B]``, tokens in each sequence, the last included. Where it is 0 the
         output is 0.
       layer: which layer of the pools to read; a Python int or a traced scalar.
       scale: of the scores, ``D ** -0.5`` if None.
       sliding_window: attend to this many last tokens only, the query's own included.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2).
-      backend: ``"xla"``, ``"reference"``, or None for the best one of the platform.
+      k_scale, v_scale: f32 ``[L, P, K, C]``, what the numbers of a quantised pool are multiplied
+        by; None for other pools.
+      sinks: floating point ``[H]``: one more logit in the softmax of each head, without a value,
+        neither scaled nor capped (gpt-oss model card, section 2.2).
+      return_lse: return the log-sum-exp too, which `merge_attention` needs.
+      backend: ``"triton"`` (GPU), ``"mosaic_tpu"``, ``"xla"``, ``"reference"``, or None for the
+        best one of the platform that the program is lowered for.
+      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform.
 
     Returns:
-      ``[B, H, D]`` in the dtype of ``q``. Softmax and accumulation are in float32.
+      ``[B, H, D]`` in the dtype of `q`. Softmax and accumulation are in float32. With
+      `return_lse`, ``(out, lse)``: f32 ``[B, H]``, the natural logarithm of the softmax's
+      denominator, sinks included, and -inf where that is 0.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, or the backend's name is unknown.
+      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, or the
+        backend's name is unknown.
+      NotImplementedError: the backend that was asked for cannot do this; it says why.
 
     Cost: proportional to the tokens in the batch, whatever the width of the table.
 
@@ -68,33 +89,20 @@ def paged_attention(
       >>> out.shape
       (1, 4, 16)
     """
-    q, k_pool, v_pool, block_tables, context_lens = map(
-        jnp.asarray, (q, k_pool, v_pool, block_tables, context_lens)
-    )
-    sizes = dims.bind(
+    out, lse = _attend(
         "paged_attention",
-        q=(q, "BHD"),
-        k_pool=(k_pool, "LPKCD"),
-        v_pool=(v_pool, "LPKCD"),
-        block_tables=(block_tables, "BM"),
-        context_lens=(context_lens, "B"),
+        "decode",
+        differentiable_decode,
+        {"q": "BHD", "block_tables": "BM", "context_lens": "B"},
+        (q, block_tables, context_lens),
+        Pools(k_pool, v_pool, k_scale, v_scale),
+        sinks,
+        layer,
+        scale,
+        Options(sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret),
+        backend,
     )
-    _check(
-        "paged_attention", sizes, q, k_pool, v_pool, layer, sliding_window, soft_cap,
-        block_tables=block_tables, context_lens=context_lens,
-    )  # fmt: skip
-    block_tables, context_lens = _as_int32(block_tables, context_lens)
-    return _backend("paged_attention", backend).decode(
-        q,
-        k_pool,
-        v_pool,
-        block_tables,
-        context_lens,
-        layer=layer,
-        scale=_scale("paged_attention", scale, sizes["D"]),
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-    )
+    return (out, lse) if return_lse else out
 
 
 def paged_prefill_attention(
@@ -109,28 +117,36 @@ def paged_prefill_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
-) -> jax.Array:
+    interpret: Any = False,
+) -> Any:
     """Attend with a chunk of prompt tokens per sequence, causally, over context and chunk.
 
     The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
     ``context_lens[b] - query_lens[b] + i`` and sees the tokens up to itself. Chunks of different
-    lengths share a batch, padded to ``T`` rows; the padding is not computed.
+    lengths share a batch, padded to ``T`` rows; the padding is not computed. Differentiable in
+    `q`, `sinks` and floating-point pools, and through them in the keys and values of the chunk.
 
     Args:
       q: ``[B, T, H, D]`` floating point.
       k_pool: ``[L, P, K, C, D]``, keys; those of the chunk are already written.
       v_pool: the values, as the keys.
-      block_tables: i32 ``[B, M]``.
-      context_lens: i32 ``[B]``, tokens in each sequence, the chunk included.
-      query_lens: i32 ``[B]``, tokens in each chunk, 0 to T and at most ``context_lens``.
-      layer, scale, sliding_window, soft_cap, backend: as for `paged_attention`.
+      block_tables: integer ``[B, M]``.
+      context_lens: integer ``[B]``, tokens in each sequence, the chunk included.
+      query_lens: integer ``[B]``, tokens in each chunk, 0 to T and at most `context_lens`.
+      layer, scale, sliding_window, soft_cap, k_scale, v_scale, sinks, return_lse, backend,
+        interpret: as for `paged_attention`.
 
     Returns:
-      ``[B, T, H, D]`` in the dtype of ``q``; rows past ``query_lens`` are 0.
+      ``[B, T, H, D]`` in the dtype of `q`; rows past `query_lens` are 0. With `return_lse`,
+      ``(out, lse)``: f32 ``[B, T, H]``, and -inf in rows past `query_lens`.
 
     Raises:
-      ValueError: as for `paged_attention`.
+      ValueError, NotImplementedError: as for `paged_attention`.
 
     Example:
       >>> k_pool = v_pool = jnp.ones((1, 4, 2, 8, 16))
@@ -139,94 +155,78 @@ def paged_prefill_attention(
       >>> out.shape
       (1, 3, 4, 16)
     """
-    function = "paged_prefill_attention"
-    q, k_pool, v_pool, block_tables, context_lens, query_lens = map(
-        jnp.asarray, (q, k_pool, v_pool, block_tables, context_lens, query_lens)
+    out, lse = _attend(
+        "paged_prefill_attention",
+        "prefill",
+        differentiable_prefill,
+        {"q": "BTHD", "block_tables": "BM", "context_lens": "B", "query_lens": "B"},
+        (q, block_tables, context_lens, query_lens),
+        Pools(k_pool, v_pool, k_scale, v_scale),
+        sinks,
+        layer,
+        scale,
+        Options(sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret),
+        backend,
     )
-    sizes = dims.bind(
-        function,
-        q=(q, "BTHD"),
-        k_pool=(k_pool, "LPKCD"),
-        v_pool=(v_pool, "LPKCD"),
-        block_tables=(block_tables, "BM"),
-        context_lens=(context_lens, "B"),
-        query_lens=(query_lens, "B"),
-    )
-    _check(
-        function, sizes, q, k_pool, v_pool, layer, sliding_window, soft_cap,
-        block_tables=block_tables, context_lens=context_lens, query_lens=query_lens,
-    )  # fmt: skip
-    block_tables, context_lens, query_lens = _as_int32(block_tables, context_lens, query_lens)
-    return _backend(function, backend).prefill(
-        q,
-        k_pool,
-        v_pool,
-        block_tables,
-        context_lens,
-        query_lens,
-        layer=layer,
-        scale=_scale(function, scale, sizes["D"]),
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-    )
+    return (out, lse) if return_lse else out
 
 
-def _check(
+def _attend(
     function: str,
-    sizes: Mapping[str, int],
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    layer: Any,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    **integers: jax.Array,
-) -> None:
+    op: str,
+    differentiable: Callable[..., tuple[jax.Array, jax.Array]],
+    letters: Mapping[str, str],
+    arrays: tuple[jax.Array, ...],  # q, then integers, as in letters
+    pools: Pools,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    scale: float | None,
+    options: Options,
+    backend: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Check the arguments of either op, choose the backend and run it."""
+    (q, *integers), pools, sinks = jax.tree.map(jnp.asarray, (arrays, pools, sinks))
+    named = dict(zip(letters, (q, *integers), strict=True))
+    shapes = {name: (array, letters[name]) for name, array in named.items()}
+    shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0)
+    if sinks is not None:
+        shapes["sinks"] = (sinks, "H")
+    sizes = dims.bind(function, **shapes)
     if sizes["H"] % sizes["K"]:
         raise ValueError(
             f"{function}: q must have a multiple of the pool's {sizes['K']} KV heads, "
             f"got {sizes['H']} heads."
         )
-    for name, array in {"q": q, "k_pool": k_pool, "v_pool": v_pool}.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+    for name, array in {"q": q, "sinks": sinks}.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
-    if k_pool.dtype != v_pool.dtype:
-        raise ValueError(
-            f"{function}: v_pool must have the dtype of k_pool, {k_pool.dtype}, got {v_pool.dtype}."
-        )
-    for name, array in integers.items():
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
-    if isinstance(layer, int) and not 0 <= layer < sizes["L"]:
-        raise ValueError(f"{function}: layer must be in 0..{sizes['L'] - 1}, got {layer}.")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(
-            f"{function}: sliding_window must be at least 1 or None, got {sliding_window}."
-        )
-    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
-        raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
+    check_pools(function, pools, layer)
+    options = replace(options, scale=sizes["D"] ** -0.5 if scale is None else scale)
+    _check_options(function, options)
+    del named["q"]
+    integers = as_int32(function, **named)
+
+    problem = Problem(
+        op=op,
+        sizes=tuple(sizes.items()),
+        q_dtype=q.dtype,
+        pool_dtype=pools.k.dtype,
+        has_sinks=sinks is not None,
+        options=options,
+        lanes=pools.k.shape[-1],
+    )
+    run = Dispatch(function, problem, backend)
+    arguments = q, pools, *integers, sinks, layer, options
+    if backend == "reference":  # JAX differentiates it by itself, to any order and either way
+        return run(*arguments)
+    return differentiable(run, *arguments)
 
 
-def _as_int32(*integers: jax.Array) -> tuple[jax.Array, ...]:
-    # Row numbers of the pool are made from them, which a narrower type could not hold.
-    return tuple(array.astype(jnp.int32) for array in integers)
-
-
-def _scale(function: str, scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return head_dim**-0.5
+def _check_options(function: str, options: Options) -> None:
+    scale, window, soft_cap = options.scale, options.sliding_window, options.soft_cap
     if not math.isfinite(scale):
         raise ValueError(f"{function}: scale must be finite, got {scale}.")
-    return scale
-
-
-def _backend(function: str, name: str | None) -> ModuleType:
-    if name is None:
-        # One backend serves every platform so far.
-        return xla
-    if name not in BACKENDS:
-        raise ValueError(
-            f"{function}: backend must be None or one of {', '.join(sorted(map(repr, BACKENDS)))}, "
-            f"got {name!r}."
-        )
-    return BACKENDS[name]
+    if window is not None and window < 1:
+        raise ValueError(f"{function}: sliding_window must be at least 1 or None, got {window}.")
+    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")

@@ -1,7 +1,7 @@
 """What paged attention means: gather every token of the table, mask, softmax.
 
 Nothing here is fast, and everything is plain. The other backends are tested against it, and it
-against float64.
+against float64. JAX differentiates it as it stands.
 """
 
 import functools
@@ -9,68 +9,98 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels.interface import Options, Pools, Problem
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+
+def refusal(problem: Problem) -> str | None:
+    """Nothing is refused."""
+    del problem
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="options")
 def decode(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pools: Pools,
     block_tables: jax.Array,
     context_lens: jax.Array,
-    **options,
-) -> jax.Array:
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
     """One query per sequence: a chunk of one token, its last."""
     query_lens = jnp.minimum(context_lens, 1)
-    return prefill(q[:, None], k_pool, v_pool, block_tables, context_lens, query_lens, **options)[
-        :, 0
-    ]
+    out, lse = prefill(
+        q[:, None], pools, block_tables, context_lens, query_lens, sinks, layer, options
+    )
+    if sinks is not None:
+        # An empty sequence is a query all the same, and its softmax holds the sink; a padding row
+        # of a chunk is no query.
+        lse = jnp.where(context_lens[:, None, None] > 0, lse, sinks.astype(lse.dtype)[None, None])
+    return out[:, 0], lse[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+@functools.partial(jax.jit, static_argnames="options")
 def prefill(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pools: Pools,
     block_tables: jax.Array,
     context_lens: jax.Array,
     query_lens: jax.Array,
-    *,
+    sinks: jax.Array | None,
     layer: int | jax.Array,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> jax.Array:
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
     """A chunk of queries per sequence, causal."""
     B, T, H, D = q.shape
-    K = k_pool.shape[2]
+    K, C = pools.k.shape[2:4]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    k_BSKD = _gather(k_pool[layer], block_tables).astype(dtype)
-    v_BSKD = _gather(v_pool[layer], block_tables).astype(dtype)
-    key_positions = jnp.arange(k_BSKD.shape[1])[None, None]
+    is_query_BT = jnp.arange(T)[None] < query_lens[:, None]
     query_positions = (context_lens - query_lens)[:, None, None] + jnp.arange(T)[None, :, None]
-    seen_BTS = (key_positions <= query_positions) & (key_positions < context_lens[:, None, None])
-    seen_BTS &= (jnp.arange(T)[None] < query_lens[:, None])[..., None]
-    if sliding_window is not None:
-        seen_BTS &= key_positions > query_positions - sliding_window
-    # A token that nobody sees may hold NaN, which a weight of zero would not remove.
-    v_BSKD = jnp.where(seen_BTS.any(axis=1)[:, :, None, None], v_BSKD, 0)
+    S = block_tables.shape[1] * C
+    key_positions = jnp.arange(S)[None, None]
+    seen_BTS = is_query_BT[..., None] & (key_positions <= query_positions)
+    if options.sliding_window is not None:
+        seen_BTS &= key_positions > query_positions - options.sliding_window
+
+    # A token that nobody sees may hold NaN, which neither a weight nor a gradient of zero removes.
+    is_seen = seen_BTS.any(axis=1)[:, :, None, None]
+    k_BSKD, v_BSKD = (
+        jnp.where(is_seen, _gather(pool, scale, layer, block_tables, dtype)[..., :D], 0)
+        for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
+    )
 
     q_BTKGD = q.astype(dtype).reshape(B, T, K, H // K, D)
-    scores_BKGTS = scale * jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, precision="highest")
-    if soft_cap is not None:
-        scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
-    seen = seen_BTS[:, None, None]
-    scores_BKGTS = jnp.where(seen, scores_BKGTS, -jnp.inf)
-    peak = jnp.max(scores_BKGTS, axis=-1, keepdims=True)
-    weights = jnp.exp(scores_BKGTS - jnp.where(jnp.isfinite(peak), peak, 0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, v_BSKD, precision="highest")
-    return out.reshape(B, T, H, D).astype(q.dtype)
+    scores = options.scale * jnp.einsum("btkgd,bskd->btkgs", q_BTKGD, k_BSKD, precision="highest")
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    scores_BTHS = jnp.where(seen_BTS[:, :, None], scores.reshape(B, T, H, S), -jnp.inf)
+    if sinks is None:
+        sinks = jnp.full(H, -jnp.inf, dtype)
+    sinks_BTH = jnp.where(is_query_BT[..., None], sinks.astype(dtype)[None, None], -jnp.inf)
+    peak = jnp.maximum(jnp.max(scores_BTHS, axis=-1, initial=-jnp.inf), sinks_BTH)
+    peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
+    weights_BTHS = jnp.exp(scores_BTHS - peak[..., None])
+    total = jnp.sum(weights_BTHS, axis=-1) + jnp.exp(sinks_BTH - peak)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    weights = (weights_BTHS / total[..., None]).reshape(B, T, K, H // K, S)
+    out = jnp.einsum("btkgs,bskd->btkgd", weights, v_BSKD, precision="highest")
+    lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    return out.reshape(B, T, H, D).astype(q.dtype), lse
 
 
-def _gather(pool_PKCD: jax.Array, block_tables: jax.Array) -> jax.Array:
+def _gather(
+    pool: jax.Array, scale: jax.Array | None, layer: int | jax.Array, tables: jax.Array, dtype
+) -> jax.Array:
     """Tokens of every sequence in order, ``[B, M * C, K, D]``; entries out of range give NaN."""
-    blocks = pool_PKCD.at[block_tables].get(mode="fill", fill_value=jnp.nan)  # [B, M, K, C, D]
-    B, M, K, C, D = blocks.shape
-    return blocks.transpose(0, 1, 3, 2, 4).reshape(B, M * C, K, D)
+    # Through rows that are in range, since small integers have no NaN to fill with.
+    P = pool.shape[1]
+    is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
+    rows = jnp.clip(tables, 0, P - 1)
+    values = pool[layer][rows].astype(dtype)
+    if scale is not None:
+        values *= scale[layer][rows].astype(dtype)[..., None]
+    values = jnp.where(is_block, values, jnp.nan)  # [B, M, K, C, D]
+    B, M, K, C, D = values.shape
+    return values.transpose(0, 1, 3, 2, 4).reshape(B, M * C, K, D)

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.interface import Options, Pools, Problem
+
 # Bytes of keys (and as many of values) that a loop step of decode gathers: few enough to lie in a
 # core's own cache, enough to make the fixed cost of a step small. From 2 cores with 1 MB each.
 STEP_BYTES = 768 * 1024
@@ -43,28 +45,31 @@ class _Softmax(NamedTuple):
     out: jax.Array  # f32 [..., K, R, D], sum of exp(score - peak) * value
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+def refusal(problem: Problem) -> str | None:
+    """Nothing is refused."""
+    del problem
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="options")
 def decode(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pools: Pools,
     block_tables: jax.Array,
     context_lens: jax.Array,
-    *,
+    sinks: jax.Array | None,
     layer: int | jax.Array,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> jax.Array:
-    """One query per sequence. Shapes as in `paged_jax.kernels.paged_attention`."""
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """One query per sequence. Shapes as in `paged_jax.kernels.interface`."""
     B, H, D = q.shape
-    K, C = k_pool.shape[2:4]
+    K, C = pools.k.shape[2:4]
     rows, tile = _decode_step(B, K, D)
     tile_blocks = _tile_blocks(tile, C, block_tables.shape[1])
     tile = tile_blocks * C
     starts = jnp.zeros_like(context_lens)
-    if sliding_window is not None:
-        starts = jnp.maximum(context_lens - sliding_window, 0)
+    if options.sliding_window is not None:
+        starts = jnp.maximum(context_lens - options.sliding_window, 0)
     num_tiles = _ceil_div(context_lens, tile) - starts // tile
 
     # Longest first: the sequences that still have a tile are then always the leading ones.
@@ -78,7 +83,7 @@ def decode(
             context_lens,
             num_tiles,
             block_tables,
-            (q.astype(jnp.float32) * scale).reshape(B, K, H // K, D),
+            (q.astype(jnp.float32) * options.scale).reshape(B, K, H // K, D),
         )
     )
 
@@ -97,11 +102,10 @@ def decode(
         folded = _fold(
             jax.tree.map(take, softmax),
             take(q_BKGD),
-            _gather(k_pool, layer, blocks),
-            _gather(v_pool, layer, blocks),
+            *_gather(pools, layer, blocks, D),
             seen[:, None, None],
             seen[:, None],
-            soft_cap,
+            options.soft_cap,
         )
         softmax = jax.tree.map(
             lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, row, axis=0),
@@ -113,37 +117,39 @@ def decode(
 
     limit = jnp.max(num_tiles)
     zero = jnp.zeros((), limit.dtype)
-    *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, _empty(q_BKGD)))
-    out = _finish(softmax).reshape(padded, H, D)
+    empty = _empty(q_BKGD, None if sinks is None else sinks.reshape(1, K, H // K))
+    *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, empty))
+    out, lse = _finish(softmax)
+    out, lse = out.reshape(padded, H, D), lse.reshape(padded, H)
     if B > rows:
-        out = out[jnp.argsort(order)]
-    return out[:B].astype(q.dtype)
+        places = jnp.argsort(order)
+        out, lse = out[places], lse[places]
+    return out[:B].astype(q.dtype), lse[:B]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+@functools.partial(jax.jit, static_argnames="options")
 def prefill(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pools: Pools,
     block_tables: jax.Array,
     context_lens: jax.Array,
     query_lens: jax.Array,
-    *,
+    sinks: jax.Array | None,
     layer: int | jax.Array,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> jax.Array:
-    """A chunk of queries per sequence. Shapes as in `paged_prefill_attention`."""
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """A chunk of queries per sequence. Shapes as in `paged_jax.kernels.interface`."""
     B, T, H, D = q.shape
-    K, C = k_pool.shape[2:4]
+    K, C = pools.k.shape[2:4]
     G = H // K
     tile_blocks = _tile_blocks(TILE, C, block_tables.shape[1])
     tile = tile_blocks * C
     queries = min(T, QUERIES)
     num_query_tiles = _ceil_div(T, queries)
     padded = num_query_tiles * queries
-    q_BKTGD = (q.astype(jnp.float32) * scale).reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4)
+    q_BKTGD = (
+        (q.astype(jnp.float32) * options.scale).reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4)
+    )
     q_BKTGD = jnp.pad(q_BKTGD, ((0, 0), (0, 0), (0, padded - T), (0, 0), (0, 0)))
 
     def query_tile(index):
@@ -159,29 +165,40 @@ def prefill(
         def step(key_tile, softmax):
             positions = key_tile * tile + jnp.arange(tile)
             seen = positions[None] <= query_positions[:, None]
-            if sliding_window is not None:
-                seen &= positions[None] > query_positions[:, None] - sliding_window
+            if options.sliding_window is not None:
+                seen &= positions[None] > query_positions[:, None] - options.sliding_window
             blocks = jnp.take(
                 block_tables[b], key_tile * tile_blocks + jnp.arange(tile_blocks), mode="clip"
             )
             return _fold(
                 softmax,
                 q_KRD,
-                _gather(k_pool, layer, blocks),
-                _gather(v_pool, layer, blocks),
+                *_gather(pools, layer, blocks, D),
                 jnp.repeat(seen, G, axis=0)[None],
                 (positions < start + num_queries)[None],
-                soft_cap,
+                options.soft_cap,
             )
 
         end = jnp.where(num_queries > 0, start + num_queries, 0)
-        begin = 0 if sliding_window is None else jnp.maximum(start - sliding_window + 1, 0)
-        softmax = lax.fori_loop(begin // tile, _ceil_div(end, tile), step, _empty(q_KRD))
-        return _finish(softmax).reshape(K, queries, G, D)
+        begin = 0
+        if options.sliding_window is not None:
+            begin = jnp.maximum(start - options.sliding_window + 1, 0)
+        sinks_KR = None
+        if sinks is not None:
+            sinks_KR = jnp.tile(sinks.reshape(K, G), (1, queries))
+        empty = _empty(q_KRD, sinks_KR)
+        softmax = lax.fori_loop(begin // tile, _ceil_div(end, tile), step, empty)
+        out, lse = _finish(softmax)
+        lse = jnp.where(
+            (offsets < num_queries)[None, :, None], lse.reshape(K, queries, G), -jnp.inf
+        )
+        return out.reshape(K, queries, G, D), lse
 
-    out = lax.map(query_tile, jnp.arange(B * num_query_tiles))
+    out, lse = lax.map(query_tile, jnp.arange(B * num_query_tiles))
     out = out.reshape(B, num_query_tiles, K, queries, G, D).transpose(0, 1, 3, 2, 4, 5)
-    return out.reshape(B, padded, H, D)[:, :T].astype(q.dtype)
+    lse = lse.reshape(B, num_query_tiles, K, queries, G).transpose(0, 1, 3, 2, 4)
+    out, lse = out.reshape(B, padded, H, D), lse.reshape(B, padded, H)
+    return out[:, :T].astype(q.dtype), lse[:, :T]
 
 
 def _decode_step(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
@@ -200,22 +217,55 @@ def _ceil_div(a, b):
     return -(-a // b)
 
 
-def _gather(pool: jax.Array, layer: int | jax.Array, blocks: jax.Array) -> jax.Array:
-    """Copy the blocks ``i32 [..., M]`` out of the pool, float32 ``[..., K, M * C, D]``.
+def _gather(
+    pools: Pools, layer: int | jax.Array, blocks: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Copy the blocks ``i32 [..., M]`` out of the pools: K and V, float32 ``[..., K, M * C, D]``.
 
     One head of one block is a row of the pool seen as a matrix: gathering rows needs no transpose,
     of the pool or of the result, and XLA copies a row at a time. Ids out of range are clipped; the
     caller masks them.
     """
-    L, P, K, C, D = pool.shape
+    L, P, K = pools.k.shape[:3]
     heads = jnp.arange(K, dtype=blocks.dtype).reshape((1,) * (blocks.ndim - 1) + (K, 1))
     rows = (layer * P + jnp.clip(blocks, 0, P - 1))[..., None, :] * K + heads  # [..., K, M]
-    gathered = pool.reshape(L * P * K, C * D).at[rows].get(mode="promise_in_bounds")
-    return gathered.reshape(*rows.shape[:-1], -1, D).astype(jnp.float32)
+
+    def take(pool: jax.Array) -> jax.Array:
+        gathered = _take_rows(pool.reshape(L * P * K, -1), rows)
+        return gathered.reshape(*rows.shape[:-1], -1, *pool.shape[4:])
+
+    k, v = (take(pool)[..., :head_dim].astype(jnp.float32) for pool in (pools.k, pools.v))
+    if pools.k_scale is not None and pools.v_scale is not None:
+        k, v = k * take(pools.k_scale)[..., None], v * take(pools.v_scale)[..., None]
+    return k, v
 
 
-def _empty(q: jax.Array) -> _Softmax:
-    return _Softmax(jnp.full(q.shape[:-1], _LOWEST), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
+def _take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    if matrix.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        return _take_rows_as_is(matrix, rows)
+    # XLA's CPU backend would convert the whole matrix to float32 first, at every call.
+    return lax.platform_dependent(matrix, rows, cpu=_take_rows_as_bits, default=_take_rows_as_is)
+
+
+def _take_rows_as_is(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    return matrix.at[rows].get(mode="promise_in_bounds")
+
+
+def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    # The barrier ties the cast to the rows of this step of the loop. Else XLA moves it out of the
+    # loop, where it is a copy of the whole matrix and no longer part of the gather.
+    matrix, rows = lax.optimization_barrier((matrix, rows))
+    bits = lax.bitcast_convert_type(matrix, jnp.dtype(f"uint{8 * matrix.dtype.itemsize}"))
+    return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
+
+
+def _empty(q: jax.Array, sinks: jax.Array | None) -> _Softmax:
+    """A softmax over nothing but the sinks, if any, broadcast to the rows of ``q [..., D]``."""
+    out = jnp.zeros(q.shape)
+    if sinks is None:
+        return _Softmax(jnp.full(q.shape[:-1], _LOWEST), jnp.zeros(q.shape[:-1]), out)
+    peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), q.shape[:-1])
+    return _Softmax(peak, jnp.ones(q.shape[:-1]), out)
 
 
 def _fold(
@@ -244,5 +294,8 @@ def _fold(
     )
 
 
-def _finish(softmax: _Softmax) -> jax.Array:
-    return softmax.out / jnp.where(softmax.total > 0, softmax.total, 1.0)[..., None]
+def _finish(softmax: _Softmax) -> tuple[jax.Array, jax.Array]:
+    is_empty = softmax.total == 0
+    total = jnp.where(is_empty, 1.0, softmax.total)
+    lse = jnp.where(is_empty, -jnp.inf, softmax.peak + jnp.log(total))
+    return softmax.out / total[..., None], lse

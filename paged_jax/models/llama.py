@@ -12,7 +12,7 @@ from jax import lax
 
 from paged_jax import cache as paged_cache
 from paged_jax.cache import PagedCache
-from paged_jax.kernels import paged_attention, paged_prefill_attention
+from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention, paged_write
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.rope import inverse_frequencies, rotate, rotations
@@ -94,8 +94,8 @@ class Llama(nnx.Module):
       config: sizes and switches.
       dtype: of the weights. Activations and logits are float32.
       scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, as
-        suits GPU and TPU; otherwise keep one module a layer and unroll, as suits CPU, where a
-        scan copies every layer's weights out of the stack.
+        suits TPUs and compiles soonest; otherwise keep one module a layer and unroll, as suits
+        CPUs and GPUs, where a scan copies every layer's weights out of the stack.
       rngs: for the initial weights.
 
     Example:
@@ -190,7 +190,7 @@ class Llama(nnx.Module):
           folder: with ``config.json`` and safetensors, or a checkpoint; by default the small model
             that comes with this library.
           dtype: of the weights: float32, bfloat16 or float16; ``"auto"`` is that of the config.
-          scan_layers: see `Llama`; by default on every platform but CPU.
+          scan_layers: see `Llama`; by default on TPUs only.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked) and shape.
 
@@ -253,21 +253,24 @@ class Llama(nnx.Module):
             pools = rows.write(pools, k, v, layer)
             out = paged_prefill_attention(
                 q.reshape(B, T, *q.shape[1:]),
-                *pools,
+                pools.k,
+                pools.v,
                 rows.block_tables,
                 rows.lengths,
                 rows.num_tokens,
                 layer=layer,
+                k_scale=pools.k_scale,
+                v_scale=pools.v_scale,
                 sliding_window=self.config.sliding_window,
                 backend=backend,
             )
             return out.reshape(q.shape), pools
 
-        x, (k, v) = self._run_layers(
-            self._look_up(token_ids.reshape(-1)), rows.positions, attend, (cache.k, cache.v)
+        x, pools = self._run_layers(
+            self._look_up(token_ids.reshape(-1)), rows.positions, attend, cache.pools
         )
         last = jnp.maximum(rows.num_tokens - 1, 0) + jnp.arange(B, dtype=jnp.int32) * T
-        return self._logits(x[last]), dataclasses.replace(cache, k=k, v=v), ok
+        return self._logits(x[last]), cache.replace_pools(pools), ok
 
     def decode(
         self,
@@ -311,29 +314,26 @@ class Llama(nnx.Module):
             pools = rows.write(pools, k, v, layer)
             out = paged_attention(
                 q,
-                *pools,
+                pools.k,
+                pools.v,
                 rows.block_tables,
                 rows.lengths,
                 layer=layer,
+                k_scale=pools.k_scale,
+                v_scale=pools.v_scale,
                 sliding_window=self.config.sliding_window,
                 backend=backend,
             )
             return out, pools
 
-        x, (k, v) = self._run_layers(
-            self._look_up(token_ids), rows.positions, attend, (cache.k, cache.v)
-        )
-        return self._logits(x), dataclasses.replace(cache, k=k, v=v), ok
+        x, pools = self._run_layers(self._look_up(token_ids), rows.positions, attend, cache.pools)
+        return self._logits(x), cache.replace_pools(pools), ok
 
     def _look_up(self, token_ids: jax.Array) -> jax.Array:
         table = self.embed_tokens[...]
         if table.dtype != jnp.bfloat16:
-            return table[token_ids].astype(jnp.float32)
-        # Without the detour through integers, XLA's CPU backend converts the whole table to
-        # float32 for the gather, and the output head of a tied model then reads that copy. It
-        # has no gradient, which is why the plain forward does not come here.
-        rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
-        return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+            return _look_up(table, token_ids)
+        return lax.platform_dependent(table, token_ids, cpu=_look_up_as_bits, default=_look_up)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
@@ -371,6 +371,21 @@ def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return x + _last_axis(bias, x)
 
 
+def _look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    return table[token_ids].astype(jnp.float32)
+
+
+def _look_up_as_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """As `_look_up` of a bfloat16 table, for CPUs.
+
+    Without the detour through integers, XLA's CPU backend converts the whole table to float32 for
+    the gather, and the output head of a tied model then reads that copy. For a TPU the detour is
+    what copies the table. It has no gradient, so the plain forward does not come here.
+    """
+    rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
+    return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+
+
 def _last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
@@ -386,11 +401,18 @@ class _Rows:
     blocks: jax.Array  # i32 [N], P where there is nothing to write
     offsets: jax.Array  # i32 [N], in their blocks
 
-    def write(
-        self, pools: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, layer: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        places = {"layer": layer, "blocks": self.blocks, "offsets": self.offsets}
-        return paged_cache.write(pools[0], k, **places), paged_cache.write(pools[1], v, **places)
+    def write(self, pools: Pools, k: jax.Array, v: jax.Array, layer: Any) -> Pools:
+        return paged_write(
+            pools.k,
+            pools.v,
+            k,
+            v,
+            self.blocks,
+            self.offsets,
+            layer=layer,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+        )
 
 
 def _append(

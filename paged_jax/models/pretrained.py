@@ -25,7 +25,8 @@ def from_pretrained(
         raise FileNotFoundError(f"from_pretrained: folder must exist, got {folder}.")
     config = LlamaConfig.from_file(folder)
     if scan_layers is None:
-        scan_layers = _platform(config, sharding) != "cpu"
+        # On CPU and GPU a scan copies every layer's weights out of the stack.
+        scan_layers = _platform(config, sharding) == "tpu"
     if is_checkpoint(folder):
         return load_checkpoint(folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding)
     return load_weights(folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding)

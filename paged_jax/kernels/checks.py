@@ -1,0 +1,78 @@
+"""What every op over a pool refuses at trace time, with the shapes in the message."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.kernels.interface import Pools, is_quantised
+
+# TPUs move 128 lanes at a time, so pools for them are padded to a multiple of that.
+LANES = 128
+
+
+def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
+    """The pools as arguments of `paged_jax.dims.bind`, without the padding of their last axis."""
+    letters: dict[str, tuple[Any, str]] = {
+        "k_pool": (_without_padding(pools.k, head_dim), "LPKCD"),
+        "v_pool": (_without_padding(pools.v, head_dim), "LPKCD"),
+    }
+    if pools.k_scale is not None:
+        letters["k_scale"] = (pools.k_scale, "LPKC")
+    if pools.v_scale is not None:
+        letters["v_scale"] = (pools.v_scale, "LPKC")
+    return letters
+
+
+def check_pools(function: str, pools: Pools, layer: Any) -> None:
+    """Refuse pools whose types or scales do not fit, and a layer that they do not have."""
+    for name, pool in {"k_pool": pools.k, "v_pool": pools.v}.items():
+        if not (jnp.issubdtype(pool.dtype, jnp.floating) or is_quantised(pool.dtype)):
+            raise ValueError(
+                f"{function}: {name} must be floating point, int8 or float8_e4m3fn, "
+                f"got {pool.dtype}."
+            )
+    if pools.k.dtype != pools.v.dtype:
+        raise ValueError(
+            f"{function}: v_pool must have the dtype of k_pool, {pools.k.dtype}, "
+            f"got {pools.v.dtype}."
+        )
+    if pools.k.shape != pools.v.shape:
+        raise ValueError(
+            f"{function}: v_pool must have the shape of k_pool, {list(pools.k.shape)}, "
+            f"got {list(pools.v.shape)}."
+        )
+    for name, scale in {"k_scale": pools.k_scale, "v_scale": pools.v_scale}.items():
+        if is_quantised(pools.k.dtype) and scale is None:
+            raise ValueError(
+                f"{function}: {name} must be given for a pool of {pools.k.dtype}, got None. Pass "
+                f"the scales f32 {list(pools.k.shape[:4])}."
+            )
+        if not is_quantised(pools.k.dtype) and scale is not None:
+            raise ValueError(
+                f"{function}: {name} must be None for a pool of {pools.k.dtype}, got shape "
+                f"{list(scale.shape)}. Only int8 and float8_e4m3fn pools have scales."
+            )
+        if scale is not None and scale.dtype != jnp.float32:
+            raise ValueError(f"{function}: {name} must be float32, got {scale.dtype}.")
+    L = pools.k.shape[0]
+    if isinstance(layer, int) and not 0 <= layer < L:
+        raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
+
+
+def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays as int32, since row numbers of the pool are made from them.
+
+    Raises:
+      ValueError: one of them is not of integers.
+    """
+    for name, array in integers.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
+    return tuple(array.astype(jnp.int32) for array in integers.values())
+
+
+def _without_padding(pool: jax.Array, head_dim: int) -> Any:
+    if pool.ndim == 5 and pool.shape[-1] == -(-head_dim // LANES) * LANES:
+        return jax.ShapeDtypeStruct((*pool.shape[:-1], head_dim), pool.dtype)
+    return pool

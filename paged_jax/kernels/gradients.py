@@ -1,0 +1,425 @@
+"""The backward pass of paged attention, in plain JAX, shared by all backends.
+
+Nothing of the size of queries x tokens is kept by the forward pass: the weights of a tile are made
+again from its scores and from the log-sum-exp of each row (Dao et al., 2022, FlashAttention,
+section 3.1). With ``_bar`` for the gradient in something, each query row has::
+
+    capped = soft_cap * tanh(scale * q . k / soft_cap)        weight = exp(capped - lse)
+    capped_bar = weight * (out_bar . v - shift)               shift = out_bar . out - lse_bar
+    sink_bar = exp(sink - lse) * -shift
+
+What is read when, B' chunks x T' queries at a time (together at most QUERIES)::
+
+    q, out_bar, lse  [B', T']  of a query tile
+        while a chunk of the tile has tokens left:
+            k, v  [B', TILE tokens]  gathered  ->  q_bar, which stays in the loop
+                                               ->  k_bar, v_bar, added to one layer of the pool
+
+Loops have dynamic bounds, so that the cost follows the tokens. Memory is that of a tile, besides
+arrays of the shapes of q and of one layer of the pools.
+
+The pools' gradients are built only where somebody asks for them: a policy gradient that needs
+those of the queries alone allocates no pool.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+
+from paged_jax.kernels.interface import Options, Pools
+
+# Most query tokens, of one chunk or of several short ones, that share a loop step.
+QUERIES = 128
+# Most tokens of a sequence in a loop step.
+TILE = 128
+
+
+class Gradients(NamedTuple):
+    """Gradients in the arguments of an attention op.
+
+    Attributes:
+      q: as q.
+      k: ``[P, K, C, D]``, in one layer of the pool, float32 at least: many queries add up in it.
+        None where it is not wanted.
+      v: as `k`.
+      sinks: as sinks, or None without them.
+    """
+
+    q: jax.Array
+    k: jax.Array | None
+    v: jax.Array | None
+    sinks: jax.Array | None
+
+
+def differentiable_decode(
+    run: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    pools: Pools,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Run a backend's decode so that `jax.grad` goes through it.
+
+    Differentiable, once and in reverse, in q, sinks and floating-point pools, and through both
+    results. Quantised pools have no gradient.
+
+    Args:
+      run: the backend's ``decode``; hashable, since it is static.
+      q, pools, block_tables, context_lens, sinks, layer, options: its arguments, as in
+        `paged_jax.kernels.interface`.
+
+    Returns:
+      What `run` returns.
+
+    Raises:
+      NotImplementedError: a gradient is asked for in a quantised pool or its scales.
+    """
+    arrays = (q, pools, block_tables, context_lens, sinks, layer)
+    return _attend(run, decode_backward, options, *arrays)
+
+
+def differentiable_prefill(
+    run: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    pools: Pools,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Run a backend's prefill so that `jax.grad` goes through it; as `differentiable_decode`."""
+    arrays = (q, pools, block_tables, context_lens, query_lens, sinks, layer)
+    return _attend(run, prefill_backward, options, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(run, backward, options, *arrays):
+    """Arrays are q, pools, block_tables, context_lens, query_lens in prefill, sinks, layer."""
+    del backward
+    return run(*arrays, options)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("arrays", "out", "lse", "layer"),
+    meta_fields=("num_layers",),
+)
+@dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass needs of the forward pass.
+
+    Attributes:
+      arrays: those of `_attend`, except that pools with a gradient are cut down to one layer.
+      out, lse: the results.
+      layer: the layer, of all the pool's.
+      num_layers: of the pools if they have a gradient, else None.
+    """
+
+    arrays: tuple[Any, ...]
+    out: jax.Array
+    lse: jax.Array
+    layer: jax.Array
+    num_layers: int | None
+
+
+def _forward(run, backward, options, *arrays):
+    del backward
+    has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(arrays[1])]
+    q, pools, *lens, sinks, layer = custom_vjp_primal_tree_values(arrays)
+    out, lse = run(q, pools, *lens, sinks, layer, options)
+    if not any(has_gradient):
+        return (out, lse), _Residuals((q, pools, *lens, sinks, layer), out, lse, layer, None)
+    if pools.is_quantised:
+        raise NotImplementedError(
+            f"paged attention: pools must be floating point for a gradient in them, got "
+            f"{pools.k.dtype}. Stop the gradient in pools and scales with jax.lax.stop_gradient."
+        )
+    # One layer: where the layers of a model take turns in writing to one pool and reading it, every
+    # one of them would otherwise keep a pool of its own until the backward pass.
+    kept = Pools(*(lax.dynamic_index_in_dim(pool, layer, keepdims=True) for pool in pools[:2]))
+    arrays = (q, kept, *lens, sinks, jnp.zeros_like(layer))
+    return (out, lse), _Residuals(arrays, out, lse, layer, pools.k.shape[0])
+
+
+def _backward(run, backward, options, residuals, bars):
+    del run
+    out_bar, lse_bar = (
+        jnp.zeros_like(primal) if isinstance(bar, SymbolicZero) else bar
+        for primal, bar in zip((residuals.out, residuals.lse), bars, strict=True)
+    )
+    _, pools, *lens, _, _ = residuals.arrays
+    gradients = backward(
+        *residuals.arrays, options, residuals.out, residuals.lse, out_bar, lse_bar,
+        wants_pools=residuals.num_layers is not None,
+    )  # fmt: skip
+    pools_bar = None
+    if residuals.num_layers is not None:
+        pools_bar = Pools(
+            *(
+                _only_layer(pool, bar, residuals.layer, residuals.num_layers)
+                for pool, bar in zip(pools[:2], gradients[1:3], strict=True)
+            )
+        )
+    return gradients.q, pools_bar, *(None for _ in lens), gradients.sinks, None
+
+
+def _only_layer(pool: jax.Array, bar: jax.Array, layer: jax.Array, num_layers: int) -> jax.Array:
+    """A pool that is zero but for one layer, and there in the lanes beyond D too."""
+    bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
+    # Not by an update of zeros: XLA would make those of K and V once, and copy them.
+    is_layer = jnp.arange(num_layers) == layer
+    return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
+
+
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def decode_backward(
+    q: jax.Array,
+    pools: Pools,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    out_bar: jax.Array,
+    lse_bar: jax.Array,
+    *,
+    wants_pools: bool,
+) -> Gradients:
+    """The gradients of a decode: of a chunk of one token, as `prefill_backward`."""
+    gradients = prefill_backward(
+        q[:, None], pools, block_tables, context_lens, jnp.minimum(context_lens, 1), sinks, layer,
+        options, out[:, None], lse[:, None], out_bar[:, None], lse_bar[:, None],
+        wants_pools=wants_pools,
+    )  # fmt: skip
+    return gradients._replace(q=gradients.q[:, 0])
+
+
+@functools.partial(jax.jit, static_argnames=("options", "wants_pools"))
+def prefill_backward(
+    q: jax.Array,
+    pools: Pools,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    out_bar: jax.Array,
+    lse_bar: jax.Array,
+    *,
+    wants_pools: bool,
+) -> Gradients:
+    """The gradients of a prefill.
+
+    Args:
+      q, pools, block_tables, context_lens, query_lens, sinks, layer, options: of the forward pass.
+      out, lse: its results.
+      out_bar, lse_bar: the gradients in them. Where a row sees nothing they are not read.
+      wants_pools: whether to build the gradients in the pools too.
+    """
+    B, T, H, D = q.shape
+    P, K, C = pools.k.shape[1:4]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    is_row = lse != -jnp.inf  # elsewhere the results are constants
+    shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
+    shift_BTH = jnp.where(is_row, shift, 0)
+    sinks_bar = None
+    if sinks is not None:
+        weights = jnp.where(is_row, jnp.exp(sinks.astype(dtype)[None, None] - lse), 0)
+        sinks_bar = -jnp.sum(weights * shift_BTH, axis=(0, 1)).astype(sinks.dtype)
+
+    zeros = jnp.zeros((P, K, C, D), dtype) if wants_pools else None
+    bars = Gradients(jnp.zeros_like(q), zeros, zeros, sinks_bar)
+    if q.size == 0:
+        return bars
+
+    # Where queries are bfloat16, so are the keys as a rule, and exact in the TF32 of GPUs.
+    precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
+    dot = functools.partial(jnp.einsum, precision=precision)
+    chunks, queries = _query_tile(B, T)
+    tiles_a_chunk = -(-T // queries)
+    # Chunks of like lengths share their loops. Rows past the batch are read as zero, so as empty.
+    order = jnp.pad(jnp.argsort(context_lens), (0, -B % chunks), constant_values=B)
+
+    def fold_queries(index: jax.Array, bars: Gradients) -> Gradients:
+        chunk_B = lax.dynamic_slice_in_dim(order, index // tiles_a_chunk * chunks, chunks)
+        token_T = index % tiles_a_chunk * queries + jnp.arange(queries)
+        rows = _read_rows(
+            chunk_B, token_T, q, out_bar, lse, shift_BTH, context_lens, query_lens, num_kv_heads=K
+        )
+        tables_BM = block_tables.at[chunk_B].get(mode="fill", fill_value=P)
+        q_bar, k_bar, v_bar = _fold_keys(
+            rows, pools, tables_BM, layer, options, dot, bars.k, bars.v
+        )
+        q_bar = q_bar.reshape(chunks, K, queries, H // K, D).transpose(0, 2, 1, 3, 4)
+        q_bar = q_bar.reshape(chunks, queries, H, D).astype(q.dtype)
+        q_bar = bars.q.at[chunk_B[:, None], token_T[None]].set(q_bar, mode="drop")
+        return bars._replace(q=q_bar, k=k_bar, v=v_bar)
+
+    return lax.fori_loop(0, order.size // chunks * tiles_a_chunk, fold_queries, bars)
+
+
+def _query_tile(batch: int, num_queries: int) -> tuple[int, int]:
+    """How many chunks, and how many queries of each, a tile has."""
+    queries = min(num_queries, QUERIES)
+    return min(batch, QUERIES // queries), queries
+
+
+class _Rows(NamedTuple):
+    """A tile of queries, those of a group as rows beside each other: R = T * G of them."""
+
+    q: jax.Array  # [B, K, R, D], float32 at least, as the others
+    out_bar: jax.Array  # [B, K, R, D]
+    lse: jax.Array  # [B, K, R]
+    shift: jax.Array  # [B, K, R]
+    positions: jax.Array  # i32 [B, T], -1 where there is no query; rising in those that are
+
+
+def _read_rows(
+    chunk_B: jax.Array,
+    token_T: jax.Array,
+    q: jax.Array,
+    out_bar: jax.Array,
+    lse: jax.Array,
+    shift_BTH: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    num_kv_heads: int,
+) -> _Rows:
+    context_B, query_B = (
+        lens.at[chunk_B].get(mode="fill", fill_value=0) for lens in (context_lens, query_lens)
+    )
+    is_query_BT = token_T[None] < query_B[:, None]
+
+    def read(x: jax.Array) -> jax.Array:
+        x = x.at[chunk_B[:, None], token_T[None]].get(mode="fill", fill_value=0)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # Padding may hold NaN, which a weight of zero would not remove from the sum over queries.
+        x = jnp.where(jnp.expand_dims(is_query_BT, range(2, x.ndim)), x, 0)
+        B, T, H, *D = x.shape
+        x = x.reshape(B, T, num_kv_heads, H // num_kv_heads, *D)
+        return jnp.moveaxis(x, 2, 1).reshape(B, num_kv_heads, -1, *D)
+
+    positions_BT = (context_B - query_B)[:, None] + token_T[None]
+    return _Rows(
+        q=read(q),
+        out_bar=read(out_bar),
+        lse=read(lse),
+        shift=read(shift_BTH),
+        positions=jnp.where(is_query_BT, positions_BT, -1),
+    )
+
+
+def _fold_keys(
+    rows: _Rows,
+    pools: Pools,
+    tables_BM: jax.Array,
+    layer: int | jax.Array,
+    options: Options,
+    dot: Callable[..., jax.Array],
+    k_bar: jax.Array | None,
+    v_bar: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Read all keys that a tile of queries sees; add to k_bar and v_bar ``[P, K, C, D]``.
+
+    Returns:
+      ``(q_bar, k_bar, v_bar)``, the first as the rows' q.
+    """
+    P, K, C = pools.k.shape[1:4]
+    group = rows.q.shape[2] // rows.positions.shape[1]
+    tile_blocks = max(min(TILE // C, tables_BM.shape[1]), 1)
+    tile = tile_blocks * C
+    last_B = jnp.max(rows.positions, axis=1)
+    begin_B = jnp.zeros_like(last_B)
+    if options.sliding_window is not None:
+        begin_B = jnp.maximum(rows.positions[:, 0] - options.sliding_window + 1, 0) // tile
+
+    def step(index, bars):
+        q_bar, k_bar, v_bar = bars
+        entries_BM = ((begin_B + index) * tile_blocks)[:, None] + jnp.arange(tile_blocks)[None]
+        blocks_BM = jnp.take_along_axis(tables_BM, entries_BM, axis=1, mode="clip")
+        # Entries past the tokens may be blocks of others; P is none.
+        blocks_BM = jnp.where(entries_BM * C <= last_B[:, None], blocks_BM, P)
+        positions_BS = ((begin_B + index) * tile)[:, None] + jnp.arange(tile)[None]
+        seen_BTS = positions_BS[:, None] <= rows.positions[..., None]
+        if options.sliding_window is not None:
+            window = options.sliding_window
+            seen_BTS &= positions_BS[:, None] > rows.positions[..., None] - window
+        # What nobody sees may hold NaN, which a weight of zero would not remove.
+        is_seen = seen_BTS.any(axis=1)[:, None, :, None]
+        k, v = (
+            jnp.where(is_seen, _gather(pool, scale, layer, blocks_BM, rows.q), 0)
+            for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
+        )
+        seen_BRS = jnp.repeat(seen_BTS, group, axis=1)
+        weights, scores_bar = _weights(rows, k, v, seen_BRS[:, None], options, dot)
+        q_bar += dot("bkrs,bksd->bkrd", scores_bar, k)
+        if k_bar is not None:
+            k_bar = _add_blocks(k_bar, blocks_BM, dot("bkrs,bkrd->bksd", scores_bar, rows.q))
+            v_bar = _add_blocks(v_bar, blocks_BM, dot("bkrs,bkrd->bksd", weights, rows.out_bar))
+        return q_bar, k_bar, v_bar
+
+    num_steps = jnp.max(last_B // tile + 1 - begin_B)
+    return lax.fori_loop(0, num_steps, step, (jnp.zeros_like(rows.q), k_bar, v_bar))
+
+
+def _weights(
+    rows: _Rows, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
+) -> tuple[jax.Array, jax.Array]:
+    """The softmax's weights ``[B, K, R, S]``, and the gradient in q . k."""
+    capped = options.scale * dot("bkrd,bksd->bkrs", rows.q, k)
+    if options.soft_cap is not None:
+        capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)
+    weights = jnp.where(seen, jnp.exp(capped - rows.lse[..., None]), 0)
+    weights_bar = dot("bkrd,bksd->bkrs", rows.out_bar, v)
+    scores_bar = options.scale * weights * (weights_bar - rows.shift[..., None])
+    if options.soft_cap is not None:
+        scores_bar *= 1 - jnp.square(capped / options.soft_cap)
+    return weights, scores_bar
+
+
+def _blocks_and_heads(blocks_BM: jax.Array, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
+    """Index of ``[P, K, ...]`` that gives ``[B, K, M, ...]``."""
+    return blocks_BM[:, None], jnp.arange(num_kv_heads)[None, :, None]
+
+
+def _gather(
+    pool: jax.Array,
+    scale: jax.Array | None,
+    layer: int | jax.Array,
+    blocks_BM: jax.Array,
+    like: jax.Array,  # for its head dimension and dtype
+) -> jax.Array:
+    """Copy blocks out of the pool, ``[B, K, M * C, D]``; ids out of range give any block."""
+    *_, K, C, _ = pool.shape
+    D = like.shape[-1]
+    index = (layer, *_blocks_and_heads(blocks_BM, K))
+    tokens = pool.at[index].get(mode="clip")[..., :D].astype(like.dtype)
+    if scale is not None:
+        tokens *= scale.at[index].get(mode="clip").astype(like.dtype)[..., None]
+    return tokens.reshape(len(blocks_BM), K, -1, D)
+
+
+def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKSD: jax.Array) -> jax.Array:
+    """Add tokens to their blocks in ``[P, K, C, D]``; ids of P and beyond are dropped."""
+    _, K, C, D = bar.shape
+    blocks = tokens_BKSD.reshape(len(blocks_BM), K, -1, C, D)
+    return bar.at[_blocks_and_heads(blocks_BM, K)].add(blocks, mode="drop")

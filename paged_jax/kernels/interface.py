@@ -1,0 +1,114 @@
+"""What a backend takes and gives: the arrays and options that every kernel shares.
+
+A backend is a module with these functions, of which it may lack any::
+
+    decode(q, pools, block_tables, context_lens, sinks, layer, options) -> (out, lse)
+    prefill(q, pools, block_tables, context_lens, query_lens, sinks, layer, options) -> (out, lse)
+    write(pools, k, v, blocks, offsets, layer, options) -> pools
+    copy_blocks(pools, sources, targets, options) -> pools
+
+and ``refusal(problem)``, which says in a sentence why the backend cannot do what is asked, or
+returns None. Arguments have been checked before a backend sees them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# Types of a quantised pool, each with the largest magnitude that it represents.
+QUANTISED: dict[Any, float] = {
+    jnp.dtype(jnp.int8): 127.0,
+    jnp.dtype(jnp.float8_e4m3fn): 448.0,
+}
+
+
+class Pools(NamedTuple):
+    """K and V of every block, with their scales where they are quantised.
+
+    Attributes:
+      k: ``[L, P, K, C, D]``, keys: floating point, int8 or float8_e4m3fn.
+      v: the values, as the keys.
+      k_scale: None, or f32 ``[L, P, K, C]`` where `k` is quantised: one scale for each token and
+        head, by which the stored numbers are multiplied.
+      v_scale: the same for `v`.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the pools hold int8 or fp8 numbers and their scales."""
+        return self.k_scale is not None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What shapes the program of an attention kernel; hashable, a static argument of `jax.jit`.
+
+    Attributes:
+      scale: of the scores.
+      sliding_window: how many last tokens a query sees, its own included; None for all.
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
+      interpret: run Pallas kernels in the interpreter, on any platform. True, or the
+        `jax.experimental.pallas.tpu.InterpretParams` of the TPU backend.
+    """
+
+    scale: float = 1.0
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    interpret: Any = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes, types and variants of a call: all that a backend needs to know to refuse it."""
+
+    op: str  # "decode", "prefill", "write" or "copy_blocks"
+    sizes: tuple[tuple[str, int], ...]  # letters of `paged_jax.dims` and their sizes
+    q_dtype: Any  # of the queries, or of the new keys and values
+    pool_dtype: Any
+    has_sinks: bool
+    options: Options
+    lanes: int  # last axis of the pools: D, or D padded to a multiple of 128
+
+    def __getitem__(self, letter: str) -> int:
+        return dict(self.sizes)[letter]
+
+
+def is_quantised(dtype: DTypeLike) -> bool:
+    """Whether a pool of this type needs scales."""
+    return jnp.dtype(dtype) in QUANTISED
+
+
+def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Round the last axis of an array to int8 or fp8 with one scale for all of it.
+
+    Args:
+      x: floating point ``[..., D]``.
+      dtype: int8 or float8_e4m3fn.
+
+    Returns:
+      ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``, such that ``values * scale`` is
+      `x` up to rounding: to the nearest of 255 levels for int8, to 3 bits of mantissa for fp8. The
+      largest magnitude is met exactly. Where `x` is all zero the scale is 1.
+
+    Example:
+      >>> values, scale = quantise(jnp.array([1.0, -2.0, 0.5]), jnp.int8)
+      >>> values.tolist(), round(float(scale), 5)
+      ([64, -127, 32], 0.01575)
+    """
+    dtype = jnp.dtype(dtype)
+    largest = QUANTISED[dtype]
+    x = x.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.where(peak > 0, peak / largest, 1.0)
+    scaled = jnp.clip(x / scale[..., None], -largest, largest)
+    if dtype == jnp.int8:
+        scaled = jnp.round(scaled)
+    return scaled.astype(dtype), scale

@@ -1,0 +1,34 @@
+"""Paged attention on TPUs: Pallas, compiled by Mosaic.
+
+One kernel serves decode and chunks of prompt, since decode is a chunk of one token. The grid is
+flat and runs in order, a program for each tile of queries. A program walks over the tiles of keys
+that its queries see, and each tile is fetched while the one before it is computed, across programs
+too::
+
+    program      0 (sequence 0)    1 (sequence 1)             2 ...
+    computes     tile 0   tile 1   tile 0   tile 1   tile 2   tile 0
+    meanwhile    tile 1   tile 0   tile 1   tile 2   tile 0   ...
+    is fetched            of 1                       of 2
+
+    layer of the pool, in HBM          buffer in VMEM, two slots
+    +----------+                       slot [K, N, lanes]
+    | block  7 | --- copy [K, C, lanes] --> tokens 0..C-1    \\
+    | block 31 | --- copy [K, C, lanes] --> tokens C..2C-1    >  scores [R, N] with q [R, D],
+    |   ...    |                              ...            /   one KV head after the other
+    +----------+
+      block ids from the table, in scalar memory
+
+A copy is one block with all of its heads, which lie together in the pool. The R rows of a query
+tile are (token, head of the group) pairs: the query heads of a group share one product, and there
+may be any number of them. The running softmax (Milakov and Gimelshein, 2018) is float32.
+
+The pool is handed over whole, with the layer's number, and stays where it is. That takes a last
+axis of whole registers, 128 lanes: other arrays XLA lays out with the blocks innermost, and would
+copy all of them in front of every call (so do the compilers for v5e and v6e of jax 0.10.2 and
+0.12.0). The same holds for scales, which XLA gathers for the kernel: they are left in place if they
+are carried as ``[L, P, K * C]``, and are copied as ``[L, P, K, C]``.
+"""
+
+from paged_jax.kernels.mosaic_tpu.attention import decode, prefill, refusal
+
+__all__ = ["decode", "prefill", "refusal"]

@@ -1,0 +1,197 @@
+"""Decode and prompt chunks on TPUs: what is refused, how arrays are cut into tiles, the call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from paged_jax.kernels.interface import Options, Pools, Problem
+from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
+from paged_jax.kernels.mosaic_tpu.tiling import LANES, VMEM_BYTES, Tiling, choose_tiling
+
+# Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
+MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
+
+_Q_DTYPES = ("bfloat16", "float32")
+_POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why these kernels cannot do what is asked, in a sentence; None where they can."""
+    C, M, lanes = problem["C"], problem["M"], problem.lanes
+    if lanes % LANES:
+        return (
+            f"XLA would copy pools with a last axis of {lanes} at every call; create the cache "
+            f"with lanes padded to {pl.cdiv(lanes, LANES) * LANES}, a multiple of {LANES}"
+        )
+    if C < 8 or C & (C - 1):
+        return f"block_size must be a power of two from 8, got {C}"
+    if M > MAX_TABLE_ENTRIES:
+        return (
+            f"a row of the block table must fit scalar memory, {MAX_TABLE_ENTRIES} entries, got "
+            f"{M}; larger blocks make shorter tables"
+        )
+    for name, dtype, known in (
+        ("queries", problem.q_dtype, _Q_DTYPES),
+        ("pools", problem.pool_dtype, _POOL_DTYPES),
+    ):
+        if jnp.dtype(dtype).name not in known:
+            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {dtype}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def decode(
+    q: jax.Array,
+    pools: Pools,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """One query per sequence, as `paged_jax.kernels.interface` says."""
+    # A chunk of one token, its last. That an empty sequence has a query too shows in its sink.
+    query_lens = jnp.ones_like(context_lens)
+    out, lse = prefill(
+        q[:, None], pools, block_tables, context_lens, query_lens, sinks, layer, options
+    )
+    return out[:, 0], lse[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def prefill(
+    q: jax.Array,
+    pools: Pools,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """A chunk of queries per sequence, causal, as `paged_jax.kernels.interface` says."""
+    rows = q, block_tables, context_lens, query_lens
+    attend = functools.partial(_attend, pools, sinks, layer, options)
+    B, M = block_tables.shape
+    step = MAX_TABLE_ENTRIES // max(M, 1)
+    if B <= step:
+        return attend(*rows)
+    parts = [attend(*(x[b : b + step] for x in rows)) for b in range(0, B, step)]
+    outs, lses = zip(*parts, strict=True)
+    return jnp.concatenate(outs), jnp.concatenate(lses)
+
+
+def _attend(
+    pools: Pools,
+    sinks: jax.Array | None,
+    layer: int | jax.Array,
+    options: Options,
+    q: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    B, T, H, D = q.shape
+    *_, K, C, lanes = pools.k.shape
+    tiling = choose_tiling(T, H // K, block_tables.shape[1], pools.k)
+    Q, R, N = tiling.num_query_tiles, tiling.rows, tiling.keys
+
+    sources = PoolRefs(*pools)
+    pool_buffer, scale_buffer = pltpu.VMEM((2, K, N, lanes), pools.k.dtype), None
+    if pools.k_scale is not None and pools.v_scale is not None:
+        gather = functools.partial(_gather_scales, block_tables, layer, tiling)
+        sources = PoolRefs(pools.k, pools.v, gather(pools.k_scale), gather(pools.v_scale))
+        scale_buffer = pltpu.VMEM((2, K, N), jnp.float32)
+    column = pltpu.VMEM((K, R, 1), jnp.float32)
+
+    out, lse = pl.pallas_call(
+        functools.partial(attention_kernel, tiling=tiling, options=options),
+        out_shape=(
+            jax.ShapeDtypeStruct((B, Q, K, R, D), q.dtype),
+            jax.ShapeDtypeStruct((B, Q, K, R), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(B * Q,),
+            in_specs=(
+                _query_tile(Q, K, R, D),
+                None if sinks is None else pl.BlockSpec((K, R, 1), lambda *_: (0, 0, 0)),
+                jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), sources),
+            ),
+            out_specs=(_query_tile(Q, K, R, D), _query_tile(Q, K, R)),
+            scratch_shapes=(
+                PoolRefs(pool_buffer, pool_buffer, scale_buffer, scale_buffer),
+                pltpu.SemaphoreType.DMA((2, len(PoolRefs._fields))),
+                pltpu.SMEM((1,), jnp.int32),
+                Softmax(column, column, pltpu.VMEM((K, R, D), jnp.float32)),
+            ),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            # A program's first tile is fetched by the program before: they run in order.
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=options.interpret,
+        name="paged_attention",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        block_tables.reshape(-1),
+        context_lens,
+        query_lens,
+        _to_rows(q, K, tiling),
+        None if sinks is None else _sink_rows(sinks, K, tiling),
+        sources,
+    )
+    return _from_rows(out, T, tiling), _from_rows(lse, T, tiling)
+
+
+def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
+    """One program's part of an array ``[B, query tiles, *shape]``."""
+
+    def query_tile_index_map(program, *_):
+        b = div(program, num_query_tiles)
+        return (b, program - b * num_query_tiles, *(0 for _ in shape))
+
+    return pl.BlockSpec((None, None, *shape), query_tile_index_map)
+
+
+def _to_rows(q: jax.Array, K: int, tiling: Tiling) -> jax.Array:
+    """Cut ``[B, T, H, D]`` into tiles, ``[B, query tiles, K, R, D]``."""
+    B, T, _, D = q.shape
+    num_tiles, queries, G = tiling.num_query_tiles, tiling.queries, tiling.G
+    q = jnp.pad(q, ((0, 0), (0, num_tiles * queries - T), (0, 0), (0, 0)))
+    q = q.reshape(B, num_tiles, queries, K, G, D).transpose(0, 1, 3, 2, 4, 5)
+    return q.reshape(B, num_tiles, K, tiling.rows, D)
+
+
+def _from_rows(x: jax.Array, T: int, tiling: Tiling) -> jax.Array:
+    """Undo `_to_rows`, for outputs and for numbers without the last axis."""
+    B, num_tiles, K, _, *D = x.shape
+    x = jnp.moveaxis(x.reshape(B, num_tiles, K, tiling.queries, tiling.G, *D), 2, 3)
+    return x.reshape(B, num_tiles * tiling.queries, K * tiling.G, *D)[:, :T]
+
+
+def _sink_rows(sinks: jax.Array, K: int, tiling: Tiling) -> jax.Array:
+    """The sink of each row's head, f32 ``[K, R, 1]``."""
+    shape = K, tiling.queries, tiling.G
+    rows = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, 1, tiling.G), shape)
+    return rows.reshape(K, tiling.rows, 1)
+
+
+def _gather_scales(
+    block_tables: jax.Array, layer: int | jax.Array, tiling: Tiling, scale: jax.Array
+) -> jax.Array:
+    """The scales of each sequence, ``[B, K, M * C]``, the last axis padded to whole tiles.
+
+    Tokens are lanes in a tile of scores, and a copy must begin at a whole register of them. The
+    scales of a block are fewer, so they are brought together first.
+    """
+    L, P, K, C = scale.shape
+    B, M = block_tables.shape
+    rows = layer * P + jnp.clip(block_tables, 0, P - 1)
+    gathered = scale.reshape(L * P, K * C).at[rows].get(mode="promise_in_bounds")
+    gathered = gathered.reshape(B, M, K, C).transpose(0, 2, 1, 3).reshape(B, K, M * C)
+    return jnp.pad(gathered, ((0, 0), (0, 0), (0, -M * C % tiling.keys)))

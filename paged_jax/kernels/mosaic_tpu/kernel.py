@@ -1,0 +1,326 @@
+"""The attention kernel: copies of tiles in flight, and a running softmax over them.
+
+See `paged_jax.kernels.mosaic_tpu` for which program reads what.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from paged_jax.kernels.interface import Options
+from paged_jax.kernels.mosaic_tpu.tiling import Tiling
+
+# A score that is not seen, and the least peak of a row. Both are finite, and so far apart that
+# exp(_UNSEEN - peak) is 0 even in a row that has seen nothing yet.
+_UNSEEN = -2e38
+_LEAST_PEAK = -1e30
+
+
+class PoolRefs(NamedTuple):
+    """K, V and, where they are quantised, their scales: arrays in HBM, or buffers for them."""
+
+    k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
+    v: Any
+    k_scale: Any = None  # f32 [B, K, M * C]; as buffer [2, K, N]
+    v_scale: Any = None
+
+
+class Softmax(NamedTuple):
+    """A softmax-weighted sum in progress, over the tokens folded in so far."""
+
+    peak: Any  # f32 [K, R, 1], largest score
+    total: Any  # f32 [K, R, 1], sum of exp(score - peak)
+    out: Any  # f32 [K, R, D], sum of exp(score - peak) * value
+
+
+class _Scalars(NamedTuple):
+    """What a kernel reads from scalar memory."""
+
+    layer: Any  # i32 [1]
+    block_tables: Any  # i32 [B * M]
+    context_lens: Any  # i32 [B]
+    query_lens: Any  # i32 [B]
+
+
+class _Span(NamedTuple):
+    """The queries of one program, and the tokens ``begin..end - 1`` that any of them sees."""
+
+    b: Any  # their sequence
+    start: Any  # position of the first
+    num_queries: Any
+    begin: Any
+    end: Any
+
+
+class _Tile(NamedTuple):
+    """Blocks ``begin..end - 1`` of sequence `b`: those of key tile `index` that are seen."""
+
+    b: Any
+    index: Any
+    begin: Any
+    end: Any
+
+
+def attention_kernel(
+    layer_ref,
+    block_tables_ref,
+    context_lens_ref,
+    query_lens_ref,
+    q_ref,  # [K, R, D]
+    sinks_ref,  # None or f32 [K, R, 1]
+    sources: PoolRefs,
+    out_ref,  # [K, R, D]
+    lse_ref,  # f32 [K, R]
+    buffers: PoolRefs,
+    semaphores,  # [2, 4], for each slot and buffer
+    slot_ref,  # i32 [1], the slot of the first tile, handed from program to program
+    softmax: Softmax,
+    *,
+    tiling: Tiling,
+    options: Options,
+) -> None:
+    """Attend with the queries of one program, and fetch the first tile of the next."""
+    scalars = _Scalars(layer_ref, block_tables_ref, context_lens_ref, query_lens_ref)
+    program, last_program = pl.program_id(0), pl.num_programs(0) - 1
+    here = _span(program, scalars, tiling, options)
+    following = _span(jnp.minimum(program + 1, last_program), scalars, tiling, options)
+    first_index = div(here.begin, tiling.keys)
+    # At least one tile, be it empty, so that each program has a step in which to fetch the next's.
+    num_tiles = jnp.maximum(_ceil_div(here.end, tiling.keys) - first_index, 1)
+    copy_tile = functools.partial(
+        _copy_tile,
+        scalars=scalars,
+        sources=sources,
+        buffers=buffers,
+        semaphores=semaphores,
+        tiling=tiling,
+    )
+
+    @pl.when(program == 0)
+    def _():
+        slot_ref[0] = 0
+        copy_tile(_tile(here, first_index, tiling), 0, _start)
+
+    def step(i, slot):
+        tile = _tile(here, first_index + i, tiling)
+        is_last = i == num_tiles - 1
+        next_tile = jax.tree.map(
+            functools.partial(jnp.where, is_last),
+            _tile(following, div(following.begin, tiling.keys), tiling),
+            _tile(here, first_index + i + 1, tiling),
+        )
+
+        @pl.when(~is_last | (program < last_program))
+        def _():
+            copy_tile(next_tile, 1 - slot, _start)
+
+        @pl.when(tile.begin < tile.end)
+        def _():
+            copy_tile(tile, slot, _wait)
+            _fold(here, tile.index, slot, q_ref, buffers, softmax, tiling, options)
+
+        return 1 - slot
+
+    _begin(softmax, sinks_ref)
+    slot_ref[0] = lax.fori_loop(0, num_tiles, step, slot_ref[0])
+    _finish(here, softmax, out_ref, lse_ref, tiling)
+
+
+def _span(program, scalars: _Scalars, tiling: Tiling, options: Options) -> _Span:
+    b = div(program, tiling.num_query_tiles)
+    first = (program - b * tiling.num_query_tiles) * tiling.queries
+    query_len = scalars.query_lens[b]
+    num_queries = jnp.clip(query_len - first, 0, tiling.queries)
+    start = scalars.context_lens[b] - query_len + first
+    end = jnp.where(num_queries > 0, jnp.minimum(start + num_queries, tiling.M * tiling.C), 0)
+    begin = jnp.zeros_like(end)
+    if options.sliding_window is not None:
+        begin = jnp.clip(start - options.sliding_window + 1, 0, end)
+    return _Span(b, start, num_queries, begin, end)
+
+
+def _tile(span: _Span, index, tiling: Tiling) -> _Tile:
+    first = index * tiling.blocks
+    begin = jnp.maximum(div(span.begin, tiling.C), first)
+    end = jnp.minimum(_ceil_div(span.end, tiling.C), first + tiling.blocks)
+    return _Tile(span.b, index, begin, end)
+
+
+def div(a, b: int):
+    """``a // b`` of numbers that are not negative.
+
+    Python's operator asks for their signs, and Mosaic's lowering of a sign asks which TPU this
+    machine has, on machines without one too (jax 0.10.2).
+    """
+    return lax.div(a, np.int32(b))  # an int would be 64 bits wide under jax_enable_x64
+
+
+def _ceil_div(a, b: int):
+    return div(a + b - 1, b)
+
+
+def _start(copy) -> None:
+    copy.start()
+
+
+def _wait(copy) -> None:
+    copy.wait()
+
+
+def _copy_tile(
+    tile: _Tile,
+    slot,
+    act: Callable[[Any], None],
+    *,
+    scalars: _Scalars,
+    sources: PoolRefs,
+    buffers: PoolRefs,
+    semaphores,
+    tiling: Tiling,
+) -> None:
+    """Start all copies of a tile, or wait for them."""
+    C, N = tiling.C, tiling.keys
+    last_block = sources.k.shape[1] - 1
+
+    def copy_block(block, _):
+        entry = scalars.block_tables[tile.b * tiling.M + block]
+        place = scalars.layer[0], jnp.clip(entry, 0, last_block)
+        tokens = pl.ds(pl.multiple_of((block - tile.index * tiling.blocks) * C, C), C)
+        for i in range(2):
+            target = buffers[i].at[slot, :, tokens]
+            act(pltpu.make_async_copy(sources[i].at[place], target, semaphores.at[slot, i]))
+
+    lax.fori_loop(tile.begin, tile.end, copy_block, None)
+    if sources.k_scale is None:
+        return
+
+    @pl.when(tile.begin < tile.end)
+    def _():
+        tokens = pl.ds(pl.multiple_of(tile.index * N, N), N)
+        for i in range(2, 4):
+            scales = sources[i].at[tile.b, :, tokens]
+            act(pltpu.make_async_copy(scales, buffers[i].at[slot], semaphores.at[slot, i]))
+
+
+def _begin(softmax: Softmax, sinks_ref) -> None:
+    """Nothing seen yet but the sink, which is a score without a value."""
+    softmax.out[...] = jnp.zeros_like(softmax.out)
+    if sinks_ref is None:
+        softmax.peak[...] = jnp.full_like(softmax.peak, _LEAST_PEAK)
+        softmax.total[...] = jnp.zeros_like(softmax.total)
+        return
+    peak = jnp.maximum(sinks_ref[...], _LEAST_PEAK)
+    softmax.peak[...] = peak
+    softmax.total[...] = jnp.exp(sinks_ref[...] - peak)
+
+
+def _fold(
+    span: _Span,
+    index,
+    slot,
+    q_ref,
+    buffers: PoolRefs,
+    softmax: Softmax,
+    tiling: Tiling,
+    options: Options,
+) -> None:
+    """Take tile `index` of keys and values, which lies in `slot`, into the softmax of each row."""
+    scale = options.scale
+    K, R, D = q_ref.shape
+    first = index * tiling.keys
+    positions = first + lax.broadcasted_iota(jnp.int32, (1, tiling.keys), 1)
+    is_token = (positions >= span.begin) & (positions < span.end)
+    query_positions, is_query = _queries(span, tiling)
+    seen_RN = is_token & is_query & (positions <= query_positions)
+    if options.sliding_window is not None:
+        seen_RN &= positions > query_positions - options.sliding_window
+
+    @pl.when((first < span.begin) | (first + tiling.keys > span.end))
+    def _():
+        _clear_unseen(span, first, slot, buffers.v)
+
+    is_float32 = jnp.float32 in (q_ref.dtype, buffers.k.dtype)
+    dtype = jnp.float32 if is_float32 else jnp.bfloat16  # holds int8 and fp8 numbers exactly
+
+    def fold_head(h, _):
+        # The lanes beyond D are padding, and may be NaN too.
+        k, v = (buffer[slot, h, :, :D].astype(dtype) for buffer in buffers[:2])
+        scores_RN = scale * _dot(q_ref[h].astype(dtype), k, contract=1)
+        if buffers.k_scale is not None:
+            scores_RN *= buffers.k_scale[slot, pl.ds(h, 1)]
+        if options.soft_cap is not None:
+            scores_RN = options.soft_cap * jnp.tanh(scores_RN / options.soft_cap)
+        scores_RN = jnp.where(seen_RN, scores_RN, _UNSEEN)
+        peak = jnp.maximum(softmax.peak[h], jnp.max(scores_RN, axis=1, keepdims=True))
+        weights_RN = jnp.exp(scores_RN - peak)
+        rescale = jnp.exp(softmax.peak[h] - peak)
+        softmax.peak[h] = peak
+        softmax.total[h] = softmax.total[h] * rescale + jnp.sum(weights_RN, axis=1, keepdims=True)
+        if buffers.v_scale is not None:
+            weights_RN *= jnp.where(is_token, buffers.v_scale[slot, pl.ds(h, 1)], 0)
+        softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
+
+    # The few rows of decode leave units idle; unrolled, its heads overlap.
+    lax.fori_loop(0, K, fold_head, None, unroll=R <= 16)
+
+
+def _clear_unseen(span: _Span, first, slot, v_buffer) -> None:
+    """Zero the values that nobody sees: a weight of zero would not remove a NaN among them."""
+    num_heads, num_keys = v_buffer.shape[1:3]
+    positions = first + lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
+    is_token = (positions >= span.begin) & (positions < span.end)
+
+    def clear(h, _):
+        v = v_buffer[slot, h]
+        v_buffer[slot, h] = jnp.where(is_token, v, 0).astype(v.dtype)
+
+    lax.fori_loop(0, num_heads, clear, None)
+
+
+def _finish(span: _Span, softmax: Softmax, out_ref, lse_ref, tiling: Tiling) -> None:
+    _, is_query = _queries(span, tiling)
+
+    def finish_head(h, _):
+        is_empty = (softmax.total[h] == 0) | ~is_query
+        total = jnp.where(is_empty, 1, softmax.total[h])
+        out_ref[h] = (softmax.out[h] / total).astype(out_ref.dtype)
+        lse = jnp.where(is_empty, -jnp.inf, softmax.peak[h] + jnp.log(total))
+        lse_ref[h] = lse[:, 0]
+
+    lax.fori_loop(0, out_ref.shape[0], finish_head, None)
+
+
+def _queries(span: _Span, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    """Position of each row's token ``[R, 1]``, and whether it is a query at all."""
+    token = div(lax.broadcasted_iota(jnp.int32, (tiling.rows, 1), 0), tiling.G)
+    return span.start + token, token < span.num_queries
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (contract,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _weighted_sum(weights_RN: jax.Array, v: jax.Array) -> jax.Array:
+    """Float32 weights times values ``[N, D]``; bfloat16 values do not round the weights."""
+    if v.dtype == jnp.float32:
+        return _dot(weights_RN, v, contract=0)
+    # Two bfloat16 numbers hold 16 bits of a weight. As rows of one product they share the values,
+    # the loading of which is what a product of few rows costs.
+    R = weights_RN.shape[0]
+    high = weights_RN.astype(jnp.bfloat16)
+    low = (weights_RN - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    sums = _dot(jnp.concatenate([high, low]), v, contract=0)
+    return sums[:R] + sums[R:]

@@ -1,0 +1,300 @@
+"""What the decode and prompt-chunk kernels share: tiles of the pool, and a softmax in progress.
+
+Everything here runs inside a kernel. Triton works on arrays whose sizes are powers of two, so the
+head dimension is padded to lanes and the query heads of a group to rows; what is padding is masked
+at the load and never stored. One step of a kernel's loop reads one tile of K and one of V::
+
+    block_tables[b]   7   2   9   4  ...        i32, one entry a block
+                      |   |
+                      v   v                     token t: entry t // C, offset t % C
+    pool[layer]    [7, head, 0:C, :]  [2, head, 0:C, :]  ...
+                      \\       |       /
+                    tile [step_tokens, lanes]   a gather of rows; several blocks, or a part of one
+
+A tile may be a tuple of arrays that share its lanes between them: products with K add up, and each
+array of V has its own sums. Scores are kept in units of log2, so that each weight is one `exp2`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from paged_jax.kernels.interface import QUANTISED, Options, Problem, is_quantised
+
+# A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
+SMALLEST_DOT = 16
+
+# More lanes do not fit the registers and the shared memory of one program beside each other.
+_MOST_LANES = 256
+
+_FLOATING = ("float32", "bfloat16", "float16")
+
+# Finite, so that a row that has seen no token gives exp2(0) and not NaN; its weights are 0.
+_LOWEST = -1e30
+
+
+class Softmax(NamedTuple):
+    """A softmax-weighted sum in progress, over the tokens folded in so far.
+
+    Attributes:
+      peak: f32 ``[N]``, largest score of each query row, in log2.
+      total: f32 ``[N]``, sum of ``exp2(score - peak)``.
+      out: f32 ``[N, lanes]``, sum of ``exp2(score - peak) * value``; a tuple where the values are.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    out: Any
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the attention kernels cannot do what is asked, or None if they can."""
+    q_dtype, pool_dtype = jnp.dtype(problem.q_dtype), jnp.dtype(problem.pool_dtype)
+    if q_dtype.name not in _FLOATING:
+        return f"its queries are {', '.join(_FLOATING)}, not {q_dtype}"
+    if pool_dtype.name not in _FLOATING and pool_dtype not in QUANTISED:
+        return f"its pools are {', '.join(_FLOATING)}, int8 or float8_e4m3fn, not {pool_dtype}"
+    if problem["D"] > _MOST_LANES:
+        return f"its head dimension is {_MOST_LANES} at most, not {problem['D']}"
+    if pool_dtype in QUANTISED and (problem["D"] % 2 or problem.lanes % 2):
+        return f"it reads bytes in pairs, and the head dimension is odd, {problem['D']}"
+    return None
+
+
+def num_rows(group: int) -> int:
+    """Rows of a tile that hold the query heads of a group."""
+    return pl.next_power_of_2(group)
+
+
+def num_lanes(head_dim: int) -> int:
+    """Lanes of a tile that hold one head."""
+    return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
+
+
+def product_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
+    """The type in which queries meet keys.
+
+    That of the queries where the pool is quantised (int8 and e4m3 are exact in bf16 and f16),
+    else the wider of the two.
+    """
+    return q_dtype if is_quantised(pool_dtype) else jnp.promote_types(q_dtype, pool_dtype)
+
+
+def value_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
+    """The type in which weights meet values: as `product_dtype`, but for quantised values.
+
+    Their weights hold the scales as well, which may be too small for float16.
+    """
+    if is_quantised(pool_dtype) and q_dtype == jnp.float16:
+        return jnp.bfloat16
+    return product_dtype(q_dtype, pool_dtype)
+
+
+def as_words(pool: jax.Array) -> jax.Array:
+    """View a pool of 1-byte numbers as int16 words of two; other pools are as they are.
+
+    Outside of the kernel; the compiler makes no copy. Tensor cores take V from shared memory by an
+    instruction (ldmatrix.trans) that moves 2 bytes at a time. And JAX (0.10 to 0.12) computes the
+    addresses of an array of up to 4 GiB from 32-bit signed indices, which count words, not bytes.
+    """
+    if pool.dtype.itemsize > 1:
+        return pool
+    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
+
+
+def split_words(words: jax.Array, pool_dtype: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd lanes of a tile of words, converted from `pool_dtype` to `dtype`."""
+    # The first of two numbers is the low byte: GPUs are little-endian.
+    low, high = words, lax.shift_right_logical(words, jnp.int16(8))
+    even, odd = (
+        lax.bitcast_convert_type(x.astype(jnp.int8), pool_dtype).astype(dtype) for x in (low, high)
+    )
+    return even, odd
+
+
+def load_block_ids(
+    tables_ref: Any, sequence: jax.Array, positions: jax.Array, is_read: jax.Array, block_size: int
+) -> jax.Array:
+    """Read the block of each token from a row of the table.
+
+    Args:
+      tables_ref: i32 ``[B, M]``.
+      sequence: scalar, the row.
+      positions: i32 ``[N]``, tokens of the sequence.
+      is_read: bool ``[N]``; elsewhere the table is not read, and the id is 0.
+      block_size: C.
+
+    Returns:
+      i32 ``[N]``. Load them one step ahead and carry them through the loop: a table read in the
+      same step as the pool keeps Triton from pipelining the pool's loads more than two deep.
+    """
+    return plgpu.load(
+        tables_ref.at[sequence, _divide(positions, block_size)], mask=is_read, other=0
+    )
+
+
+def load_heads(
+    pool_ref: Any,
+    layer: jax.Array,
+    block_ids: jax.Array,
+    head: jax.Array,
+    positions: jax.Array,
+    is_read: jax.Array,
+    head_dim: int,
+) -> jax.Array:
+    """Gather one head of some tokens from a pool: a tile of K or of V.
+
+    Args:
+      pool_ref: ``[L, P, K, C, Dp]``, Dp >= D.
+      layer, head: scalars.
+      block_ids, positions: i32 ``[N]``, each token's block, and its place in the sequence.
+      is_read: bool ``[N]``; the rows of other tokens are 0, whatever the pool holds.
+      head_dim: D.
+
+    Returns:
+      ``[N, lanes]`` in the pool's type; lanes from D on are 0.
+    """
+    lanes = jnp.arange(num_lanes(head_dim), dtype=jnp.int32)[None]
+    offsets = _remainder(positions, pool_ref.shape[3])
+    mask = is_read[:, None]
+    if lanes.size != head_dim:
+        mask = mask & (lanes < head_dim)
+    return plgpu.load(
+        pool_ref.at[layer, block_ids[:, None], head, offsets[:, None], lanes],
+        mask=mask,
+        other=jnp.zeros((), pool_ref.dtype),
+    )
+
+
+def load_scales(
+    scale_ref: Any,
+    layer: jax.Array,
+    block_ids: jax.Array,
+    head: jax.Array,
+    positions: jax.Array,
+    is_read: jax.Array,
+) -> jax.Array | None:
+    """Gather the scales of some tokens: f32 ``[N]`` from ``[L, P, K, C]``, or None from None."""
+    if scale_ref is None:
+        return None
+    offsets = _remainder(positions, scale_ref.shape[3])
+    return plgpu.load(scale_ref.at[layer, block_ids, head, offsets], mask=is_read, other=0.0)
+
+
+def score(
+    q: Any, k: Any, k_scale: jax.Array | None, is_seen: jax.Array, options: Options
+) -> jax.Array:
+    """Scores of a tile of keys, in log2.
+
+    Args:
+      q: ``[N, lanes]``, not scaled: scaling it would round it once more. Or a tuple.
+      k: ``[T, lanes]``, converted to the type of `q`. A tuple where `q` is.
+      k_scale: None or f32 ``[T]``.
+      is_seen: bool, ``[N, T]`` or ``[1, T]``.
+      options: scale and soft cap.
+
+    Returns:
+      f32 ``[N, T]``, -inf where not seen.
+    """
+    products = jax.tree.map(lambda q, k: _dot(q, k.astype(q.dtype).T), q, k)
+    scores = functools.reduce(jnp.add, jax.tree.leaves(products))
+    factor = options.scale * math.log2(math.e)
+    if options.soft_cap is not None:
+        factor = options.scale / options.soft_cap
+    scores = scores * (factor if k_scale is None else (k_scale * factor)[None])
+    if options.soft_cap is not None:
+        scores = jnp.tanh(scores) * (options.soft_cap * math.log2(math.e))
+    return jnp.where(is_seen, scores, -jnp.inf)
+
+
+def start_softmax(rows: int, lanes: Any, sinks: jax.Array | None = None) -> Softmax:
+    """A softmax over no token yet.
+
+    Args:
+      rows, lanes: numbers of them; a tuple of numbers of lanes where values are a tuple.
+      sinks: None, or f32 ``[rows]``, natural logits that count in the total and have no value;
+        -inf for none.
+    """
+    out = jax.tree.map(lambda n: jnp.zeros((rows, n), jnp.float32), lanes)
+    if sinks is None:
+        return Softmax(jnp.full(rows, _LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out)
+    peak = jnp.maximum(sinks * math.log2(math.e), _LOWEST)
+    return Softmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out)
+
+
+def fold(
+    softmax: Softmax,
+    scores: jax.Array,
+    v: Any,
+    v_scale: jax.Array | None,
+    weigh: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Softmax:
+    """Fold a tile of tokens into a softmax (Milakov and Gimelshein, 2018).
+
+    Args:
+      softmax: of N rows.
+      scores: f32 ``[N, T]`` in log2, -inf where not seen.
+      v: ``[T, lanes]``, in the type of the products; or a tuple.
+      v_scale: None or f32 ``[T]``.
+      weigh: how the weights f32 ``[N, T]`` meet `v`: `weigh_rounded` or `weigh_exactly`.
+    """
+    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1))
+    decay = jnp.exp2(softmax.peak - peak)
+    weights = jnp.exp2(scores - peak[:, None])
+    total = softmax.total * decay + jnp.sum(weights, axis=1)
+    if v_scale is not None:
+        weights = weights * v_scale[None]
+    out = jax.tree.map(lambda out, v: out * decay[:, None] + weigh(weights, v), softmax.out, v)
+    return Softmax(peak, total, out)
+
+
+def finish(softmax: Softmax) -> tuple[Any, jax.Array]:
+    """Result f32 ``[N, lanes]`` and natural log-sum-exp f32 ``[N]``; 0 and -inf of no token."""
+    is_empty = softmax.total == 0
+    total = jnp.where(is_empty, 1.0, softmax.total)
+    lse = softmax.peak * math.log(2) + jnp.log(total)
+    out = jax.tree.map(lambda out: out / total[:, None], softmax.out)
+    return out, jnp.where(is_empty, -jnp.inf, lse)
+
+
+def weigh_rounded(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Weighted sum of values with the weights rounded to their type: one dot."""
+    return _dot(weights.astype(v.dtype), v)
+
+
+def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Weighted sum of values with float32 weights, whatever the type of the values.
+
+    A half-precision weight keeps 8 or 11 bits of its mantissa; a second dot adds the next ones.
+    """
+    if v.dtype == jnp.float32:
+        return _dot(weights, v)
+    high = weights.astype(v.dtype)
+    low = (weights - high.astype(jnp.float32)).astype(v.dtype)
+    return _dot(high, v) + _dot(low, v)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    # Triton rounds float32 operands to TF32 (10 bits of mantissa) unless told otherwise.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _divide(x: jax.Array, divisor: int) -> jax.Array:
+    # Positions are not negative, which the compiler cannot know: `//` would test their signs.
+    if divisor & (divisor - 1):
+        return lax.div(x, divisor)
+    return lax.shift_right_logical(x, divisor.bit_length() - 1)
+
+
+def _remainder(x: jax.Array, divisor: int) -> jax.Array:
+    if divisor & (divisor - 1):
+        return lax.rem(x, divisor)
+    return x & (divisor - 1)
