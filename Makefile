@@ -3,7 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint bench clean
+# The compilers for GPU and TPU live apart: beside them plain `import jax` looks for the devices.
+AOT_VENV ?= .venv-aot
+# Which jax they come with, such as jax==0.10.2, and the tests that run beside them.
+AOT_JAX ?= jax
+AOT_TESTS ?= tests/test_lowering.py tests/test_aot_gpu.py tests/test_aot_tpu.py
+
+.PHONY: demo test quick lint aot bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
@@ -19,15 +25,22 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+aot: $(AOT_VENV)/.aot
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest $(AOT_TESTS)
+
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/allocator.py
+	$(BIN)/python benchmarks/decode_attention.py --goals
 	$(BIN)/python benchmarks/generate.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(AOT_VENV)/bin/python:
+	$(PYTHON) -m venv $(AOT_VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
@@ -40,4 +53,8 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 
 $(VENV)/.bench: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --editable ".[test,peers,bench]"
+	touch $@
+
+$(AOT_VENV)/.aot: pyproject.toml | $(AOT_VENV)/bin/python
+	$(AOT_VENV)/bin/python -m pip install --quiet --editable ".[test,aot]" "$(AOT_JAX)"
 	touch $@
