@@ -1,0 +1,248 @@
+"""The attention calls that are timed: shapes of models, sweeps over them, and pools to read.
+
+The numbers in a pool are random, never zero: hardware may run faster on zeros. Every sequence's
+blocks are scattered over the whole pool, as they are after some time of serving.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels.interface import QUANTISED, Pools
+
+
+class Heads(NamedTuple):
+    """Attention heads of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+MODELS = {
+    "Llama-3 8B": Heads(32, 8, 128),  # Qwen3 4B and 8B have the same
+    "Llama-3 70B": Heads(64, 8, 128),
+    "TinyLlama": Heads(32, 4, 64),
+    "Qwen3 0.6B": Heads(16, 8, 128),
+}
+"""Models by name."""
+
+BATCHES = (1, 4, 16, 64, 256)
+CONTEXTS = (512, 2048, 8192, 32768, 131072)
+BLOCK_SIZES = (16, 64)
+POOL_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+
+CHUNK = 2048
+"""Tokens of a prompt chunk."""
+
+RAGGED_RATIO = 10
+"""Longest over shortest sequence of a ragged batch."""
+
+# Bytes that calls go through before they meet the same ones again: more than twice what the
+# last-level cache holds, 50 MB on an H100 or H200.
+_ROTATED_BYTES = 128 << 20
+# All layers are compiled into one program. Only the smallest cases reach this, and then lie in the
+# cache: one sequence of 1K tokens of a small model.
+_MOST_LAYERS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an attention op.
+
+    Attributes:
+      model: a key of `MODELS`.
+      batch: sequences.
+      context: tokens of the longest sequence.
+      block_size: tokens in a block.
+      pool_dtype: of K and V, by name.
+      is_ragged: sequences of different lengths, `RAGGED_RATIO` between the longest and shortest.
+      chunk: query tokens of each sequence; 0 is decode, which has one.
+    """
+
+    model: str
+    batch: int
+    context: int
+    block_size: int = 16
+    pool_dtype: str = "bfloat16"
+    is_ragged: bool = False
+    chunk: int = 0
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of the model."""
+        return MODELS[self.model]
+
+    @property
+    def q_dtype(self) -> str:
+        """Quantised pools are read by bfloat16 queries."""
+        return "float32" if self.pool_dtype == "float32" else "bfloat16"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the pool has scales."""
+        return jnp.dtype(self.pool_dtype) in QUANTISED
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """The width of the block table."""
+        return -(-self.context // self.block_size)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, i32[B]."""
+        if not self.is_ragged:
+            return np.full(self.batch, self.context, np.int32)
+        lengths = np.linspace(self.context, self.context // RAGGED_RATIO, self.batch)
+        # The order in which sequences arrive has nothing to do with their lengths.
+        return np.random.default_rng(0).permutation(lengths.round().astype(np.int32))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of the pools, scales included."""
+        return self.batch * self.blocks_per_sequence * self.block_size * self._token_bytes
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the pools need so that no cache still holds what a call reads."""
+        return min(-(-_ROTATED_BYTES // self.layer_bytes), _MOST_LAYERS)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K, V and scales that a call must read at least."""
+        return int(self.lengths.sum(dtype=np.int64)) * self._token_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a call must move at least: `kv_bytes`, the queries and the result."""
+        rows = self.batch * max(self.chunk, 1) * self.heads.num_heads * self.heads.head_dim
+        return self.kv_bytes + 2 * rows * jnp.dtype(self.q_dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two products, of the pairs that are not masked."""
+        last = max(self.chunk, 1) - 1
+        pairs = max(self.chunk, 1) * (self.lengths.astype(np.int64) - last) + last * (last + 1) // 2
+        return 4 * self.heads.num_heads * self.heads.head_dim * int(pairs.sum())
+
+    @property
+    def _token_bytes(self) -> int:
+        _, num_kv_heads, head_dim = self.heads
+        scale_bytes = 4 if self.is_quantised else 0
+        return 2 * num_kv_heads * (head_dim * jnp.dtype(self.pool_dtype).itemsize + scale_bytes)
+
+    def __str__(self) -> str:
+        lengths = "ragged" if self.is_ragged else "even"
+        chunk = f" chunk {self.chunk}" if self.chunk else ""
+        return (
+            f"{self.model:11s} C{self.block_size:<3d} {self.pool_dtype:13s} "
+            f"{self.batch:3d} x {self.context:6d} {lengths:6s}{chunk}"
+        )
+
+
+class Inputs(NamedTuple):
+    """The arrays of a case.
+
+    Attributes:
+      q: ``[B, H, D]``, or ``[B, T, H, D]`` of a prompt chunk.
+      pools: K and V of `Case.num_layers` layers, ``B * M`` blocks each.
+      block_tables: i32 ``[B, M]``.
+      context_lens: i32 ``[B]``.
+      query_lens: i32 ``[B]``, or None for decode.
+    """
+
+    q: jax.Array
+    pools: Pools
+    block_tables: jax.Array
+    context_lens: jax.Array
+    query_lens: jax.Array | None
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Make the arrays of a case, on the first device."""
+    num_heads, num_kv_heads, head_dim = case.heads
+    num_blocks = case.batch * case.blocks_per_sequence
+    shape = (case.num_layers, num_blocks, num_kv_heads, case.block_size, head_dim)
+    keys = jax.random.split(jax.random.key(0), 5)
+    k, v = (_random(key, shape, case.pool_dtype) for key in keys[:2])
+    scales = (None, None)
+    if case.is_quantised:
+        largest = QUANTISED[jnp.dtype(case.pool_dtype)]
+        scales = tuple(_random(key, shape[:-1], "float32", 1 / largest) for key in keys[2:4])
+    rows = (case.batch, case.chunk) if case.chunk else (case.batch,)
+    tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    return Inputs(
+        _random(keys[4], (*rows, num_heads, head_dim), case.q_dtype),
+        Pools(k, v, *scales),
+        jnp.asarray(tables.reshape(case.batch, -1)),
+        jnp.asarray(case.lengths),
+        jnp.full(case.batch, case.chunk, jnp.int32) if case.chunk else None,
+    )
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> jax.Array:
+    """Uniform numbers: in -1..1 times `scale`, over the whole range of quantised types."""
+    if jnp.dtype(dtype) in QUANTISED:
+        scale = QUANTISED[jnp.dtype(dtype)]
+    return (scale * jax.random.uniform(key, shape, minval=-1.0)).astype(dtype)
+
+
+def gpu_cases(is_full: bool) -> list[Case]:
+    """What is timed on a GPU or TPU, in an order that touches every axis early."""
+    base = Case("Llama-3 8B", batch=16, context=8192)
+    first = [replace(base, batch=1, context=1024), replace(base, batch=1, context=131072), base]
+    whole = [replace(base, batch=b, context=CHUNK, chunk=CHUNK) for b in (1, 4)]
+    chunks = whole + [replace(case, context=8 * CHUNK) for case in whole]
+    if is_full:
+        axes = (MODELS, BATCHES, CONTEXTS, BLOCK_SIZES, POOL_DTYPES, (False, True))
+        return _unique(first + chunks + [Case(*case) for case in itertools.product(*axes)])
+    few = [
+        replace(base, batch=b, context=n)
+        for b, n in ((16, 8192), (64, 8192), (256, 2048), (64, 2048), (1, 8192))
+    ]
+    axes = [
+        [replace(base, batch=b, context=n) for n in CONTEXTS for b in BATCHES],
+        [replace(case, is_ragged=True) for case in few],
+        chunks,
+        [replace(case, pool_dtype=t) for case in few for t in POOL_DTYPES[1:]],
+        [replace(case, model=m) for case in few for m in MODELS],
+        [replace(case, block_size=64) for case in few],
+    ]
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(*axes))
+    return _unique(first + [case for case in in_turns if case is not None])
+
+
+def cpu_cases(is_full: bool) -> list[Case]:
+    """What is timed on a CPU: small sizes."""
+    base = Case("TinyLlama", batch=4, context=1024, pool_dtype="float32")
+    if is_full:
+        types = ("float32", *POOL_DTYPES)
+        axes = (MODELS, BATCHES[:3], CONTEXTS[:3], BLOCK_SIZES, types, (False, True))
+        return _unique(Case(*case) for case in itertools.product(*axes))
+    return [
+        base,
+        replace(base, is_ragged=True),
+        *(replace(base, batch=b, context=n) for n in (512, 2048) for b in (1, 16)),
+        *(replace(base, pool_dtype=dtype) for dtype in ("bfloat16", "int8")),
+        replace(base, model="Llama-3 8B"),
+        replace(base, block_size=64),
+        replace(base, batch=1, context=256, chunk=256),
+    ]
+
+
+def quick_cases(pool_dtype: str) -> list[Case]:
+    """A handful of small cases, for a run of seconds."""
+    case = Case("TinyLlama", batch=2, context=256, pool_dtype=pool_dtype)
+    return [case, replace(case, is_ragged=True), replace(case, context=128, chunk=128)]
+
+
+def _unique(cases: Iterable[Case]) -> list[Case]:
+    # One sequence is never ragged.
+    return list(dict.fromkeys(case for case in cases if not (case.is_ragged and case.batch == 1)))

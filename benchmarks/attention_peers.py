@@ -1,0 +1,270 @@
+"""Other attention kernels that read the same pools, for `decode_attention.py`.
+
+Each peer gets its K and V in the layout that it wants, made before the clock starts. What has
+settings comes in several variants, of which the fastest counts. A peer that cannot do a case, or is
+not installed, says why. Scores are not scaled, since one of the peers cannot.
+"""
+
+import importlib
+import math
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import Case, Inputs
+from attention_programs import JaxCall, TorchCall, reason, torch_on_gpu
+from jax import lax
+from peers import PeerUnavailable
+
+K_SPLITS = (1, 4, 16, 64)
+"""The splits that JAX's own GPU kernel is tried with."""
+
+
+Variants = dict[str, JaxCall | TorchCall]
+Make = Callable[[Case, Inputs], Variants]
+
+
+def make_peers(
+    case: Case, inputs: Inputs, free_bytes: int
+) -> tuple[dict[str, Variants], dict[str, str]]:
+    """Make every peer for a case.
+
+    Args:
+      case, inputs: what to compute.
+      free_bytes: memory that is left for a peer's own layout; peers may share it.
+
+    Returns:
+      ``(peers, left_out)``: the variants of each peer by their settings, and why others are not
+      among them.
+    """
+    peers: dict[str, Variants] = {}
+    left_out: dict[str, str] = {}
+    for name, (platforms, own_bytes, make) in _PEERS.items():
+        if jax.devices()[0].platform not in platforms:
+            continue
+        if own_bytes(case) > free_bytes:
+            left_out[name] = f"needs {own_bytes(case) / 1e9:.1f} GB that are not free"
+            continue
+        try:
+            peers[name] = make(case, inputs)
+            free_bytes -= own_bytes(case)
+        except Exception as error:  # whatever ails a peer, the benchmark goes on without it
+            left_out[name] = reason(error)
+    return peers, left_out
+
+
+def _gathered(pool, scale, layer, tables, dtype):
+    """Tokens of every sequence in order, ``[B, M * C, K, D]``."""
+    blocks = pool.at[layer, tables].get(mode="promise_in_bounds")  # [B, M, K, C, D]
+    if scale is not None:
+        scales = scale.at[layer, tables].get(mode="promise_in_bounds")
+        blocks = blocks.astype(jnp.float32) * scales[..., None]
+    B, M, K, C, D = blocks.shape
+    return blocks.astype(dtype).transpose(0, 1, 3, 2, 4).reshape(B, M * C, K, D)
+
+
+def _gather(implementation: Literal["xla", "cudnn"]) -> Make:
+    def make(case: Case, inputs: Inputs) -> Variants:
+        if case.chunk and (case.is_ragged or case.context != case.chunk):
+            raise PeerUnavailable("only a chunk that is the whole sequence needs no mask")
+
+        def op(q, layer, arrays):
+            # The tables wait for the query: or XLA may gather one layer before the loop, once.
+            pools, tables, lengths, q = lax.optimization_barrier((*arrays, q))
+            k = _gathered(pools.k, pools.k_scale, layer, tables, q.dtype)
+            v = _gathered(pools.v, pools.v_scale, layer, tables, q.dtype)
+            if case.chunk:
+                return jax.nn.dot_product_attention(
+                    q, k, v, scale=1.0, is_causal=True, implementation=implementation
+                )
+            return jax.nn.dot_product_attention(
+                q[:, None],
+                k,
+                v,
+                scale=1.0,
+                key_value_seq_lengths=lengths,
+                implementation=implementation,
+            )[:, 0]
+
+        return {"": JaxCall(op, (inputs.pools, inputs.block_tables, inputs.context_lens))}
+
+    return make
+
+
+def jax_kernel() -> ModuleType:
+    """The module of JAX's own GPU kernel."""
+    with warnings.catch_warnings():  # to import Pallas Triton warns since JAX 0.11: deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
+
+
+def _jax_pallas(case: Case, inputs: Inputs) -> Variants:
+    """`jax.experimental.pallas.ops.gpu.paged_attention`, over pools ``[K, L * P, C, D]``."""
+    if case.chunk:
+        raise PeerUnavailable("it has one query token a sequence")
+    theirs = jax_kernel()
+    L, P, K, C, D = inputs.pools.k.shape
+
+    def heads_first(pool):
+        if pool is None:
+            return None
+        return jnp.moveaxis(pool, 2, 0).reshape(K, L * P, *pool.shape[3:])
+
+    pools = jax.tree.map(jax.jit(heads_first), inputs.pools)
+
+    def variant(k_splits: int) -> JaxCall:
+        # A loop step of 128 tokens, which its own benchmark takes, or the part if that is smaller.
+        pages = case.blocks_per_sequence // k_splits
+        pages_per_step = math.gcd(pages, max(128 // C, 1))
+
+        def op(q, layer, arrays):
+            pools, tables, lengths = arrays
+            with warnings.catch_warnings():  # and so does to lower it
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return theirs.paged_attention(
+                    q,
+                    pools.k,
+                    pools.v,
+                    tables[layer],
+                    lengths,
+                    pools.k_scale,
+                    pools.v_scale,
+                    k_splits=k_splits,
+                    pages_per_compute_block=pages_per_step,
+                )
+
+        # The tables of each layer are an array, for which nothing need be launched.
+        tables = tuple(inputs.block_tables + layer * P for layer in range(L))
+        return JaxCall(op, (pools, tables, inputs.context_lens))
+
+    divides = [n for n in K_SPLITS if case.blocks_per_sequence % n == 0]
+    return {f"k_splits={n}": variant(n) for n in divides}
+
+
+def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
+    """The paged attention of cuDNN behind JAX, which has no public name."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    if case.chunk or case.pool_dtype != "bfloat16":
+        raise PeerUnavailable("it is given decoding over bfloat16 pools only")
+    L, P, K, C, D = inputs.pools.k.shape
+    ones = jnp.ones_like(inputs.context_lens)
+    # It wants as many blocks as the tables have entries, so they are padded to all layers.
+    padding = ((0, 0), (0, (L - 1) * case.blocks_per_sequence))
+    tables = tuple(
+        jnp.pad(inputs.block_tables + layer * P, padding)[:, None, :, None] for layer in range(L)
+    )
+
+    def op(q, layer, arrays):
+        k_pool, v_pool, tables, lengths, ones = arrays
+        out: Any = cudnn.paged_attention(
+            q[:, :, None],
+            k_pool.reshape(L * P, K, C, D),
+            v_pool.reshape(L * P, K, C, D),
+            ones,
+            lengths,
+            tables[layer],
+            tables[layer],
+            scale=1.0,
+            mask_type=cudnn.MaskType.PADDING,
+            qkv_layout="BNTH",
+        )
+        return out[:, :, 0]
+
+    pools = inputs.pools
+    arrays = (pools.k, pools.v, tables, inputs.context_lens, ones)
+    return {"": JaxCall(op, arrays)}
+
+
+def _torch_sdpa(case: Case, inputs: Inputs) -> Variants:
+    """PyTorch's attention over K and V that lie in one piece: no block table, gathered before."""
+    torch = torch_on_gpu()
+    if case.is_ragged or case.is_quantised or (case.chunk and case.context != case.chunk):
+        raise PeerUnavailable("it is given even, unquantised batches without a mask only")
+
+    @jax.jit
+    def gather(pool: jax.Array, layer: jax.Array) -> jax.Array:
+        tokens = _gathered(pool, None, layer, inputs.block_tables, case.q_dtype)
+        return tokens.transpose(0, 2, 1, 3)  # [B, K, M * C, D]
+
+    keys, values = (
+        [torch.from_dlpack(gather(pool, jnp.int32(layer))) for layer in range(case.num_layers)]
+        for pool in (inputs.pools.k, inputs.pools.v)
+    )
+    q = torch.from_dlpack(inputs.q)
+    q = q.transpose(1, 2) if case.chunk else q[:, :, None]
+
+    def op(layer: int) -> Any:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, keys[layer], values[layer], is_causal=bool(case.chunk), scale=1.0, enable_gqa=True
+        )
+        return out.transpose(1, 2) if case.chunk else out[:, :, 0]
+
+    return {"": TorchCall(op)}
+
+
+def _flashinfer(case: Case, inputs: Inputs) -> Variants:
+    """FlashInfer's decode kernel over the same blocks; its layout "HND" is that of one layer."""
+    torch = torch_on_gpu()
+    try:
+        import flashinfer  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise PeerUnavailable("flashinfer is not installed") from error
+    if case.chunk or case.is_quantised:
+        raise PeerUnavailable("it is given decoding over unquantised pools only")
+    num_heads, num_kv_heads, head_dim = case.heads
+    counts = -(-case.lengths // case.block_size)
+    tables = np.asarray(inputs.block_tables)
+    indices = np.concatenate([row[:n] for row, n in zip(tables, counts, strict=True)])
+    starts = np.pad(np.cumsum(counts, dtype=np.int32), (1, 0))
+    last = (case.lengths - 1) % case.block_size + 1
+    q = torch.from_dlpack(inputs.q)
+    k, v = torch.from_dlpack(inputs.pools.k), torch.from_dlpack(inputs.pools.v)
+
+    def variant(use_tensor_cores: bool) -> TorchCall:
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=use_tensor_cores
+        )
+        wrapper.plan(
+            *(torch.from_numpy(x).cuda() for x in (starts, indices, last)),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            case.block_size,
+            sm_scale=1.0,
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+        )
+        return TorchCall(lambda layer: wrapper.run(q, (k[layer], v[layer])))
+
+    return {f"tensor_cores={use}": variant(use) for use in (False, True)}
+
+
+def _no_bytes(case: Case) -> int:
+    return 0
+
+
+def _copy_bytes(case: Case) -> int:
+    return case.num_layers * case.layer_bytes
+
+
+def _gather_bytes(case: Case) -> int:
+    # K and V in the type of the query, as gathered and then in the order of tokens.
+    wider = jnp.dtype(case.q_dtype).itemsize // jnp.dtype(case.pool_dtype).itemsize
+    return 2 * wider * case.layer_bytes
+
+
+# Where each peer runs, the memory that it needs besides the pools, and how it is made.
+_PEERS: dict[str, tuple[tuple[str, ...], Callable[[Case], int], Make]] = {
+    "jax pallas": (("gpu",), _copy_bytes, _jax_pallas),
+    "cudnn paged": (("gpu",), _no_bytes, _cudnn_paged),
+    "gather + xla": (("cpu", "gpu", "tpu"), _gather_bytes, _gather("xla")),
+    "gather + cudnn": (("gpu",), _gather_bytes, _gather("cudnn")),
+    "torch sdpa, contiguous": (("gpu",), _copy_bytes, _torch_sdpa),
+    "flashinfer": (("gpu",), _no_bytes, _flashinfer),
+}

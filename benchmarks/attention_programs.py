@@ -1,0 +1,179 @@
+"""From an attention op to a program that can be timed: compiled, checked, and run many times."""
+
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from attention_cases import Case, Inputs
+from device_time import Program, Rates, chained
+from peers import PeerUnavailable
+
+from paged_jax.kernels import paged_attention, paged_prefill_attention
+
+# Largest relative error of a result that counts as the same: bfloat16 weights and values give
+# 0.003 to 0.01.
+TOLERANCE = 0.02
+
+# Least calls in the body of a loop.
+_UNROLL = 8
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Prepared(NamedTuple):
+    """A compiled op.
+
+    Attributes:
+      once: returns the result of one call over layer 0.
+      program: what to time.
+    """
+
+    once: Callable[[], Any]
+    program: Program
+
+
+class Plan(NamedTuple):
+    """How a program makes its calls.
+
+    Attributes:
+      num_calls: how many; a multiple of `unroll`.
+      unroll: calls in the body of its loop.
+    """
+
+    num_calls: int
+    unroll: int
+
+
+def plan_calls(case: Case, rates: Rates, turn_seconds: float) -> Plan:
+    """As many calls as take about `turn_seconds` at the bound of the device."""
+    bound = case.num_bytes / rates.memory / 1e9 + case.flops / rates.matmul / 1e12
+    # XLA launches bodies of several calls as one CUDA graph. On a CPU unrolling gains nothing.
+    is_cpu = jax.devices()[0].platform == "cpu"
+    unroll = 1 if is_cpu else case.num_layers * -(-_UNROLL // case.num_layers)
+    # No two kernels are launched in much less than 5 us.
+    return Plan(unroll * max(round(turn_seconds / max(bound, 5e-6) / unroll), 1), unroll)
+
+
+class JaxCall(NamedTuple):
+    """An op in JAX: ``op(q, layer, arrays)`` returns what `paged_attention` would.
+
+    The layer is a Python number on a GPU, and may be traced on a CPU.
+    """
+
+    op: Callable[[jax.Array, Any, Any], jax.Array]
+    arrays: Any
+
+    def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
+        """Compile one call, and the program. Several threads may do so at once."""
+        chain = chained(self.op, plan.num_calls, case.num_layers, plan.unroll)
+        many = jax.jit(chain).lower(q, self.arrays).compile()
+        first = jax.jit(lambda q, arrays: self.op(q, 0, arrays))
+        once = first.lower(q, self.arrays).compile()
+        return Prepared(
+            lambda: jax.block_until_ready(once(q, self.arrays)),
+            Program(lambda: jax.block_until_ready(many(q, self.arrays)), plan.num_calls),
+        )
+
+
+class TorchCall(NamedTuple):
+    """An op in PyTorch: ``op(layer)`` enqueues a call, returns what `paged_attention` would."""
+
+    op: Callable[[int], Any]
+
+    def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
+        """Record calls over all layers in a CUDA graph, so that the host is not what is timed."""
+        torch = torch_on_gpu()
+        for _ in range(3):  # kernels are chosen and loaded in the first calls
+            self.op(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        calls_per_graph = case.num_layers * -(-plan.unroll // case.num_layers)
+        with torch.cuda.graph(graph):
+            for i in range(calls_per_graph):
+                self.op(i % case.num_layers)
+        num_graphs = -(-plan.num_calls // calls_per_graph)
+
+        def run() -> None:
+            for _ in range(num_graphs):
+                graph.replay()
+            torch.cuda.synchronize()
+
+        return Prepared(
+            lambda: self.op(0).float().cpu().numpy(), Program(run, num_graphs * calls_per_graph)
+        )
+
+
+def our_call(inputs: Inputs, backend: str | None = None) -> JaxCall:
+    """The public op, for decode or for a chunk, on one of its backends."""
+
+    def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
+        pools = inputs.pools
+        arguments = (q, pools.k, pools.v, inputs.block_tables, inputs.context_lens)
+        options: dict[str, Any] = {
+            "layer": layer,
+            "scale": 1.0,
+            "k_scale": pools.k_scale,
+            "v_scale": pools.v_scale,
+            "backend": backend,
+        }
+        if inputs.query_lens is None:
+            return paged_attention(*arguments, **options)
+        return paged_prefill_attention(*arguments, inputs.query_lens, **options)
+
+    return JaxCall(op, inputs)
+
+
+def prepare_all(
+    calls: Mapping[_Key, JaxCall | TorchCall], case: Case, q: jax.Array, plan: Plan
+) -> tuple[dict[_Key, Prepared], dict[_Key, str]]:
+    """Compile and run all calls once.
+
+    Returns:
+      ``(prepared, failures)``: the calls that work, and why the others do not.
+    """
+    with ThreadPoolExecutor() as pool:
+        futures = {
+            key: pool.submit(call.prepare, case, q, plan)
+            for key, call in calls.items()
+            if isinstance(call, JaxCall)
+        }
+    prepared: dict[_Key, Prepared] = {}
+    failures: dict[_Key, str] = {}
+    for key, call in calls.items():
+        try:
+            # A CUDA graph is recorded here, while no other thread uses the device.
+            ready = futures[key].result() if key in futures else call.prepare(case, q, plan)
+            ready.program.run()  # the first run loads kernels and takes memory
+            prepared[key] = ready
+        except Exception as error:  # whatever ails a kernel, the others are still measured
+            failures[key] = reason(error)
+    return prepared, failures
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """The Euclidean norm of the difference over that of what is expected; NaN if any is."""
+    actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def reason(error: Exception) -> str:
+    """An exception in one line, not longer than a table bears."""
+    first = (str(error).splitlines() or [""])[0][:200]
+    return first if isinstance(error, PeerUnavailable) else f"{type(error).__name__}: {first}"
+
+
+def torch_on_gpu() -> Any:
+    """The torch module.
+
+    Raises:
+      PeerUnavailable: it is not installed, or has no GPU.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise PeerUnavailable("torch is not installed") from error
+    if not torch.cuda.is_available():
+        raise PeerUnavailable("torch sees no GPU")
+    return torch

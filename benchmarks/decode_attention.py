@@ -1,0 +1,258 @@
+"""Attention over blocks: time, bytes and bandwidth of a call, beside other kernels, in one run.
+
+    python benchmarks/decode_attention.py --goals                   # what this device can do
+    python benchmarks/decode_attention.py --quick                   # seconds
+    python benchmarks/decode_attention.py --full --budget 3600 --json all.json --plot all.png
+
+Decoding reads every K and V once and computes little: memory is its bound. So each case gives the
+bytes that must move, the rate at which they did, and that rate over the one of a large copy
+measured in the same run. Chunks of prompt are bound by arithmetic, and compared with a dense
+bfloat16 matrix product. All kernels read the same random blocks, their results are compared before
+they are timed, and they take turns; figures are medians, and ratios are made within the run.
+
+A default run varies one axis at a time from a case that all share; `--full` takes the product of
+the axes. What does not fit the memory is left out, and `--budget` ends the run in time; both are
+said. Results are saved after every case. On a CPU it runs the XLA backend at small sizes.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+# Kernels of PyTorch need some of the GPU's memory, which JAX would otherwise take at once.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+from attention_cases import Case, cpu_cases, gpu_cases, make_inputs, quick_cases
+from attention_peers import Variants, make_peers
+from attention_programs import (
+    TOLERANCE,
+    JaxCall,
+    Prepared,
+    TorchCall,
+    our_call,
+    plan_calls,
+    prepare_all,
+    reason,
+    relative_error,
+)
+from attention_report import OURS, PlotUnavailable, goal_lines, plot, plotter, record_line
+from device_time import Program, Rates, measure_rates, memory_limit, take_turns
+from environment import environment
+
+# A variant this much slower than the fastest one of its peer is not timed further.
+_HOPELESS = 1.3
+
+
+def measure(
+    case: Case, rates: Rates, *, num_rounds: int, turn_seconds: float, with_peers: bool
+) -> dict[str, Any]:
+    """Time one case, our kernels and the others', in turns; returns its record."""
+    inputs = make_inputs(case)
+    peers: dict[str, Variants] = {}
+    left_out: dict[str, str] = {}
+    if with_peers:
+        # A tenth for what kernels and compilers need besides their arguments.
+        free_bytes = int(0.9 * memory_limit()) - case.num_layers * case.layer_bytes
+        peers, left_out = make_peers(case, inputs, free_bytes)
+    calls: dict[tuple[str, str], JaxCall | TorchCall] = {(OURS, ""): our_call(inputs)}
+    calls |= {(name, s): call for name, made in peers.items() for s, call in made.items()}
+    prepared, failures = prepare_all(calls, case, inputs.q, plan_calls(case, rates, turn_seconds))
+    if (OURS, "") in failures:
+        raise RuntimeError(failures[OURS, ""])
+    failures |= _drop_different(prepared)
+    left_out |= {name: why for (name, _), why in failures.items()}
+
+    settings = _fastest_settings(prepared)
+    seconds = take_turns(
+        {name: prepared[name, setting].program for name, setting in settings.items()}, num_rounds
+    )
+    single = take_turns({OURS: Program(prepared[OURS, ""].once, 1)}, 20)[OURS]
+    return {
+        "name": str(case),
+        "case": asdict(case) | case.heads._asdict(),
+        "op": "prefill" if case.chunk else "decode",
+        "kv_bytes": case.kv_bytes,
+        "bytes": case.num_bytes,
+        "flops": case.flops,
+        "us": {name: round(1e6 * s, 2) for name, s in seconds.items()},
+        "single_call_us": round(1e6 * single, 2),
+        **_ratios(case, rates, seconds),
+        "settings": {name: setting for name, setting in settings.items() if setting},
+        "left_out": {name: why for name, why in left_out.items() if name not in settings},
+    }
+
+
+def _drop_different(prepared: dict[tuple[str, str], Prepared]) -> dict[tuple[str, str], str]:
+    """Drop the kernels whose result is not ours, and say by how much."""
+    ours = prepared[OURS, ""].once()
+    errors = {key: relative_error(ready.once(), ours) for key, ready in prepared.items()}
+    different = {key: error for key, error in errors.items() if not error <= TOLERANCE}
+    for key in different:
+        del prepared[key]
+    return {key: f"differs from ours by {error:.3g}" for key, error in different.items()}
+
+
+def _fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:
+    """The fastest variant of each kernel: one turn each, then three of those that are near."""
+    fastest = {}
+    for name in dict.fromkeys(name for name, _ in prepared):
+        programs = {s: ready.program for (n, s), ready in prepared.items() if n == name}
+        if len(programs) > 1:
+            first = take_turns(programs, 1)
+            most = _HOPELESS * min(first.values())
+            seconds = take_turns({s: p for s, p in programs.items() if first[s] <= most}, 3)
+            programs = {min(seconds, key=seconds.__getitem__): None}
+        fastest[name] = next(iter(programs))
+    return fastest
+
+
+def _ratios(case: Case, rates: Rates, seconds: dict[str, float]) -> dict[str, Any]:
+    gb_s = case.num_bytes / seconds[OURS] / 1e9
+    tflop_s = case.flops / seconds[OURS] / 1e12
+    others = {name: s for name, s in seconds.items() if name != OURS}
+    return {
+        "gb_s": round(gb_s, 1),
+        "of_memory_rate": round(gb_s / rates.memory, 3),
+        "tflop_s": round(tflop_s, 3),
+        "of_matmul_rate": round(tflop_s / rates.matmul, 3),
+        "speedup_over": {name: round(s / seconds[OURS], 2) for name, s in others.items()},
+    }
+
+
+def run(
+    cases: list[Case],
+    *,
+    budget: float,
+    save: Callable[[dict[str, Any]], None],
+    **options: Any,
+) -> dict[str, Any]:
+    """Measure cases until the budget's seconds are over; prints as it goes.
+
+    Args:
+      cases: in order of importance.
+      budget: seconds after which no further case is begun.
+      save: called with the report after every case.
+      **options: of `measure`.
+    """
+    start = time.monotonic()
+    device = jax.devices()[0]
+    is_cpu = device.platform == "cpu"
+    rates = measure_rates()
+    report = {
+        **environment(),
+        "accelerator": None if is_cpu else device.device_kind,
+        "memory_gb_s": rates.memory,
+        "memory_gb_s_is": "all cores reading" if is_cpu else "a large copy",
+        "matmul_bfloat16_tflop_s": rates.matmul,
+        "results": [],
+    }
+    print(report["accelerator"] or report["device"], report["versions"], rates, sep="\n")
+    skipped: dict[str, list[str]] = {
+        "do not fit the memory": [],
+        "not reached in time": [],
+        "failed": [],
+    }
+    for case in cases:
+        if 2 * case.num_layers * case.layer_bytes > memory_limit():
+            skipped["do not fit the memory"].append(str(case))
+        elif time.monotonic() - start > budget:
+            skipped["not reached in time"].append(str(case))
+        else:
+            try:
+                record = measure(case, rates, **options)
+            except RuntimeError as error:  # of XLA, or ours: what is measured so far is kept
+                skipped["failed"].append(f"{case}: {reason(error)}")
+                continue
+            report["results"].append(record)
+            print(record_line(record), flush=True)
+            save(report)
+    for why, names in skipped.items():
+        if names:
+            print(f"{len(names)} cases {why}, the first is {names[0]}")
+    at_end = measure_rates()._asdict()
+    report |= {"skipped": skipped, "goals": goal_lines(report), "rates_at_the_end": at_end}
+    save(report)
+    return report
+
+
+def _save_to(path: Path | None) -> Callable[[dict[str, Any]], None]:
+    def save(report: dict[str, Any]) -> None:
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(report, indent=1) + "\n")
+        part.replace(path)
+
+    return save
+
+
+def _chosen(case: Case, options: argparse.Namespace) -> bool:
+    chosen = [
+        (case.model, options.models),
+        (case.batch, options.batches),
+        (case.context, options.contexts),
+        (case.pool_dtype, options.dtypes),
+    ]
+    return all(values is None or value in values for value, values in chosen)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Attention over blocks, beside other kernels.")
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="a few small cases")
+    sweep.add_argument("--full", action="store_true", help="the product of all axes")
+    parser.add_argument("--models", nargs="+", help="only these")
+    parser.add_argument("--batches", nargs="+", type=int, help="only these")
+    parser.add_argument("--contexts", nargs="+", type=int, help="only these")
+    parser.add_argument("--dtypes", nargs="+", help="only pools of these types")
+    parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="default 240")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel, default 5")
+    parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    parser.add_argument("--goals", action="store_true", help="say which goals are met")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write JSON and a plot on request."""
+    options = _parser().parse_args(arguments)
+    try:
+        pyplot = plotter() if options.plot else None
+    except PlotUnavailable as error:
+        print(error, file=sys.stderr)
+        return 2
+    is_cpu = jax.devices()[0].platform == "cpu"
+    if options.quick:
+        cases = quick_cases("float32" if is_cpu else "bfloat16")
+    else:
+        cases = (cpu_cases if is_cpu else gpu_cases)(options.full)
+    cases = [case for case in cases if _chosen(case, options)]
+    if not cases:
+        print("decode_attention: no case is left by these options.", file=sys.stderr)
+        return 2
+    report = run(
+        cases,
+        budget=options.budget,
+        save=_save_to(options.json),
+        num_rounds=options.rounds,
+        turn_seconds=0.02 if is_cpu else 0.01,
+        with_peers=not options.no_peers,
+    )
+    if options.goals:
+        print(*report["goals"], sep="\n")
+    if pyplot is not None:
+        plot(pyplot, report, options.plot)
+    return 1 if report["skipped"]["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

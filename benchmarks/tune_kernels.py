@@ -1,0 +1,262 @@
+"""Find the fastest launch parameters of the Triton kernels on this GPU, and keep them.
+
+    python benchmarks/tune_kernels.py                        # shapes of the usual models
+    python benchmarks/tune_kernels.py --ops decode --models TinyLlama --block-sizes 16
+    python benchmarks/tune_kernels.py --dry-run              # what would be timed; needs no GPU
+
+For every shape (head dimension, group, block size, types) each candidate runs on a few batches.
+What does not compile, or whose result is not that of the XLA backend, is dropped; the others take
+turns, and the least geometric mean of the times over the batches wins. Winners go into
+`paged_jax/kernels/tuning.json`, where the kernels look; its other entries stay.
+
+For decode it also says how the number of splits that the kernel chooses compares with others.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from attention_cases import BLOCK_SIZES, CHUNK, MODELS, POOL_DTYPES, Case, Inputs, make_inputs
+from attention_programs import (
+    TOLERANCE,
+    JaxCall,
+    our_call,
+    plan_calls,
+    prepare_all,
+    relative_error,
+)
+from device_time import Rates, measure_rates, take_turns
+from environment import environment
+
+from paged_jax.kernels import triton, tuning
+from paged_jax.kernels.interface import Options
+
+TABLE = Path(tuning.__file__).with_name("tuning.json")
+_STEP_TOKENS = (16, 32, 64, 128, 256)
+_QUERY_ROWS = (64, 128)
+_NUM_STAGES = (2, 3, 4)
+_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Shared memory that a program may have on an H100 or H200 (CUDA C++ programming guide).
+_SHARED_BYTES = 227 * 1024
+# A candidate this much slower than the fastest on one batch is not tried on the next.
+_HOPELESS = 1.3
+_TURN_SECONDS = 0.005
+
+
+class Job(NamedTuple):
+    """What to find the parameters of.
+
+    Attributes:
+      op: a key of `tuning.OPS`.
+      shape: of the entry.
+      cases: what is timed.
+    """
+
+    op: str
+    shape: tuning.Shape
+    cases: tuple[Case, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape}"
+
+
+def make_jobs(
+    ops: list[str], models: list[str], block_sizes: list[int], pool_dtypes: list[str]
+) -> list[Job]:
+    """The jobs for some models, each shape once."""
+    jobs: dict[tuple[str, tuning.Shape], Job] = {}
+    for model, block_size, dtype, op in itertools.product(models, block_sizes, pool_dtypes, ops):
+        sizes = [(1, 32768), (32, 4096)] if op == "decode" else [(1, CHUNK), (1, 4 * CHUNK)]
+        chunk = 0 if op == "decode" else CHUNK
+        cases = tuple(Case(model, b, n, block_size, dtype, chunk=chunk) for b, n in sizes)
+        num_heads, num_kv_heads, head_dim = MODELS[model]
+        group = num_heads // num_kv_heads
+        shape = tuning.Shape(head_dim, group, block_size, cases[0].q_dtype, dtype)
+        jobs.setdefault((op, shape), Job(op, shape, cases))
+    return list(jobs.values())
+
+
+def current_params(device_kind: str, op: str, shape: tuning.Shape) -> tuning.Params:
+    """What the kernels take now."""
+    choose = {"decode": tuning.decode_params, "prefill": tuning.prefill_params}[op]
+    return choose(device_kind, **shape._asdict())
+
+
+def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuning.Params]:
+    """The parameters to try, those in use first."""
+    found: list[tuning.Params] = [current_params(device_kind, op, shape)]
+    token_bytes = tuning.token_bytes(shape)
+    for step_tokens, num_stages in itertools.product(_STEP_TOKENS, _NUM_STAGES):
+        if step_tokens * num_stages * token_bytes > _SHARED_BYTES:
+            continue
+        if op == "decode":
+            found += [tuning.DecodeParams(step_tokens, warps, num_stages) for warps in (2, 4, 8)]
+        else:
+            found += [
+                tuning.PrefillParams(rows, step_tokens, warps, num_stages)
+                for rows, warps in itertools.product(_QUERY_ROWS, (4, 8))
+            ]
+    return list(dict.fromkeys(found))
+
+
+def kernel_call(
+    op: str, inputs: Inputs, params: tuning.Params, options: Options, num_splits: int | None = None
+) -> JaxCall:
+    """A Triton kernel with its parameters given."""
+
+    def call(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
+        _, pools, *arrays, query_lens = inputs
+        if op == "decode":
+            return triton.decode(
+                q, pools, *arrays, None, layer, options, params=params, num_splits=num_splits
+            )[0]
+        return triton.prefill(q, pools, *arrays, query_lens, None, layer, options, params=params)[0]
+
+    return JaxCall(call, inputs)
+
+
+def tune(
+    job: Job, candidates: list[tuning.Params], rates: Rates, options: Options
+) -> dict[tuning.Params, float]:
+    """Time candidates on all cases of a job.
+
+    Returns:
+      The geometric mean of the seconds of a call, of every candidate that was among the fast ones
+      on each case, and of the first candidate if it works.
+    """
+    seconds: dict[tuning.Params, list[float]] = {}
+    left = candidates
+    for case in job.cases:
+        inputs = make_inputs(case)
+        calls = {params: kernel_call(job.op, inputs, params, options) for params in left}
+        timed = _time_calls(calls, case, inputs, rates)
+        for params, taken in timed.items():
+            seconds.setdefault(params, []).append(taken)
+        most = _HOPELESS * min(timed.values(), default=0)
+        left = [p for p, taken in timed.items() if taken <= most or p == candidates[0]]
+    return {params: statistics.geometric_mean(seconds[params]) for params in left}
+
+
+def tune_splits(
+    job: Job, params: tuning.DecodeParams, rates: Rates, options: Options
+) -> dict[Case, dict[int | None, float]]:
+    """Seconds of a decode call by the number of splits; None is the kernel's own choice."""
+    times = {}
+    for case in job.cases:
+        inputs = make_inputs(case)
+        calls = {n: kernel_call(job.op, inputs, params, options, n) for n in (None, *_SPLITS)}
+        times[case] = _time_calls(calls, case, inputs, rates)
+    return times
+
+
+def _time_calls(
+    calls: Mapping[Any, JaxCall], case: Case, inputs: Inputs, rates: Rates
+) -> dict[Any, float]:
+    """Seconds of a call of each kernel that compiles and gives the result of the XLA backend."""
+    plan = plan_calls(case, rates, _TURN_SECONDS)
+    expected = jax.jit(our_call(inputs, backend="xla").op)(inputs.q, 0, inputs)
+    prepared, failures = prepare_all(calls, case, inputs.q, plan)
+    for key, why in failures.items():
+        print(f"  {key}: {why}")
+    programs = {}
+    for key, ready in prepared.items():
+        error = relative_error(ready.once(), expected)
+        if error <= TOLERANCE:
+            programs[key] = ready.program
+        else:
+            print(f"  {key}: differs from the XLA backend by {error:.3g}")
+    first = take_turns(programs, 1)
+    most = _HOPELESS * min(first.values(), default=0)
+    near = {key: programs[key] for key, taken in first.items() if taken <= most}
+    return first | take_turns(near, 5)
+
+
+def write_entries(
+    path: Path, device_kind: str, entries: Mapping[Job, tuning.Params], measured: str
+) -> None:
+    """Put entries into a table, in place of older ones; the file is always whole.
+
+    Args:
+      path: of the table, which exists.
+      device_kind: what was measured on.
+      entries: parameters by job.
+      measured: what they were measured with.
+    """
+    table = json.loads(path.read_text())
+    for job, params in entries.items():
+        shapes = table.setdefault(device_kind, {}).setdefault(job.op, {})
+        shapes[str(job.shape)] = params._asdict() | {"measured": measured}
+    text = json.dumps(table, indent=1, sort_keys=True) + "\n"
+    tuning.parse(text)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def run(jobs: list[Job], path: Path, budget: float) -> None:
+    """Tune jobs until the budget's seconds are over, and write each winner at once."""
+    start = time.monotonic()
+    kind = tuning.device().kind
+    about = environment()
+    measured = f"jax {about['versions']['jax']}, commit {about['commit']}"
+    rates, options = measure_rates(), Options(scale=1.0)
+    print(kind, rates)
+    for done, job in enumerate(jobs):
+        if time.monotonic() - start > budget:
+            print(f"{len(jobs) - done} shapes not reached in time, the first is {job}")
+            return
+        candidates = make_candidates(kind, job.op, job.shape)
+        seconds = tune(job, candidates, rates, options)
+        if not seconds:
+            print(f"{job}: nothing works")
+            continue
+        best = min(seconds, key=seconds.__getitem__)
+        gain = seconds.get(candidates[0], float("nan")) / seconds[best]
+        print(f"{job}: {best}, {gain:.2f}x {candidates[0]}", flush=True)
+        write_entries(path, kind, {job: best}, measured)
+        if isinstance(best, tuning.DecodeParams):
+            for case, times in tune_splits(job, best, rates, options).items():
+                shown = ", ".join(f"{n or 'own'} {1e6 * s:.1f}" for n, s in times.items())
+                print(f"  {case}: us by number of splits: {shown}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Tune, or say what would be tuned."""
+    parser = argparse.ArgumentParser(description="Tune the Triton kernels on this GPU.")
+    parser.add_argument("--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--block-sizes", nargs="+", type=int, default=list(BLOCK_SIZES))
+    parser.add_argument("--dtypes", nargs="+", choices=POOL_DTYPES, default=list(POOL_DTYPES))
+    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="default 540")
+    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="to write")
+    parser.add_argument("--dry-run", action="store_true", help="print the candidates")
+    options = parser.parse_args(arguments)
+    jobs = make_jobs(options.ops, options.models, options.block_sizes, options.dtypes)
+    kind = tuning.device().kind
+    if options.dry_run:
+        for job in jobs:
+            candidates = make_candidates(kind, job.op, job.shape)
+            print(f"{job}: {len(candidates)} candidates on", *job.cases, sep="\n  ")
+            print(*candidates, sep="\n    ")
+        return 0
+    if not kind:
+        platform = jax.devices()[0].platform
+        print(
+            f"tune_kernels: needs an NVIDIA GPU, JAX has a {platform} here. "
+            "`--dry-run` prints what would be timed.",
+            file=sys.stderr,
+        )
+        return 2
+    run(jobs, options.table, options.budget)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
