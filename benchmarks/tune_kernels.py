@@ -107,17 +107,20 @@ def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuni
 
 
 def kernel_call(
-    op: str, inputs: Inputs, params: tuning.Params, options: Options, num_splits: int | None = None
+    inputs: Inputs, params: tuning.Params, options: Options, num_splits: int | None = None
 ) -> JaxCall:
     """A Triton kernel with its parameters given."""
 
     def call(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
-        _, pools, *arrays, query_lens = inputs
-        if op == "decode":
+        _, pools, tables, lens, query_lens = inputs
+        if isinstance(params, tuning.DecodeParams):
             return triton.decode(
-                q, pools, *arrays, None, layer, options, params=params, num_splits=num_splits
+                q, pools, tables, lens, None, layer, options, params=params, num_splits=num_splits
             )[0]
-        return triton.prefill(q, pools, *arrays, query_lens, None, layer, options, params=params)[0]
+        assert query_lens is not None
+        return triton.prefill(
+            q, pools, tables, lens, query_lens, None, layer, options, params=params
+        )[0]
 
     return JaxCall(call, inputs)
 
@@ -135,7 +138,7 @@ def tune(
     left = candidates
     for case in job.cases:
         inputs = make_inputs(case)
-        calls = {params: kernel_call(job.op, inputs, params, options) for params in left}
+        calls = {params: kernel_call(inputs, params, options) for params in left}
         timed = _time_calls(calls, case, inputs, rates)
         for params, taken in timed.items():
             seconds.setdefault(params, []).append(taken)
@@ -151,7 +154,7 @@ def tune_splits(
     times = {}
     for case in job.cases:
         inputs = make_inputs(case)
-        calls = {n: kernel_call(job.op, inputs, params, options, n) for n in (None, *_SPLITS)}
+        calls = {n: kernel_call(inputs, params, options, n) for n in (None, *_SPLITS)}
         times[case] = _time_calls(calls, case, inputs, rates)
     return times
 

@@ -64,6 +64,7 @@ def test_sweeps_hold_every_axis(is_full) -> None:
         assert {getattr(case, name) for case in cases} >= set(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("chunk", [0, 24])
 def test_peers_compute_the_same(tiny, pool_dtype, chunk) -> None:
@@ -88,6 +89,7 @@ def test_peers_that_need_too_much_memory_are_left_out(tiny) -> None:
     assert peers == {} and "not free" in left_out["gather + xla"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["bfloat16", "int8"])
 def test_jax_kernel_computes_the_same(tiny, pool_dtype) -> None:
     """JAX's own GPU kernel, interpreted, on the layout that it wants."""
@@ -157,6 +159,7 @@ def test_measure_drops_kernels_with_other_results(tiny, monkeypatch) -> None:
     assert record["left_out"]["wrong"].startswith("differs from ours by")
 
 
+@pytest.mark.slow
 def test_run_saves_and_says_what_it_left_out(tiny, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(decode_attention, "measure_rates", lambda: RATES)
     path = tmp_path / "new" / "results.json"

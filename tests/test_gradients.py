@@ -205,6 +205,7 @@ def test_gradients_any_shape(C, K, G, D, lanes) -> None:
     assert_close(prefill_gradients(batch, *arguments), expected_gradients(batch, *arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sequences", [1, 5, 45])
 def test_gradients_any_batch(num_sequences) -> None:
     """Short chunks share a tile of queries; the last tile is not full."""
@@ -263,6 +264,7 @@ def test_gradients_ignore_padding() -> None:
     assert_close(jax.tree.leaves(pullback((out_bar, lse_bar))), expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_sequences_do_not_meet() -> None:
     """A sequence gone bad spoils its own tokens only, though its table names others' blocks."""
     batch = lay_out([9, 6, 12], shared_blocks=0)
@@ -319,6 +321,7 @@ def quantised(batch: Batch, dtype) -> tuple[Batch, Pools]:
 QUANTISED = pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 
 
+@pytest.mark.slow
 @QUANTISED
 def test_gradients_of_quantised_pools_are_those_of_what_they_hold(dtype) -> None:
     batch, pools = quantised(lay_out([9, 12, 30]), dtype)
@@ -355,6 +358,7 @@ def test_gradients_refuse_quantised_pools(dtype) -> None:
         jax.grad(lambda scale: total(pools._replace(v_scale=scale)))(pools.v_scale)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_merge() -> None:
     """Two parts of the keys, merged by their log-sum-exp, are as one."""
     whole = lay_out([11], shared_blocks=0)
@@ -396,6 +400,7 @@ def dense_layer(q, k, v):
     return jax.vmap(lambda *x: dense(*x, T, T, None, PLAIN)[0])(q, k, v)
 
 
+@pytest.mark.slow
 def test_gradients_of_writing_and_attending_are_those_of_dense_causal_attention() -> None:
     batch = lay_out([10, 10], shared_blocks=0)
     q, k, v = normal((2, 10, 4, 8), 1), normal((2, 10, 2, 8), 2), normal((2, 10, 2, 8), 3)
@@ -408,6 +413,7 @@ def test_gradients_of_writing_and_attending_are_those_of_dense_causal_attention(
     assert_close(jax.jit(jax.grad(paged, (0, 1, 2)))(q, k, v), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_gradients_flow_through_a_scan_over_layers(remat) -> None:
     """A model whose layers write to one pool, the carry, and attend to what they wrote."""
@@ -445,6 +451,7 @@ def test_gradients_flow_through_a_scan_over_layers(remat) -> None:
     assert_close(actual, oracle)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_vmapped() -> None:
     batch = lay_out([9, 12])
     q = normal((3, 2, 4, 8), 1)

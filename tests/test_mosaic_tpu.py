@@ -78,6 +78,7 @@ def test_core_set_has_several_tiles() -> None:
     assert (tiling.keys, tiling.queries, tiling.num_query_tiles) == (128, 16, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_several_tiles_match_float64(options) -> None:
     batch = PagedBatch.random(LENGTHS, **WIDE)
@@ -85,6 +86,7 @@ def test_several_tiles_match_float64(options) -> None:
     check_prefill(batch, FAST, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_several_tiles_of_a_quantised_pool_match_float64(dtype) -> None:
     batch = PagedBatch.random(LENGTHS, dtype=dtype, **WIDE)
@@ -102,11 +104,13 @@ def test_copies_are_waited_for(mode) -> None:
     assert "RACE DETECTED" not in run.stdout + run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [16], [40, 0]], ids=str)
 def test_first_and_last_program_may_be_empty(lengths) -> None:
     check_decode(PagedBatch.random(lengths, lanes=128), FAST)
 
 
+@pytest.mark.slow
 def test_tokens_before_the_window_may_be_gone() -> None:
     """Blocks that all windows have passed may be in other hands, whole or in part."""
     batch = PagedBatch.random([300, 90], **WIDE)
@@ -118,11 +122,13 @@ def test_tokens_before_the_window_may_be_gone() -> None:
     check_prefill(batch, FAST, query_lens=[1, 1], sliding_window=70)
 
 
+@pytest.mark.slow
 def test_tables_larger_than_scalar_memory_are_divided() -> None:
     batch = PagedBatch.random([20, 0, 33], lanes=128, extra_width=100_000)
     check_decode(batch, FAST)
 
 
+@pytest.mark.slow
 def test_bfloat16_values_do_not_round_the_weights() -> None:
     """Only the result is rounded: half a unit in its last place."""
     batch = PagedBatch.random([700, 300], D=128, dtype=jnp.bfloat16)

@@ -71,6 +71,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_splits"), [*((name, 3) for name in VARIANTS), ("plain", 1), ("all", 1)]
 )
@@ -92,6 +93,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("C", "K", "G", "D"), SHAPES)
 def test_decode_any_shape(C, K, G, D) -> None:
     lengths = [0, 1, C - 1, C, C + 1, 40]
@@ -99,6 +101,7 @@ def test_decode_any_shape(C, K, G, D) -> None:
     check(batch, queries((len(lengths), K * G, D)), num_splits=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(("D", "lanes", "num_splits"), [(16, None, 1), (80, 128, 2)])
 def test_decode_quantised_pools(pool_dtype, D, lanes, num_splits) -> None:
@@ -117,11 +120,13 @@ def test_split_words_tells_every_byte(pool_dtype) -> None:
     np.testing.assert_array_equal(odd, expected[1::2])
 
 
+@pytest.mark.slow
 def test_decode_reads_the_first_lanes_of_padded_pools() -> None:
     batch = PagedBatch.random([30, 5], D=24, lanes=128)
     check(batch, queries((2, 4, 24)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "pool_dtype"),
     [
@@ -140,6 +145,7 @@ def test_decode_rounds_only_the_result(dtype, pool_dtype) -> None:
     check(batch, q, rtol=float(jnp.finfo(dtype).eps), num_splits=2)
 
 
+@pytest.mark.slow
 def test_decode_scales_may_be_too_small_for_float16() -> None:
     batch = PagedBatch.random([70, 130], dtype=jnp.int8)
     factor = np.float32(1e-3)
@@ -154,11 +160,13 @@ def test_decode_scales_may_be_too_small_for_float16() -> None:
     check(tiny, queries((2, 4, 16), np.float16), rtol=2**-10, atol=2**-25)
 
 
+@pytest.mark.slow
 def test_decode_float32_queries_over_narrower_pools() -> None:
     batch = PagedBatch.random([5, 70], dtype=jnp.bfloat16)
     check(batch, queries((2, 4, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [1, 5, 40])
 def test_decode_any_number_of_splits(num_splits) -> None:
     """More parts than a sequence has steps too: the parts without a token say so."""
@@ -167,6 +175,7 @@ def test_decode_any_number_of_splits(num_splits) -> None:
     check(batch, queries((4, 2, 16)), num_splits=num_splits, sinks=np.ones(2, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step_tokens", "C"), [(128, 8), (32, 64)])
 def test_decode_any_step(step_tokens, C) -> None:
     batch = PagedBatch.random([200, 31], C=C)
@@ -179,12 +188,14 @@ def test_decode_chooses_for_itself() -> None:
     check(batch, queries((2, 2, 16)), params=None, num_splits=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra_width", [0, 40])
 def test_decode_any_table_width(extra_width) -> None:
     batch = PagedBatch.random([17, 3, 40], extra_width=extra_width)
     check(batch, queries((3, 2, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [-1, 10**9])
 def test_decode_does_not_trust_entries_past_the_end(entry) -> None:
     batch = PagedBatch.random([17, 3])
@@ -192,6 +203,7 @@ def test_decode_does_not_trust_entries_past_the_end(entry) -> None:
     check(batch, queries((2, 2, 16)), num_splits=3)
 
 
+@pytest.mark.slow
 def test_decode_large_scores_do_not_overflow() -> None:
     batch = PagedBatch.random([40, 40])
     q = 1e4 * queries((2, 2, 16))
@@ -201,6 +213,7 @@ def test_decode_large_scores_do_not_overflow() -> None:
     assert np.isfinite(out).all()
 
 
+@pytest.mark.slow
 def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
     batch = PagedBatch.random([130, 0, 5, 64, 90])
     q = queries((5, 4, 16))
@@ -255,6 +268,7 @@ def test_decode_lowers_every_type(dtype, pool_dtype, is_plain) -> None:
     lower_case(Case("decode", dtype=dtype, pool_dtype=pool_dtype, **({} if is_plain else variants)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("C", "K", "G", "D"), [*SHAPES, (1, 1, 1, 8), (4, 1, 2, 96)])
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_decode_lowers_every_shape(C, K, G, D, num_splits) -> None:

@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_prefill_matches_float64(options) -> None:
     """Chunks alone, after context, of one token, shorter than a tile, longer, and none."""
@@ -61,17 +62,18 @@ def test_prefill_matches_float64(options) -> None:
     check(batch, queries((6, 53, 6, 16)), [0, 1, 40, 53, 0, 7], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("C", "K", "G", "D", "T"),
     [
         (8, 2, 3, 80, 11),
         (128, 1, 7, 16, 6),
-        pytest.param(1, 1, 1, 8, 3, marks=pytest.mark.slow),
-        pytest.param(12, 1, 4, 32, 20, marks=pytest.mark.slow),
-        pytest.param(16, 1, 12, 64, 5, marks=pytest.mark.slow),
-        pytest.param(32, 3, 5, 128, 13, marks=pytest.mark.slow),
-        pytest.param(64, 1, 8, 96, 9, marks=pytest.mark.slow),
-        pytest.param(16, 2, 2, 256, 6, marks=pytest.mark.slow),
+        (1, 1, 1, 8, 3),
+        (12, 1, 4, 32, 20),
+        (16, 1, 12, 64, 5),
+        (32, 3, 5, 128, 13),
+        (64, 1, 8, 96, 9),
+        (16, 2, 2, 256, 6),
     ],
 )
 def test_prefill_any_shape(C, K, G, D, T) -> None:
@@ -81,12 +83,14 @@ def test_prefill_any_shape(C, K, G, D, T) -> None:
     check(batch, queries((4, T, K * G, D)), [min(n, T) for n in lengths])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("D", "dtype"), [(64, np.float32), (80, jnp.int8)])
 def test_prefill_reads_only_the_first_lanes_of_a_padded_pool(D, dtype) -> None:
     batch = PagedBatch.random([70, 9], D=D, lanes=128, dtype=dtype)
     check(batch, queries((2, 9, 4, D)), [9, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [PrefillParams(128, 16, 8, 1), PrefillParams(16, 128, 4, 3)])
 def test_prefill_any_tile(params) -> None:
     batch = PagedBatch.random([150, 33])
@@ -95,21 +99,23 @@ def test_prefill_any_tile(params) -> None:
 
 # Weights are rounded to the type of the values, and the result to that of the queries: half a unit
 # in the last place of each.
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_prefill_half_precision(dtype) -> None:
     batch = PagedBatch.random([100, 33], dtype=dtype)
     check(batch, queries((2, 20, 6, 16), dtype), [20, 9], rtol=2**-8, atol=2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_dtype", "dtype"),
     [
         (np.float32, FLOAT8),
         (jnp.bfloat16, jnp.int8),
-        pytest.param(np.float32, jnp.int8, marks=pytest.mark.slow),
-        pytest.param(jnp.bfloat16, FLOAT8, marks=pytest.mark.slow),
-        pytest.param(jnp.float16, jnp.int8, marks=pytest.mark.slow),
-        pytest.param(jnp.float16, FLOAT8, marks=pytest.mark.slow),
+        (np.float32, jnp.int8),
+        (jnp.bfloat16, FLOAT8),
+        (jnp.float16, jnp.int8),
+        (jnp.float16, FLOAT8),
     ],
 )
 def test_prefill_quantised(q_dtype, dtype) -> None:
@@ -118,12 +124,14 @@ def test_prefill_quantised(q_dtype, dtype) -> None:
     check(batch, queries((3, 20, 6, 16), q_dtype), [20, 0, 9], **tolerance)
 
 
+@pytest.mark.slow
 def test_prefill_of_a_wider_pool_uses_its_precision() -> None:
     batch = PagedBatch.random([50], dtype=np.float32)
     q = queries((1, 8, 6, 16), jnp.bfloat16)
     check(batch, q, [8], rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_prefill_float16_queries_keep_small_quantised_values() -> None:
     """A weight times the scale of such values is no float16 number."""
     batch = PagedBatch.random([64], dtype=jnp.int8)
@@ -138,6 +146,7 @@ def test_prefill_float16_queries_keep_small_quantised_values() -> None:
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=2**-8, atol=2**-24)
 
 
+@pytest.mark.slow
 def test_prefill_does_not_read_before_the_window() -> None:
     """Blocks that no query of the chunk sees may have been given back."""
     window, length, T = 20, 200, 8
@@ -154,6 +163,7 @@ def test_prefill_does_not_read_before_the_window() -> None:
     np.testing.assert_allclose(lse, want[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_prefill_rows_do_not_see_each_other() -> None:
     """Bitwise: alone or in a batch, and in a chunk of any padding."""
     batch = PagedBatch.random([130, 5, 64])
