@@ -201,6 +201,56 @@ def test_paged_attention_quantised(backend, dtype, q_dtype) -> None:
     check_prefill(batch, q, [5, 6, 0, 3], backend, **tolerance)
 
 
+@pytest.mark.parametrize("num_sequences", [0, 2])
+@pytest.mark.parametrize("width", [0, 3])
+def test_paged_attention_of_nothing(backend, num_sequences, width) -> None:
+    """No sequences, no blocks in the tables, or no queries in the chunks."""
+    pool = np.ones((1, 4, 2, 8, lanes_for(backend, 16)), np.float32)
+    tables = np.zeros((num_sequences, width), np.int32)
+    lengths = np.zeros(num_sequences, np.int32)
+    sinks = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+    q = queries((num_sequences, 4, 16))
+    out, lse = paged_attention(
+        q, pool, pool, tables, lengths, sinks=sinks, return_lse=True, **backend
+    )
+    np.testing.assert_array_equal(out, np.zeros_like(q))
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks, q.shape[:2]))
+    for T in (0, 2):
+        q = queries((num_sequences, T, 4, 16))
+        out, lse = paged_prefill_attention(
+            q, pool, pool, tables, lengths, lengths, sinks=sinks, return_lse=True, **backend
+        )
+        np.testing.assert_array_equal(out, np.zeros_like(q))
+        np.testing.assert_array_equal(lse, np.full(q.shape[:3], -np.inf))
+
+
+def test_paged_attention_shows_nan_of_real_tokens(backend) -> None:
+    """What is wrong must not come out as a number, however the context is divided."""
+    batch = PagedBatch.random([300, 300], extra_width=500, lanes=lanes_for(backend, 16))
+    last = batch.block_tables[0, 36]
+    batch.pools.k[LAYER, last, :, 1] = np.nan
+    out, lse = batch.decode(queries((2, 4, 16)), **backend)
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+    assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+
+
+def test_paged_attention_sinks_in_half_precision() -> None:
+    """With every branch traced that the platforms may choose."""
+    batch = PagedBatch.random([9, 20])
+    q, sinks = queries((2, 6, 16)), SINKS.astype(jnp.bfloat16)
+    check_decode(batch, q, {}, sinks=sinks)
+    check_prefill(batch, q[:, None], [1, 1], {}, sinks=sinks)
+
+
+@pytest.mark.parametrize("name", ["xla", "triton", "mosaic_tpu"])
+def test_paged_attention_under_x64(name) -> None:
+    batch = PagedBatch.random([9, 20], lanes=lanes_for(BACKENDS[name], 16))
+    options = {} if name == "xla" else BACKENDS[name]
+    with jax.enable_x64(True):
+        check_decode(batch, queries((2, 6, 16)), options, **OPTIONS["all"])
+        check_prefill(batch, queries((2, 3, 6, 16)), [3, 2], options, **OPTIONS["all"])
+
+
 def test_paged_attention_is_the_same_twice(backend) -> None:
     batch = PagedBatch.random([300, 5, 90], lanes=lanes_for(backend, 16))
     q = queries((3, 4, 16))
@@ -332,7 +382,7 @@ BAD_CALLS = {
     "scale shape": ({"k_scale": SCALE[:, :3]}, "k_scale must have P"),
     "sinks": ({"sinks": np.zeros(3, np.float32)}, "sinks must have H"),
     "layer": ({"layer": 2}, r"layer must be in 0\.\.1, got 2"),
-    "window": ({"sliding_window": 0}, "sliding_window must be at least 1"),
+    "window": ({"sliding_window": 0}, "sliding_window must be an integer, at least 1"),
     "cap": ({"soft_cap": -1.0}, "soft_cap must be positive"),
     "scale": ({"scale": float("nan")}, "scale must be finite"),
     "backend": (
@@ -340,6 +390,10 @@ BAD_CALLS = {
         "backend must be None or one of 'mosaic_tpu', 'reference', 'triton', 'xla', got 'cuda'",
     ),
     "interpret": ({"interpret": True}, "interpret needs a backend"),
+    "interpret xla": ({"interpret": True, "backend": "xla"}, "interpret needs a backend"),
+    "layer type": ({"layer": np.int64(7)}, r"layer must be in 0\.\.1, got 7"),
+    "layer rank": ({"layer": np.zeros(1, np.int32)}, "layer must be one integer"),
+    "window type": ({"sliding_window": 4.0}, "sliding_window must be an integer"),
 }
 
 

@@ -16,6 +16,8 @@ from paged_jax.kernels.triton import decode, refusal, tiles
 from paged_jax.kernels.triton.decode import choose_num_splits
 from paged_jax.kernels.tuning import DecodeParams
 
+INTERPRET = jax.default_backend() != "gpu"
+
 # Small steps, so that short sequences take several; C of 8 and of 128 are on either side of them.
 SMALL_STEPS = DecodeParams(step_tokens=16, num_warps=4, num_stages=3)
 
@@ -29,7 +31,7 @@ def run(
     num_splits: int | None = None,
     **options,
 ) -> tuple[np.ndarray, np.ndarray]:
-    options = Options(**({"scale": q.shape[-1] ** -0.5, "interpret": True} | options))
+    options = Options(**({"scale": q.shape[-1] ** -0.5, "interpret": INTERPRET} | options))
     out, lse = decode(
         q, batch.pools, batch.block_tables, batch.lengths, sinks, LAYER, options,
         params=params, num_splits=num_splits,
@@ -230,7 +232,7 @@ def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
 def test_decode_layer_may_be_traced() -> None:
     batch = PagedBatch.random([9, 20])
     q = queries((2, 2, 16))
-    attend = functools.partial(decode, options=Options(scale=0.25, interpret=True))
+    attend = functools.partial(decode, options=Options(scale=0.25, interpret=INTERPRET))
     out, _ = jax.jit(lambda layer: attend(
         q, batch.pools, batch.block_tables, batch.lengths, None, layer
     ))(jnp.int32(LAYER))  # fmt: skip

@@ -25,7 +25,11 @@ SINKS = np.array([0.3, -1.0, 2.5, -np.inf, 4.0, -3.0], np.float32)
 
 def attend(batch: PagedBatch, q, query_lens, *, params=SMALL, sinks=None, **options):
     """Run the kernel in the interpreter: ``(out, lse)``."""
-    static: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "interpret": True, **options}
+    static: dict[str, Any] = {
+        "scale": q.shape[-1] ** -0.5,
+        "interpret": jax.default_backend() != "gpu",
+        **options,
+    }
     pools = jax.tree.map(jnp.asarray, batch.pools)
     out, lse = prefill(
         q, pools, batch.block_tables, batch.lengths, np.asarray(query_lens, np.int32), sinks,

@@ -45,7 +45,7 @@ def paged_attention(
 ) -> Any:
     """Attend with one query token per sequence over its blocks (decode).
 
-    Differentiable in `q`, `sinks` and floating-point pools.
+    Differentiable in `q`, `sinks` and floating-point pools, once and in reverse (`jax.grad`).
 
     Args:
       q: ``[B, H, D]`` floating point, the query of the last token of each sequence.
@@ -55,8 +55,8 @@ def paged_attention(
       v_pool: the values, as the keys.
       block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the
         length may hold anything.
-      context_lens: integer ``[B]``, tokens in each sequence, the last included. Where it is 0 the
-        output is 0.
+      context_lens: integer ``[B]``, tokens in each sequence, the last included, at most M * C.
+        Where it is 0 the output is 0. The entries that hold the tokens must be blocks.
       layer: which layer of the pools to read; a Python int or a traced scalar.
       scale: of the scores, ``D ** -0.5`` if None.
       sliding_window: attend to this many last tokens only, the query's own included.
@@ -128,8 +128,8 @@ def paged_prefill_attention(
 
     The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
     ``context_lens[b] - query_lens[b] + i`` and sees the tokens up to itself. Chunks of different
-    lengths share a batch, padded to ``T`` rows; the padding is not computed. Differentiable in
-    `q`, `sinks` and floating-point pools, and through them in the keys and values of the chunk.
+    lengths share a batch, padded to ``T`` rows; the padding is not computed. Differentiable as
+    `paged_attention`, through the pools in the keys and values of the chunk too.
 
     Args:
       q: ``[B, T, H, D]`` floating point.
@@ -185,8 +185,10 @@ def _attend(
     backend: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of either op, choose the backend and run it."""
-    (q, *integers), pools, sinks = jax.tree.map(jnp.asarray, (arrays, pools, sinks))
-    named = dict(zip(letters, (q, *integers), strict=True))
+    named = {name: jnp.asarray(x) for name, x in zip(letters, arrays, strict=True)}
+    pools = jax.tree.map(jnp.asarray, pools)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    q = named["q"]
     shapes = {name: (array, letters[name]) for name, array in named.items()}
     shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0)
     if sinks is not None:
@@ -201,7 +203,7 @@ def _attend(
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
     check_pools(function, pools, layer)
-    options = replace(options, scale=sizes["D"] ** -0.5 if scale is None else scale)
+    options = replace(options, scale=sizes["D"] ** -0.5 if scale is None else float(scale))
     _check_options(function, options)
     del named["q"]
     integers = as_int32(function, **named)
@@ -216,17 +218,32 @@ def _attend(
         lanes=pools.k.shape[-1],
     )
     run = Dispatch(function, problem, backend)
+    if q.size == 0 or sizes["M"] == 0:
+        return _attend_to_nothing(op, q, sinks)
     arguments = q, pools, *integers, sinks, layer, options
     if backend == "reference":  # JAX differentiates it by itself, to any order and either way
         return run(*arguments)
     return differentiable(run, *arguments)
 
 
+def _attend_to_nothing(
+    op: str, q: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What there is to say without queries, or with tables without blocks."""
+    lse = jnp.full(q.shape[:-1], -jnp.inf)
+    if op == "decode" and sinks is not None:
+        lse = jnp.broadcast_to(sinks.astype(lse.dtype)[None], lse.shape)
+    return jnp.zeros_like(q), lse
+
+
 def _check_options(function: str, options: Options) -> None:
     scale, window, soft_cap = options.scale, options.sliding_window, options.soft_cap
     if not math.isfinite(scale):
         raise ValueError(f"{function}: scale must be finite, got {scale}.")
-    if window is not None and window < 1:
-        raise ValueError(f"{function}: sliding_window must be at least 1 or None, got {window}.")
+    if window is not None and not (isinstance(window, int) and 1 <= window < 2**31):
+        raise ValueError(
+            f"{function}: sliding_window must be an integer, at least 1 and below 2**31, or None, "
+            f"got {window}."
+        )
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")

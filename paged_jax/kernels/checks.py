@@ -4,11 +4,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paged_jax.kernels.interface import Pools, is_quantised
 
 # TPUs move 128 lanes at a time, so pools for them are padded to a multiple of that.
 LANES = 128
+
+
+def in_whole_lanes(head_dim: int) -> int:
+    """The head dimension rounded up to whole registers of a TPU."""
+    return -(-head_dim // LANES) * LANES
 
 
 def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
@@ -56,8 +62,10 @@ def check_pools(function: str, pools: Pools, layer: Any) -> None:
         if scale is not None and scale.dtype != jnp.float32:
             raise ValueError(f"{function}: {name} must be float32, got {scale.dtype}.")
     L = pools.k.shape[0]
-    if isinstance(layer, int) and not 0 <= layer < L:
+    if isinstance(layer, (int, np.integer)) and not 0 <= layer < L:
         raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
+    if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise ValueError(f"{function}: layer must be one integer, got {layer}.")
 
 
 def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
@@ -73,6 +81,6 @@ def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _without_padding(pool: jax.Array, head_dim: int) -> Any:
-    if pool.ndim == 5 and pool.shape[-1] == -(-head_dim // LANES) * LANES:
+    if pool.ndim == 5 and pool.shape[-1] == in_whole_lanes(head_dim):
         return jax.ShapeDtypeStruct((*pool.shape[:-1], head_dim), pool.dtype)
     return pool

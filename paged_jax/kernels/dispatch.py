@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from paged_jax.kernels import mosaic_tpu, reference, scatter, triton, xla
-from paged_jax.kernels.checks import LANES
+from paged_jax.kernels.checks import in_whole_lanes
 from paged_jax.kernels.interface import Problem
 
 _logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def padded_head_dim(head_dim: int, platform: str) -> int:
       >>> padded_head_dim(64, "cuda"), padded_head_dim(64, "tpu")
       (64, 128)
     """
-    return -(-head_dim // LANES) * LANES if platform == "tpu" else head_dim
+    return in_whole_lanes(head_dim) if platform == "tpu" else head_dim
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class Dispatch:
 
     def __post_init__(self) -> None:
         op, options = self.problem.op, self.problem.options
+        if options.interpret and self.backend in (None, "xla", "reference"):
+            raise ValueError(
+                f"{self.function}: interpret needs a backend that is written in Pallas, got "
+                f"backend={self.backend!r}. Pass backend='triton' or 'mosaic_tpu'."
+            )
         if self.backend is None:
-            if options.interpret:
-                raise ValueError(
-                    f"{self.function}: interpret needs a backend that is written in Pallas, got "
-                    "backend=None. Pass backend='triton' or 'mosaic_tpu'."
-                )
             return
         if self.backend not in backends_of(op):
             names = ", ".join(map(repr, backends_of(op)))

@@ -8,8 +8,10 @@
 
 A call gets the entry of its own shape, else the nearest one of the same device, head dimension and
 types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
-memory and registers for on a Hopper GPU (float32 queries of 256 lanes over quantised pools aside,
-whose prefill spills).
+memory and registers for on a Hopper GPU, in the types and shapes of common models. Unusual ones
+spill registers and are slower for it: float32 queries of 256 lanes over narrower pools, groups of
+more than 32 heads. GPUs with less shared memory, 99 KB where Hopper has 227, want an entry of their
+own for heads of 256 lanes.
 """
 
 import contextlib
@@ -27,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paged_jax.kernels.interface import is_quantised
+
 
 class Device(NamedTuple):
     """The GPU that kernels are shaped for.
@@ -34,10 +38,12 @@ class Device(NamedTuple):
     Attributes:
       kind: as `jax.Device.device_kind` spells it, "" where it is not known.
       num_cores: its multiprocessors.
+      compute_capability: as ``(9, 0)``.
     """
 
     kind: str
     num_cores: int
+    compute_capability: tuple[int, int] = (9, 0)
 
 
 class DecodeParams(NamedTuple):
@@ -143,13 +149,15 @@ def _first_gpu() -> Device:
     # can come of it: on a host with TPUs, or before `jax.distributed.initialize`.
     platforms = jax.config.jax_platforms or "cuda"  # pyright: ignore[reportAttributeAccessIssue]
     plugins = importlib.metadata.entry_points(group="jax_plugins")
-    if not ("cuda" in platforms and any("cuda" in plugin.name for plugin in plugins)):
+    is_wanted = not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
+    if not (is_wanted and any("cuda" in plugin.name for plugin in plugins)):
         return DEFAULT
     try:
         gpu = jax.local_devices(backend="cuda")[0]
     except RuntimeError:  # the plugin is installed, but has no GPU or is not to be used
         return DEFAULT
-    return Device(gpu.device_kind, gpu.core_count)
+    major, minor = gpu.compute_capability.split(".")
+    return Device(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
 
 
 def decode_params(
@@ -204,17 +212,20 @@ def _lanes(shape: Shape) -> int:
 
 
 def token_bytes(shape: Shape) -> int:
-    """Bytes of K and V of a token in the type that they are multiplied in.
+    """Bytes of K and V of a token in the type that they are multiplied in."""
+    return 2 * _lanes(shape) * _product_dtype(shape).itemsize
 
-    That of the queries where the pool is quantised, else the wider of the two.
-    """
-    sizes = [jnp.dtype(dtype).itemsize for dtype in (shape.q_dtype, shape.pool_dtype)]
-    return 2 * _lanes(shape) * max(sizes)
+
+def _product_dtype(shape: Shape) -> Any:
+    """That of the queries where the pool is quantised, else the wider of the two."""
+    if is_quantised(shape.pool_dtype):
+        return jnp.dtype(shape.q_dtype)
+    return jnp.promote_types(shape.q_dtype, shape.pool_dtype)
 
 
 def _is_exact(shape: Shape) -> bool:
     """Whether products are in float32, which the tensor cores do not compute."""
-    return "float32" in (shape.q_dtype, shape.pool_dtype)
+    return _product_dtype(shape) == jnp.float32
 
 
 # Bytes of K and V in a loop step: three stages of two programs fit the 227 KB of shared memory of

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from paged_jax.kernels.checks import LANES, in_whole_lanes
 from paged_jax.kernels.interface import Options, Pools, Problem
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
-from paged_jax.kernels.mosaic_tpu.tiling import LANES, VMEM_BYTES, Tiling, choose_tiling
+from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
 
 # Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
@@ -24,7 +25,7 @@ def refusal(problem: Problem) -> str | None:
     if lanes % LANES:
         return (
             f"XLA would copy pools with a last axis of {lanes} at every call; create the cache "
-            f"with lanes padded to {pl.cdiv(lanes, LANES) * LANES}, a multiple of {LANES}"
+            f"with lanes padded to {in_whole_lanes(lanes)}, a multiple of {LANES}"
         )
     if C < 8 or C & (C - 1):
         return f"block_size must be a power of two from 8, got {C}"
@@ -76,7 +77,7 @@ def prefill(
     rows = q, block_tables, context_lens, query_lens
     attend = functools.partial(_attend, pools, sinks, layer, options)
     B, M = block_tables.shape
-    step = MAX_TABLE_ENTRIES // max(M, 1)
+    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # a row has its two lengths there too
     if B <= step:
         return attend(*rows)
     parts = [attend(*(x[b : b + step] for x in rows)) for b in range(0, B, step)]

@@ -5,8 +5,8 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-# Elements in the last axis of a vector register.
-LANES = 128
+from paged_jax.kernels.checks import LANES
+
 # The smallest VMEM of the chips from v5e to 7x is 64 MiB; the compiler uses 16 MiB unless told.
 VMEM_BYTES = 48 << 20
 

@@ -192,11 +192,12 @@ def _attend_kernel(
     head, split, sequence = (pl.program_id(axis) for axis in range(3))
     H, D = q_ref.shape[1:]
     G = H // pools.k.shape[2]
-    length = lens_ref[sequence]
+    # Bounded by the table: an address past an array is no error on a GPU.
+    length = jnp.minimum(lens_ref[sequence], tables_ref.shape[1] * pools.k.shape[3])
     window = options.sliding_window
     first = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
-    num_steps = lax.div(length - first + step_tokens - 1, step_tokens)
-    begin, end = (lax.div(num_steps * cut, num_splits) for cut in (split, split + 1))
+    num_steps = tiles.divide(length - first + step_tokens - 1, step_tokens)
+    begin, end = (tiles.divide(num_steps * cut, num_splits) for cut in (split, split + 1))
     part = _Part(
         pools, pool_dtype, D, tables_ref, sequence, head, layer_ref[0], first, length, begin, end
     )
@@ -221,7 +222,7 @@ def _attend_kernel(
 
     place = () if num_splits == 1 else (split,)
     # The merge does not read the out of a part that has no lse.
-    is_written = is_row if num_splits == 1 else is_row & (lse > -jnp.inf)
+    is_written = is_row if num_splits == 1 else is_row & (lse != -jnp.inf)
     for lane, array in zip(lanes, out, strict=True):
         plgpu.store(
             out_ref.at[sequence, heads[:, None], *place, lane[None]],
@@ -312,7 +313,7 @@ def _merge_kernel(partial_out_ref: Any, partial_lse_ref: Any, out_ref: Any, lse_
     lse = plgpu.load(
         partial_lse_ref.at[sequence, head, splits], mask=splits < num_splits, other=-jnp.inf
     )
-    is_part = lse > -jnp.inf
+    is_part = lse != -jnp.inf  # a NaN is a result too
     partial = plgpu.load(
         partial_out_ref.at[sequence, head, splits[:, None], lanes[None]],
         mask=is_part[:, None] & (lanes < D)[None],

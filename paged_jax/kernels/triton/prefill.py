@@ -151,12 +151,15 @@ def _attend_kernel(
     T, H, D = q_ref.shape[1:]
     G = H // pools.k.shape[2]
     head, sequence = pl.program_id(0), pl.program_id(2)
-    query_len = query_lens_ref[sequence]
+    # Lengths are bounded by what holds them: an address past an array is no error on a GPU.
+    capacity = tables_ref.shape[1] * pools.k.shape[3]
+    context_len = jnp.minimum(context_lens_ref[sequence], capacity)
+    query_len = jnp.minimum(query_lens_ref[sequence], jnp.minimum(context_len, T))
     num_rows = query_len * G
     first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * query_rows
 
     rows = first_row + jnp.arange(query_rows, dtype=jnp.int32)
-    tokens, heads = lax.div(rows, G), head * G + lax.rem(rows, G)
+    tokens, heads = tiles.divide(rows, G), head * G + tiles.remainder(rows, G)
     lanes = jnp.arange(_num_lanes(D, pool_dtype), dtype=jnp.int32)
     place = (sequence, tokens[:, None], heads[:, None], lanes[None])
     is_query, is_lane = tokens < query_len, (lanes < D)[None]
@@ -178,14 +181,14 @@ def _attend_kernel(
         sinks = None
         if sinks_ref is not None:
             sinks = plgpu.load(sinks_ref.at[heads], mask=is_query, other=-jnp.inf)
-        chunk_start = context_lens_ref[sequence] - query_len
+        chunk_start = context_len - query_len
         last_row = jnp.minimum(first_row + query_rows, num_rows) - 1
         softmax = _fold_keys(
             tiles.start_softmax(query_rows, lanes.size, sinks),
             q,
             chunk_start + tokens,
-            chunk_start + lax.div(first_row, G),
-            chunk_start + lax.div(last_row, G),
+            chunk_start + tiles.divide(first_row, G),
+            chunk_start + tiles.divide(last_row, G),
             _Keys(pools, pool_dtype, tables_ref, sequence, layer_ref[0], head, D),
             options,
             step_tokens,
@@ -259,10 +262,10 @@ def _cut_into_runs(
       first, last: positions of the tile's first and last query.
     """
     begin = full_begin = jnp.int32(0)
-    full_end, end = lax.div(first + 1, step_tokens), lax.div(last, step_tokens) + 1
+    full_end, end = tiles.divide(first + 1, step_tokens), tiles.divide(last, step_tokens) + 1
     if window is not None:
-        begin = lax.div(jnp.maximum(first - window + 1, 0), step_tokens)
-        full_begin = lax.div(jnp.maximum(last - window, -1) + step_tokens, step_tokens)
+        begin = tiles.divide(jnp.maximum(first - window + 1, 0), step_tokens)
+        full_begin = tiles.divide(jnp.maximum(last - window, -1) + step_tokens, step_tokens)
     is_worth_it = full_end - full_begin >= _FEWEST_UNMASKED
     full_begin, full_end = (jnp.where(is_worth_it, x, begin) for x in (full_begin, full_end))
     runs = [_Run(full_begin, full_end, False), _Run(full_end, end, True)]

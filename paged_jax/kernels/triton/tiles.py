@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from paged_jax.kernels import tuning
 from paged_jax.kernels.interface import QUANTISED, Options, Problem, is_quantised
 
 # A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
@@ -63,6 +64,8 @@ def refusal(problem: Problem) -> str | None:
         return f"its pools are {', '.join(_FLOATING)}, int8 or float8_e4m3fn, not {pool_dtype}"
     if problem["D"] > _MOST_LANES:
         return f"its head dimension is {_MOST_LANES} at most, not {problem['D']}"
+    if pool_dtype == jnp.float8_e4m3fn and tuning.device().compute_capability < (8, 9):
+        return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     if pool_dtype in QUANTISED and (problem["D"] % 2 or problem.lanes % 2):
         return f"it reads bytes in pairs, and the head dimension is odd, {problem['D']}"
     return None
@@ -135,9 +138,7 @@ def load_block_ids(
       i32 ``[N]``. Load them one step ahead and carry them through the loop: a table read in the
       same step as the pool keeps Triton from pipelining the pool's loads more than two deep.
     """
-    return plgpu.load(
-        tables_ref.at[sequence, _divide(positions, block_size)], mask=is_read, other=0
-    )
+    return plgpu.load(tables_ref.at[sequence, divide(positions, block_size)], mask=is_read, other=0)
 
 
 def load_heads(
@@ -162,7 +163,7 @@ def load_heads(
       ``[N, lanes]`` in the pool's type; lanes from D on are 0.
     """
     lanes = jnp.arange(num_lanes(head_dim), dtype=jnp.int32)[None]
-    offsets = _remainder(positions, pool_ref.shape[3])
+    offsets = remainder(positions, pool_ref.shape[3])
     mask = is_read[:, None]
     if lanes.size != head_dim:
         mask = mask & (lanes < head_dim)
@@ -184,7 +185,7 @@ def load_scales(
     """Gather the scales of some tokens: f32 ``[N]`` from ``[L, P, K, C]``, or None from None."""
     if scale_ref is None:
         return None
-    offsets = _remainder(positions, scale_ref.shape[3])
+    offsets = remainder(positions, scale_ref.shape[3])
     return plgpu.load(scale_ref.at[layer, block_ids, head, offsets], mask=is_read, other=0.0)
 
 
@@ -219,12 +220,13 @@ def start_softmax(rows: int, lanes: Any, sinks: jax.Array | None = None) -> Soft
 
     Args:
       rows, lanes: numbers of them; a tuple of numbers of lanes where values are a tuple.
-      sinks: None, or f32 ``[rows]``, natural logits that count in the total and have no value;
+      sinks: None, or ``[rows]``, natural logits that count in the total and have no value;
         -inf for none.
     """
     out = jax.tree.map(lambda n: jnp.zeros((rows, n), jnp.float32), lanes)
     if sinks is None:
         return Softmax(jnp.full(rows, _LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out)
+    sinks = sinks.astype(jnp.float32)
     peak = jnp.maximum(sinks * math.log2(math.e), _LOWEST)
     return Softmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out)
 
@@ -287,14 +289,18 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _divide(x: jax.Array, divisor: int) -> jax.Array:
-    # Positions are not negative, which the compiler cannot know: `//` would test their signs.
+def divide(x: jax.Array, divisor: int) -> jax.Array:
+    """``x // divisor`` of i32 numbers that are not negative; `//` would test their signs.
+
+    The divisor is made an i32: as a Python integer it would be 64 bits wide under jax_enable_x64.
+    """
     if divisor & (divisor - 1):
-        return lax.div(x, divisor)
-    return lax.shift_right_logical(x, divisor.bit_length() - 1)
+        return lax.div(x, jnp.full_like(x, divisor))
+    return lax.shift_right_logical(x, jnp.full_like(x, divisor.bit_length() - 1))
 
 
-def _remainder(x: jax.Array, divisor: int) -> jax.Array:
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """``x % divisor`` of i32 numbers that are not negative, as `divide`."""
     if divisor & (divisor - 1):
-        return lax.rem(x, divisor)
+        return lax.rem(x, jnp.full_like(x, divisor))
     return x & (divisor - 1)

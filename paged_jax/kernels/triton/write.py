@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels import scatter
+from paged_jax.kernels import scatter, tuning
 from paged_jax.kernels.interface import QUANTISED, Options, Pools, Problem
 
 # Numbers of K, and as many of V, in a program: 16 rows of 128. A decode step of 128 sequences with
@@ -58,6 +58,8 @@ def refusal(problem: Problem) -> str | None:
         return f"its pools are {', '.join(_FLOATING)}, int8 or float8_e4m3fn, not {pool_dtype}"
     if pool_dtype in QUANTISED and (problem["D"] % 2 or problem.lanes % 2):
         return f"it writes bytes in pairs, and the head dimension is odd, {problem['D']}"
+    if pool_dtype == jnp.float8_e4m3fn and tuning.device().compute_capability < (8, 9):
+        return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     block_bytes = problem["K"] * problem["C"] * problem.lanes * pool_dtype.itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
         return f"it copies words of 4 bytes, and a block has {block_bytes} bytes"
