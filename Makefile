@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Tests are run by as many processes as there are cores; a few, since each of them holds about 2 GB.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+
 # The compilers for GPU and TPU live apart: beside them plain `import jax` looks for the devices.
 AOT_VENV ?= .venv-aot
 # Which jax they come with, such as jax==0.10.2, and the tests that run beside them.
 AOT_JAX ?= jax
-AOT_TESTS ?= tests/test_lowering.py tests/test_aot_gpu.py tests/test_aot_tpu.py
+AOT_TESTS ?= tests/test_aot_gpu.py tests/test_aot_tpu.py
 
 .PHONY: demo test quick lint aot bench clean
 
@@ -15,10 +18,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -190,6 +190,7 @@ def test_decode_gradients_match_dense_float64(options, has_sinks) -> None:
     assert_close(actual, [q_bar[:, 0], *rest])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("C", "K", "G", "D", "lanes"),
     [(1, 1, 1, 8, 8), (8, 2, 3, 80, 128), (16, 1, 7, 96, 128), (128, 2, 1, 32, 128)],
@@ -217,6 +218,7 @@ def test_gradients_any_batch(num_sequences) -> None:
     assert_close(prefill_gradients(batch, *arguments), expected_gradients(batch, *arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [Options(0.4), Options(0.7, 3, 1.5)], ids=["plain", "all"])
 def test_gradients_match_finite_differences(options) -> None:
     with jax.enable_x64(True):
@@ -279,6 +281,7 @@ def test_gradients_of_sequences_do_not_meet() -> None:
         assert_close([x[:, blocks] for x in actual], [x[:, blocks] for x in expected])
 
 
+@pytest.mark.slow
 def test_gradients_of_bfloat16_are_rounded_once() -> None:
     batch = lay_out([200, 12, 30])
     shape = (3, 12, 4, 8)

@@ -99,6 +99,7 @@ def test_prefill_and_decode_match_the_plain_forward(variant, scan_layers) -> Non
     assert cache.lengths.tolist() == [0, 0, 21]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize(
     ("changes", "atol"),

@@ -74,6 +74,7 @@ def exported(data: Path, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_main_killed_and_run_again_gives_the_same_files(data, exported, tmp_path, capsys):
     arguments = _arguments(data, tmp_path)
     process = subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 from kernel_cases import Case, lower
 from paged_batch import LAYER, PagedBatch, queries
 
+from paged_jax.kernels import tuning
 from paged_jax.kernels.interface import Options, Problem
 from paged_jax.kernels.triton import decode, refusal, tiles
 from paged_jax.kernels.triton.decode import choose_num_splits
@@ -312,6 +313,13 @@ def problem(**changes) -> Problem:
 )
 def test_refusal_says_why(changes, reason) -> None:
     assert re.search(reason, refusal(problem(**changes)) or "")
+
+
+def test_refusal_of_fp8_depends_on_the_gpu() -> None:
+    fp8 = problem(pool_dtype=jnp.float8_e4m3fn)
+    with tuning.assume(tuning.Device("NVIDIA A100", 108, (8, 0))):
+        assert "compute capability 8.9" in (refusal(fp8) or "")
+        assert refusal(problem()) is None
 
 
 def test_refusal_is_none_for_what_works() -> None:

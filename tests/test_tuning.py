@@ -109,7 +109,7 @@ def test_device_is_a_default_without_a_gpu() -> None:
 
 
 class Gpu:
-    device_kind, core_count = "NVIDIA A100", 108
+    device_kind, core_count, compute_capability = "NVIDIA A100", 108, "8.0"
 
 
 class Plugin:
@@ -134,11 +134,12 @@ def test_device_asks_jax_only_where_a_gpu_can_be(
     assert tuning._first_gpu.__wrapped__() == tuning.DEFAULT
 
 
-def test_device_is_the_first_gpu(monkeypatch, set_platforms) -> None:
-    set_platforms("cuda,cpu")
+@pytest.mark.parametrize("platforms", ["cuda,cpu", "gpu"])
+def test_device_is_the_first_gpu(monkeypatch, set_platforms, platforms) -> None:
+    set_platforms(platforms)
     monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: [Plugin])
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu])
-    assert tuning._first_gpu.__wrapped__() == Device("NVIDIA A100", 108)
+    assert tuning._first_gpu.__wrapped__() == Device("NVIDIA A100", 108, (8, 0))
 
     def no_gpu(backend):
         raise RuntimeError("Unknown backend cuda")
