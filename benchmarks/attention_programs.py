@@ -125,6 +125,11 @@ def our_call(inputs: Inputs, backend: str | None = None) -> JaxCall:
     return JaxCall(op, inputs)
 
 
+def expected_result(inputs: Inputs) -> jax.Array:
+    """What any kernel must give for layer 0: the result of the XLA backend."""
+    return jax.jit(our_call(inputs, backend="xla").op)(inputs.q, 0, inputs)
+
+
 def prepare_all(
     calls: Mapping[_Key, JaxCall | TorchCall], case: Case, q: jax.Array, plan: Plan
 ) -> tuple[dict[_Key, Prepared], dict[_Key, str]]:

@@ -36,6 +36,7 @@ from attention_programs import (
     JaxCall,
     Prepared,
     TorchCall,
+    expected_result,
     our_call,
     plan_calls,
     prepare_all,
@@ -66,7 +67,7 @@ def measure(
     prepared, failures = prepare_all(calls, case, inputs.q, plan_calls(case, rates, turn_seconds))
     if (OURS, "") in failures:
         raise RuntimeError(failures[OURS, ""])
-    failures |= _drop_different(prepared)
+    failures |= _drop_different(prepared, expected_result(inputs))
     left_out |= {name: why for (name, _), why in failures.items()}
 
     settings = _fastest_settings(prepared)
@@ -89,14 +90,21 @@ def measure(
     }
 
 
-def _drop_different(prepared: dict[tuple[str, str], Prepared]) -> dict[tuple[str, str], str]:
-    """Drop the kernels whose result is not ours, and say by how much."""
-    ours = prepared[OURS, ""].once()
-    errors = {key: relative_error(ready.once(), ours) for key, ready in prepared.items()}
+def _drop_different(
+    prepared: dict[tuple[str, str], Prepared], expected: jax.Array
+) -> dict[tuple[str, str], str]:
+    """Drop the kernels whose result is another, and say by how much.
+
+    Raises:
+      RuntimeError: ours is among them.
+    """
+    errors = {key: relative_error(ready.once(), expected) for key, ready in prepared.items()}
     different = {key: error for key, error in errors.items() if not error <= TOLERANCE}
+    if (OURS, "") in different:
+        raise RuntimeError(f"our result is wrong by {different[OURS, '']:.3g}")
     for key in different:
         del prepared[key]
-    return {key: f"differs from ours by {error:.3g}" for key, error in different.items()}
+    return {key: f"differs from what it must be by {error:.3g}" for key, error in different.items()}
 
 
 def _fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:

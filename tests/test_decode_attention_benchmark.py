@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attention_cases import Case, Heads, make_inputs
-from attention_programs import our_call
+from attention_programs import expected_result, our_call
 from device_time import Program, Rates, chained, take_turns
 
 RATES = Rates(memory=1000.0, matmul=1.0)
@@ -156,7 +156,14 @@ def test_measure_drops_kernels_with_other_results(tiny, monkeypatch) -> None:
     record = measure(Case(tiny, 2, 24, 8, "float32"))
     assert list(record["us"]) == ["paged_jax"]
     assert record["left_out"]["fails"] == "no such thing"
-    assert record["left_out"]["wrong"].startswith("differs from ours by")
+    assert record["left_out"]["wrong"].startswith("differs from what it must be by")
+
+
+def test_measure_refuses_a_wrong_result_of_ours(tiny, monkeypatch) -> None:
+    expected = expected_result
+    monkeypatch.setattr(decode_attention, "expected_result", lambda inputs: 2 * expected(inputs))
+    with pytest.raises(RuntimeError, match="our result is wrong by 0.5"):
+        measure(Case(tiny, 2, 24, 8, "float32"))
 
 
 @pytest.mark.slow
