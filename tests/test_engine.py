@@ -73,7 +73,7 @@ def tokens_of(outputs) -> list[list[list[int]]]:
         pytest.param(1, 4, marks=pytest.mark.slow),
         (4, 4),
         pytest.param(8, 4, marks=pytest.mark.slow),
-        (16, 1),
+        pytest.param(16, 1, marks=pytest.mark.slow),
         pytest.param(32, 4, marks=pytest.mark.slow),
     ],
 )

@@ -256,7 +256,9 @@ def test_stories_logits_of_the_plain_forward(data_dir) -> None:
         np.testing.assert_allclose(logits[start - 1 :], reference[f"step_logits_{i}"], atol=1e-4)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "block_size", [pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 8, 32)] + [16]
+)
 def test_stories_logits_through_the_paged_path(data_dir, block_size) -> None:
     """Four prompts in one batch, decoded with transformers' tokens, logits within 1e-4."""
     model, items, reference = stories(data_dir)
