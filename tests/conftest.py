@@ -14,6 +14,20 @@ collect_ignore = ["aot_gpu.py", "aot_tpu.py"]
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+# Linux lets a process have 65,530 memory maps (vm.max_map_count), a compiled program takes several,
+# and XLA crashes when it gets no more.
+_MAX_MAPS = 30_000
+_MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+    """Forget compiled programs before they are too many for one process."""
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Folder of real models, configs and texts, which are not part of the project."""
