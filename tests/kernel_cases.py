@@ -82,15 +82,8 @@ class Case:
         )
         sizes = {letter: getattr(self, letter) for letter in "BTKGCDMLP"}
         sizes |= {"H": self.K * self.G, "N": self.num_tokens}
-        problem = Problem(
-            op=self.op,
-            sizes=tuple(sizes.items()),
-            q_dtype=jnp.dtype(self.dtype),
-            pool_dtype=jnp.dtype(self.pool_dtype or self.dtype),
-            has_sinks=self.has_sinks,
-            lanes=self.lanes or self.D,
-            options=options,
-        )
+        pools = self._pools(None)
+        problem = Problem.of(self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks)
         run = Dispatch(self.op, problem, self.backend)
 
         # Named for what it is in the compiled program.

@@ -208,15 +208,7 @@ def _attend(
     del named["q"]
     integers = as_int32(function, **named)
 
-    problem = Problem(
-        op=op,
-        sizes=tuple(sizes.items()),
-        q_dtype=q.dtype,
-        pool_dtype=pools.k.dtype,
-        has_sinks=sinks is not None,
-        options=options,
-        lanes=pools.k.shape[-1],
-    )
+    problem = Problem.of(op, sizes, q.dtype, pools, options, has_sinks=sinks is not None)
     run = Dispatch(function, problem, backend)
     if q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(op, q, sinks)

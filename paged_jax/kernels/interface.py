@@ -11,6 +11,7 @@ and ``refusal(problem)``, which says in a sentence why the backend cannot do wha
 returns None. Arguments have been checked before a backend sees them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,6 +78,28 @@ class Problem:
     options: Options
     lanes: int  # last axis of the pools: D, or D padded to a multiple of 128
 
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        sizes: Mapping[str, int],
+        dtype: DTypeLike,
+        pools: Pools,
+        options: Options,
+        *,
+        has_sinks: bool = False,
+    ) -> "Problem":
+        """A call over some pools, with queries, or new keys and values, of `dtype`."""
+        return cls(
+            op=op,
+            sizes=tuple(sizes.items()),
+            q_dtype=jnp.dtype(dtype),
+            pool_dtype=pools.k.dtype,
+            has_sinks=has_sinks,
+            options=options,
+            lanes=pools.k.shape[-1],
+        )
+
     def __getitem__(self, letter: str) -> int:
         return dict(self.sizes)[letter]
 
@@ -84,6 +107,17 @@ class Problem:
 def is_quantised(dtype: DTypeLike) -> bool:
     """Whether a pool of this type needs scales."""
     return jnp.dtype(dtype) in QUANTISED
+
+
+def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
+    """The type in which queries meet keys.
+
+    That of the queries where the pool is quantised (int8 and e4m3 are exact in bf16 and f16),
+    else the wider of the two.
+    """
+    if is_quantised(pool_dtype):
+        return jnp.dtype(q_dtype)
+    return jnp.promote_types(q_dtype, pool_dtype)
 
 
 def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

@@ -111,8 +111,9 @@ def _token_rows(
     return jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)
 
 
-# Types that XLA's CPU backend scatters through a copy in a wider type, and what holds their bits.
-_BITS = {
+# Types that XLA's CPU backend scatters and gathers through a copy in a wider type, and what holds
+# their bits.
+BITS = {
     jnp.dtype(jnp.bfloat16): jnp.uint16,
     jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
 }
@@ -128,7 +129,7 @@ def _set_rows(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     however many writes there are: between writes the casts cancel. Remove once a donated scatter
     of these types is in place on CPU.
     """
-    if rows.dtype not in _BITS:
+    if rows.dtype not in BITS:
         return _set_rows_as_is(rows, index, new)
     # Elsewhere these types are scattered in place as they are, and the casts would be what copies.
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
@@ -139,7 +140,7 @@ def _set_rows_as_is(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Ar
 
 
 def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    dtype = _BITS[rows.dtype]
+    dtype = BITS[rows.dtype]
     bits = lax.bitcast_convert_type(rows, dtype)
     bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, dtype))
     return lax.bitcast_convert_type(bits, rows.dtype)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.interface import is_quantised
+from paged_jax.kernels.interface import product_dtype
 
 
 class Device(NamedTuple):
@@ -213,19 +213,12 @@ def _lanes(shape: Shape) -> int:
 
 def token_bytes(shape: Shape) -> int:
     """Bytes of K and V of a token in the type that they are multiplied in."""
-    return 2 * _lanes(shape) * _product_dtype(shape).itemsize
-
-
-def _product_dtype(shape: Shape) -> Any:
-    """That of the queries where the pool is quantised, else the wider of the two."""
-    if is_quantised(shape.pool_dtype):
-        return jnp.dtype(shape.q_dtype)
-    return jnp.promote_types(shape.q_dtype, shape.pool_dtype)
+    return 2 * _lanes(shape) * product_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
 def _is_exact(shape: Shape) -> bool:
     """Whether products are in float32, which the tensor cores do not compute."""
-    return _product_dtype(shape) == jnp.float32
+    return product_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
 
 
 # Bytes of K and V in a loop step: three stages of two programs fit the 227 KB of shared memory of

@@ -82,7 +82,7 @@ def paged_write(
         k, v = _without_gradient(k), _without_gradient(v)
 
     options = Options(interpret=interpret)
-    problem = _problem("write", sizes, k.dtype, pools, options)
+    problem = Problem.of("write", sizes, k.dtype, pools, options)
     run = Dispatch("paged_write", problem, backend)
     if not sizes["N"]:
         return pools
@@ -130,7 +130,7 @@ def copy_blocks(
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
     options = Options(interpret=interpret)
-    problem = _problem("copy_blocks", sizes, pools.k.dtype, pools, options)
+    problem = Problem.of("copy_blocks", sizes, pools.k.dtype, pools, options)
     run = Dispatch("copy_blocks", problem, backend)
     if not sizes["N"]:
         return pools
@@ -174,15 +174,3 @@ def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> N
             f"{function}: the pool must have at most {_MAX_ROWS - num_new} rows L * P * K * C, got "
             f"{num_rows}. Use fewer blocks, or shard the KV heads over devices."
         )
-
-
-def _problem(op: str, sizes: dict[str, int], dtype: Any, pools: Pools, options: Options) -> Problem:
-    return Problem(
-        op=op,
-        sizes=tuple(sizes.items()),
-        q_dtype=dtype,
-        pool_dtype=pools.k.dtype,
-        has_sinks=False,
-        options=options,
-        lanes=pools.k.shape[-1],
-    )

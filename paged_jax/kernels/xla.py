@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.interface import Options, Pools, Problem
+from paged_jax.kernels.scatter import BITS
 
 # Bytes of keys (and as many of values) that a loop step of decode gathers: few enough to lie in a
 # core's own cache, enough to make the fixed cost of a step small. From 2 cores with 1 MB each.
@@ -241,7 +242,7 @@ def _gather(
 
 
 def _take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    if matrix.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+    if matrix.dtype not in BITS:
         return _take_rows_as_is(matrix, rows)
     # XLA's CPU backend would convert the whole matrix to float32 first, at every call.
     return lax.platform_dependent(matrix, rows, cpu=_take_rows_as_bits, default=_take_rows_as_is)
@@ -255,7 +256,7 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     # The barrier ties the cast to the rows of this step of the loop. Else XLA moves it out of the
     # loop, where it is a copy of the whole matrix and no longer part of the gather.
     matrix, rows = lax.optimization_barrier((matrix, rows))
-    bits = lax.bitcast_convert_type(matrix, jnp.dtype(f"uint{8 * matrix.dtype.itemsize}"))
+    bits = lax.bitcast_convert_type(matrix, BITS[matrix.dtype])
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 

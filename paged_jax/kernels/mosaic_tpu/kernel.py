@@ -232,7 +232,6 @@ def _fold(
     options: Options,
 ) -> None:
     """Take tile `index` of keys and values, which lies in `slot`, into the softmax of each row."""
-    scale = options.scale
     K, R, D = q_ref.shape
     first = index * tiling.keys
     positions = first + lax.broadcasted_iota(jnp.int32, (1, tiling.keys), 1)
@@ -252,7 +251,7 @@ def _fold(
     def fold_head(h, _):
         # The lanes beyond D are padding, and may be NaN too.
         k, v = (buffer[slot, h, :, :D].astype(dtype) for buffer in buffers[:2])
-        scores_RN = scale * _dot(q_ref[h].astype(dtype), k, contract=1)
+        scores_RN = options.scale * _dot(q_ref[h].astype(dtype), k, contract=1)
         if buffers.k_scale is not None:
             scores_RN *= buffers.k_scale[slot, pl.ds(h, 1)]
         if options.soft_cap is not None:

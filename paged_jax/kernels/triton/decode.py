@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from paged_jax.kernels import tuning
-from paged_jax.kernels.interface import Options, Pools, is_quantised
+from paged_jax.kernels.interface import Options, Pools, is_quantised, product_dtype
 from paged_jax.kernels.triton import tiles
 
 # For choosing the number of splits. Times are in loop steps of a program that shares the memory
@@ -247,7 +247,7 @@ def _fold_part(
 ) -> tiles.Softmax:
     """Fold the tokens of a part into a softmax of the rows of `q`, which are not scaled."""
     q_dtype = q[0].dtype
-    k_dtype = tiles.product_dtype(q_dtype, part.pool_dtype)
+    k_dtype = product_dtype(q_dtype, part.pool_dtype)
     v_dtype = tiles.value_dtype(q_dtype, part.pool_dtype)
     q = tuple(array.astype(k_dtype) for array in q)
 

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from paged_jax.kernels import tuning
-from paged_jax.kernels.interface import Options, Pools
+from paged_jax.kernels.interface import Options, Pools, product_dtype
 from paged_jax.kernels.triton import tiles
 
 # Steps that all rows see are worth a loop of their own, without masks, from this many on: a loop
@@ -177,7 +177,7 @@ def _attend_kernel(
     @pl.when(first_row < num_rows)
     def _():
         q = plgpu.load(q_ref.at[*place], mask=is_query[:, None] & is_lane, other=0)
-        q = q.astype(tiles.product_dtype(q_ref.dtype, pool_dtype))
+        q = q.astype(product_dtype(q_ref.dtype, pool_dtype))
         sinks = None
         if sinks_ref is not None:
             sinks = plgpu.load(sinks_ref.at[heads], mask=is_query, other=-jnp.inf)

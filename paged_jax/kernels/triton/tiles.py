@@ -26,8 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels import tuning
-from paged_jax.kernels.interface import QUANTISED, Options, Problem, is_quantised
+from paged_jax.kernels.interface import Options, Problem, is_quantised, product_dtype
 
 # A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
 SMALLEST_DOT = 16
@@ -35,7 +34,7 @@ SMALLEST_DOT = 16
 # More lanes do not fit the registers and the shared memory of one program beside each other.
 _MOST_LANES = 256
 
-_FLOATING = ("float32", "bfloat16", "float16")
+FLOATING = ("float32", "bfloat16", "float16")
 
 # Finite, so that a row that has seen no token gives exp2(0) and not NaN; its weights are 0.
 _LOWEST = -1e30
@@ -57,17 +56,11 @@ class Softmax(NamedTuple):
 
 def refusal(problem: Problem) -> str | None:
     """Why the attention kernels cannot do what is asked, or None if they can."""
-    q_dtype, pool_dtype = jnp.dtype(problem.q_dtype), jnp.dtype(problem.pool_dtype)
-    if q_dtype.name not in _FLOATING:
-        return f"its queries are {', '.join(_FLOATING)}, not {q_dtype}"
-    if pool_dtype.name not in _FLOATING and pool_dtype not in QUANTISED:
-        return f"its pools are {', '.join(_FLOATING)}, int8 or float8_e4m3fn, not {pool_dtype}"
+    q_dtype = jnp.dtype(problem.q_dtype)
+    if q_dtype.name not in FLOATING:
+        return f"its queries are {', '.join(FLOATING)}, not {q_dtype}"
     if problem["D"] > _MOST_LANES:
         return f"its head dimension is {_MOST_LANES} at most, not {problem['D']}"
-    if pool_dtype == jnp.float8_e4m3fn and tuning.device().compute_capability < (8, 9):
-        return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
-    if pool_dtype in QUANTISED and (problem["D"] % 2 or problem.lanes % 2):
-        return f"it reads bytes in pairs, and the head dimension is odd, {problem['D']}"
     return None
 
 
@@ -79,15 +72,6 @@ def num_rows(group: int) -> int:
 def num_lanes(head_dim: int) -> int:
     """Lanes of a tile that hold one head."""
     return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
-
-
-def product_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
-    """The type in which queries meet keys.
-
-    That of the queries where the pool is quantised (int8 and e4m3 are exact in bf16 and f16),
-    else the wider of the two.
-    """
-    return q_dtype if is_quantised(pool_dtype) else jnp.promote_types(q_dtype, pool_dtype)
 
 
 def value_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
@@ -107,9 +91,15 @@ def as_words(pool: jax.Array) -> jax.Array:
     instruction (ldmatrix.trans) that moves 2 bytes at a time. And JAX (0.10 to 0.12) computes the
     addresses of an array of up to 4 GiB from 32-bit signed indices, which count words, not bytes.
     """
-    if pool.dtype.itemsize > 1:
-        return pool
-    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
+    return pool if pool.dtype.itemsize > 1 else to_words(pool, jnp.int16)
+
+
+def to_words(x: jax.Array, word: Any) -> jax.Array:
+    """The same memory seen as words, which are whole numbers of elements; the last axis shrinks."""
+    elements = jnp.dtype(word).itemsize // x.dtype.itemsize
+    if elements > 1:
+        x = x.reshape(*x.shape[:-1], -1, elements)
+    return lax.bitcast_convert_type(x, word)
 
 
 def split_words(words: jax.Array, pool_dtype: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:

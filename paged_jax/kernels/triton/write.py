@@ -36,8 +36,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels import scatter, tuning
+from paged_jax.kernels import scatter
 from paged_jax.kernels.interface import QUANTISED, Options, Pools, Problem
+from paged_jax.kernels.triton import tiles
 
 # Numbers of K, and as many of V, in a program: 16 rows of 128. A decode step of 128 sequences with
 # 8 heads is then 64 programs, each with 4 loads of 16 bytes in flight per thread.
@@ -48,19 +49,11 @@ _WRITE_WARPS = 4
 _COPY_TILE = 8192
 _COPY_WARPS = 8
 
-_FLOATING = ("float32", "bfloat16", "float16")
-
 
 def refusal(problem: Problem) -> str | None:
     """Why these kernels cannot write to, or copy blocks of, such pools; None if they can."""
-    pool_dtype = jnp.dtype(problem.pool_dtype)
-    if pool_dtype.name not in _FLOATING and pool_dtype not in QUANTISED:
-        return f"its pools are {', '.join(_FLOATING)}, int8 or float8_e4m3fn, not {pool_dtype}"
-    if pool_dtype in QUANTISED and (problem["D"] % 2 or problem.lanes % 2):
-        return f"it writes bytes in pairs, and the head dimension is odd, {problem['D']}"
-    if pool_dtype == jnp.float8_e4m3fn and tuning.device().compute_capability < (8, 9):
-        return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
-    block_bytes = problem["K"] * problem["C"] * problem.lanes * pool_dtype.itemsize
+    itemsize = jnp.dtype(problem.pool_dtype).itemsize
+    block_bytes = problem["K"] * problem["C"] * problem.lanes * itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
         return f"it copies words of 4 bytes, and a block has {block_bytes} bytes"
     return None
@@ -123,7 +116,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, 
     k_pool_ref, v_pool_ref, *scale_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
 
     new = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    token, head = lax.div(new, jnp.full_like(new, K)), lax.rem(new, jnp.full_like(new, K))
+    token, head = tiles.divide(new, K), tiles.remainder(new, K)
     is_new = new < num_new
     layer = layer_ref[0]
     block = plgpu.load(blocks_ref.at[token], mask=is_new, other=-1)
@@ -187,14 +180,14 @@ def _as_pairs(values: jax.Array) -> jax.Array:
 def _as_rows(pool: jax.Array) -> jax.Array:
     """A pool as ``[L * P * K * C, D]``, of 16-bit words if it is one of bytes; scales flat."""
     rows = pool.reshape(-1, *pool.shape[4:])
-    return rows if pool.dtype.itemsize > 1 else _to_words(rows, jnp.uint16)
+    return rows if pool.dtype.itemsize > 1 else tiles.to_words(rows, jnp.uint16)
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: Options) -> Pools:
     """Copy blocks in all layers and pools; shapes as in `paged_jax.kernels.interface`."""
     L, P = pools.k.shape[:2]
-    views = jax.tree.map(lambda pool: _to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
+    views = jax.tree.map(lambda pool: tiles.to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
     copied = _call(
         functools.partial(_copy_kernel, num_blocks=P),
         "copy_blocks",
@@ -249,14 +242,6 @@ def _call(kernel, name, views, arguments, *, grid, num_warps, interpret):
         name=name,
     )(*arguments, *leaves)
     return jax.tree.unflatten(treedef, out)
-
-
-def _to_words(x: jax.Array, word: Any) -> jax.Array:
-    """The same memory seen as words, which are whole numbers of elements; the last axis shrinks."""
-    elements = jnp.dtype(word).itemsize // x.dtype.itemsize
-    if elements > 1:
-        x = x.reshape(*x.shape[:-1], -1, elements)
-    return lax.bitcast_convert_type(x, word)
 
 
 def _from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
