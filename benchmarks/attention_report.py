@@ -142,13 +142,13 @@ def plotter() -> Any:
       PlotUnavailable: it is not installed.
     """
     try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
+        import matplotlib
     except ImportError as error:
         raise PlotUnavailable(
             "decode_attention: --plot needs matplotlib. Run `pip install matplotlib`."
         ) from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+    from matplotlib import pyplot
 
     return pyplot
 

@@ -245,7 +245,6 @@ def test_each_goal_asks_its_own_cases(goal, good, bad) -> None:
 
 
 def test_plot_draws_a_report(tmp_path) -> None:
-    pytest.importorskip("matplotlib")
     report = {
         "results": [record(580, 700), record(300, pool_dtype="int8"), record(9, is_ragged=True)],
         "accelerator": "NVIDIA H200",
