@@ -1,11 +1,14 @@
-"""What the allocator costs: one decode step, a fork and a release of every slot.
+"""What the allocator costs: a decode step, forks, releases, and the prefix cache.
 
     python benchmarks/allocator.py [--json]
 
 The decode step is the worst one: every slot stands at a block boundary, so each of them takes a new
-block. Each timed call gets a state of its own, copied before the clock starts, since the functions
-donate their input. Times are the median and the 90th percentile of `--repeats` calls, after
-`WARMUP_CALLS` others, from the call until its result is ready.
+block. The prefix is half of what a slot can hold, published in one call and found in another; to
+look it up, each of its blocks is compared with all of the pool.
+
+Each timed call gets a state of its own, copied before the clock starts, since the functions donate
+their input. Times are the median and the 90th percentile of `--repeats` calls, after `WARMUP_CALLS`
+others, from the call until its result is ready.
 """
 
 import argparse
@@ -28,14 +31,14 @@ def _copy(tables: blocks.BlockTables) -> blocks.BlockTables:
     return jax.block_until_ready(jax.tree.map(jnp.copy, tables))
 
 
-def _time(step: Callable, tables: blocks.BlockTables, argument: jax.Array, repeats: int) -> dict:
-    """Times the donated `step(tables, argument)`, always from the state `tables`."""
+def _time(step: Callable, tables: blocks.BlockTables, *arguments: jax.Array, repeats: int) -> dict:
+    """Times the donated `step(tables, *arguments)`, always from the state `tables`."""
     step = jax.jit(step, donate_argnums=0)
     seconds = []
     for _ in range(WARMUP_CALLS + repeats):
         state = _copy(tables)
         start = time.perf_counter()
-        jax.block_until_ready(step(state, argument))
+        jax.block_until_ready(step(state, *arguments))
         seconds.append(time.perf_counter() - start)
     seconds = sorted(seconds[WARMUP_CALLS:])
     return {
@@ -75,15 +78,47 @@ def run(num_blocks: int, num_slots: int, block_size: int, repeats: int) -> dict:
     to_write, _ = blocks.fork(to_write, parents)
 
     everyone = jnp.ones(num_slots, bool)
+    # The beams of every four slots: the second goes on as two, the last one ends.
+    beams = slots // 4 * 4 + jnp.array([0, 1, 1, 2], jnp.int32)[slots % 4]
+
+    entries = _prefix(tables)
+    published = blocks.publish(tables, *entries)
+    _, _, digests, token_ids = entries
+    prefix = digests, token_ids, jnp.int32(len(digests))
+    found, num_found = blocks.attach(blocks.release(published, everyone), 0, *prefix)
+    assert num_found == len(digests), "all blocks are found"
+    unused = blocks.release(found, everyone)
+
+    time_it = partial(_time, repeats=repeats)
     decode = partial(blocks.reserve, max_tokens=1)
+    cut = partial(blocks.truncate, max_tokens=8)
+    name = f"a prefix of {num_found} blocks"
     return {
-        "reserve, all slots cross a boundary": _time(decode, tables, one_token, repeats),
-        "reserve, no slot crosses a boundary": _time(decode, stepped, one_token, repeats),
-        "reserve, half of the slots copy": _time(decode, to_write, one_token, repeats),
-        "fork, half of the slots": _time(blocks.fork, to_fork, parents, repeats),
-        "release, all slots": _time(blocks.release, tables, everyone, repeats),
-        "release, all slots, shared in pairs": _time(blocks.release, forked, everyone, repeats),
+        "reserve, all slots cross a boundary": time_it(decode, tables, one_token),
+        "reserve, no slot crosses a boundary": time_it(decode, stepped, one_token),
+        "reserve, half of the slots copy": time_it(decode, to_write, one_token),
+        "fork, half of the slots": time_it(blocks.fork, to_fork, parents),
+        "release, all slots": time_it(blocks.release, tables, everyone),
+        "release, all slots, shared in pairs": time_it(blocks.release, forked, everyone),
+        "reorder, all slots, beams of 4": time_it(blocks.reorder, tables, beams),
+        "truncate, all slots by 8 tokens": time_it(cut, tables, tables.lengths - 8),
+        f"publish, {name}": time_it(blocks.publish, tables, *entries),
+        f"attach, {name}": time_it(blocks.attach, unused, slots[0], *prefix),
+        "attach, nothing is found": time_it(
+            blocks.attach, blocks.forget(unused), slots[0], *prefix
+        ),
     }
+
+
+def _prefix(
+    tables: blocks.BlockTables,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """All blocks of the first slot with digests of their own, as `publish` takes them."""
+    size = int(tables.lengths[0]) // tables.block_size
+    columns = jnp.arange(size, dtype=jnp.int32)
+    digests = jax.random.bits(jax.random.key(0), (size, 8), jnp.uint32)
+    token_ids = jnp.zeros((size, tables.block_size), jnp.int32)
+    return jnp.zeros_like(columns), columns, digests, token_ids
 
 
 def main() -> None:
@@ -103,7 +138,7 @@ def main() -> None:
         if name != "times":
             print(f"{name:12} {value}")
     for name, times in report["times"].items():
-        print(f"{name:40} {times['median_ms']:7.3f} ms   p90 {times['p90_ms']:7.3f} ms")
+        print(f"{name:42} {times['median_ms']:7.3f} ms   p90 {times['p90_ms']:7.3f} ms")
 
 
 if __name__ == "__main__":

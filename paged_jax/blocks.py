@@ -5,10 +5,14 @@ names, in order, the blocks in which its tokens lie. Here C = 4, P = 6, and slot
 slot 0, so that the two share their blocks until one of them writes:
 
     lengths   block_tables              ref_counts  [0 2 0 2 0 0]
-       6      [ 3  1  P  P ]            free blocks  4 0 2 5      (4 is reused first)
+       6      [ 3  1  P  P ]            free blocks  4 0 2 5      (4 is taken first)
        6      [ 3  1  P  P ]
        0      [ P  P  P  P ]            P, one past the last block, stands for "no block": a scatter
                                         with mode="drop" ignores it
+
+A full block can be *cached*: `publish` notes the digest and the tokens by which `attach` finds it
+for another slot that begins alike. It stays cached when nobody holds it any more, until it is
+taken again; blocks that are not cached are taken first. See `paged_jax.block_pool`.
 
 Every operation returns new state and serves all slots at once, with cumulative sums and ranks in
 place of loops; the outcome is that of serving the slots one by one in the order of their indices.
@@ -28,34 +32,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from paged_jax import block_pool
+from paged_jax.block_pool import BlockPool, require
 from paged_jax.dims import bind
 
 # Sums of two block ids or of two token positions must fit in int32.
 _MAX_SIZE = 2**30
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class BlockPool:
-    """Which blocks are free, and how many table entries refer to each of the others.
-
-    Attributes:
-      ref_counts: i32[P], the number of table entries that hold each block; 0 if it is free.
-      free_queue: i32[P], a ring buffer. From `head` on, around the end, lie the ids of the
-          `num_free` free blocks, least recently used first; the remaining places are stale.
-      head: i32[], where in `free_queue` the next block is taken.
-      num_free: i32[], how many blocks are free.
-    """
-
-    ref_counts: jax.Array
-    free_queue: jax.Array
-    head: jax.Array
-    num_free: jax.Array
-
-    @property
-    def num_blocks(self) -> int:
-        """P, the number of blocks in the pool."""
-        return self.ref_counts.shape[0]
 
 
 @jax.tree_util.register_dataclass
@@ -106,14 +88,8 @@ class BlockTables:
             max_blocks_per_slot * block_size,
             "Use shorter block tables.",
         )
-        pool = BlockPool(
-            ref_counts=jnp.zeros(num_blocks, jnp.int32),
-            free_queue=jnp.arange(num_blocks, dtype=jnp.int32),
-            head=jnp.zeros((), jnp.int32),
-            num_free=jnp.full((), num_blocks, jnp.int32),
-        )
         return cls(
-            pool=pool,
+            pool=BlockPool.create(num_blocks, block_size),
             block_tables=jnp.full((num_slots, max_blocks_per_slot), num_blocks, jnp.int32),
             lengths=jnp.zeros(num_slots, jnp.int32),
             block_size=block_size,
@@ -166,7 +142,8 @@ def reserve(
 
     On an empty slot this allocates a prompt, on a running one it appends. A slot about to write
     into a partly filled block that others hold too gets a block of its own in its place, and the
-    copy is reported. If all holders of such a block write, the last of them keeps it.
+    copy is reported. If all holders of such a block write, the last of them keeps it. What a slot
+    writes into is cached no longer (it can be, if the slot was truncated).
 
     Args:
       tables: the state; may be donated.
@@ -206,9 +183,10 @@ def reserve(
     # From here on `ok` masks every update.
     is_taken_SW &= ok
     is_copy = writes.is_copy & ok
-    pool, taken_SW = _take(tables.pool, is_taken_SW)
+    pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
     shared = jnp.where(writes.is_last & ok, writes.block, tables.num_blocks)
     pool = replace(pool, ref_counts=pool.ref_counts.at[shared].set(writes.refs_left, mode="drop"))
+    pool = block_pool.forget(pool, jnp.where(ok, writes.in_place, tables.num_blocks))
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
     # Only taken entries change; the others are sent past the end of their row and dropped.
     columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
@@ -253,10 +231,8 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
 
     is_child &= ok
     shared_SM = jnp.where(is_child[:, None], tables.block_tables[parents], tables.num_blocks)
-    blocks, counts, _ = _tally(shared_SM.reshape(-1), tables.num_blocks)
-    ref_counts = tables.pool.ref_counts.at[blocks].add(counts, mode="drop")
     tables = BlockTables(
-        pool=replace(tables.pool, ref_counts=ref_counts),
+        pool=block_pool.hold(tables.pool, shared_SM.reshape(-1)),
         block_tables=jnp.where(is_child[:, None], shared_SM, tables.block_tables),
         lengths=jnp.where(is_child, tables.lengths[parents], tables.lengths),
         block_size=tables.block_size,
@@ -264,13 +240,57 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
     return tables, ok
 
 
-def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty slots; blocks that nobody holds any more join the tail of the free queue.
+def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
+    """Make slots into copies of other slots, all at once: what beam search does to its beams.
 
-    They join it slot by slot, the end of a sequence before its beginning, because the beginning
-    is what other sequences are likely to have in common and should be reused last. A block that
-    several of the slots share joins with the last of them. Empty slots stay empty, so that
-    releasing twice does nothing. Costs a sort of S * M entries.
+    Slot s becomes what slot `parents[s]` was before the call, and what slot s held is released.
+    Blocks are shared, none is copied, so that it never runs out of them.
+
+    Args:
+      tables: the state; may be donated.
+      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone, as does
+          its own index. A slot may be the parent of many, and have a parent itself.
+
+    Returns:
+      `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any parent is no slot.
+      Costs two sorts of S * M entries.
+
+    Raises:
+      ValueError: `parents` is not i32[S].
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=3, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([7, 3, 1]), max_tokens=8)
+      >>> tables, ok = reorder(tables, jnp.array([1, 0, 0]))
+      >>> tables.block_tables.tolist(), tables.lengths.tolist(), tables.pool.ref_counts.tolist()
+      ([[2, 4], [0, 1], [0, 1]], [3, 7, 7], [2, 2, 1, 0])
+    """
+    parents = _as_slot_values("reorder", "parents", parents, jnp.int32, tables)
+    slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
+    is_slot = (parents >= 0) & (parents < tables.num_slots)
+    ok = jnp.all(is_slot | (parents == -1))
+    is_changed = is_slot & ok
+    parents = jnp.where(is_changed, parents, slots)
+
+    is_changed_S1 = is_changed[:, None]
+    after_SM = tables.block_tables[parents]
+    gained_SM = jnp.where(is_changed_S1, after_SM, tables.num_blocks)
+    lost_SM = jnp.where(is_changed_S1, tables.block_tables, tables.num_blocks)
+    # New references first: a block that only changes hands must not pass through the free queue.
+    pool = block_pool.hold(tables.pool, gained_SM.reshape(-1))
+    pool = block_pool.give_back(pool, lost_SM[:, ::-1].reshape(-1))
+    tables = replace(tables, pool=pool, block_tables=after_SM, lengths=tables.lengths[parents])
+    return tables, ok
+
+
+def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Empty slots; blocks that nobody holds any more join the free queue.
+
+    Cached ones join its tail, slot by slot, the end of a sequence before its beginning, because
+    the beginning is what other sequences are likely to have in common and should be reused last.
+    The others join its head and are reused first. A block that several of the slots share joins
+    with the last of them. Empty slots stay empty, so that releasing twice does nothing. Costs a
+    sort of S * M entries.
 
     Args:
       tables: the state; may be donated.
@@ -289,11 +309,186 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
     mask = _as_slot_values("release", "mask", mask, jnp.bool_, tables)
     held_SM = jnp.where(mask[:, None], tables.block_tables, tables.num_blocks)
     return BlockTables(
-        pool=_give_back(tables.pool, held_SM[:, ::-1].reshape(-1)),
+        pool=block_pool.give_back(tables.pool, held_SM[:, ::-1].reshape(-1)),
         block_tables=jnp.where(mask[:, None], tables.num_blocks, tables.block_tables),
         lengths=jnp.where(mask, 0, tables.lengths),
         block_size=tables.block_size,
     )
+
+
+def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> BlockTables:
+    """Shorten slots, and give the blocks past their new ends back, as `release` does.
+
+    Args:
+      tables: the state; may be donated.
+      lengths: i32[S], how many tokens to leave in each slot. Slots that are no longer than that
+          are left alone, and no slot is cut by more than `max_tokens`.
+      max_tokens: upper bound on the tokens cut from a slot (static). Costs a sort of
+          S * ceil(max_tokens / C) entries.
+
+    Raises:
+      ValueError: `lengths` is not i32[S] or `max_tokens` is not a positive integer.
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([7, 2]), max_tokens=8)
+      >>> tables = truncate(tables, jnp.array([4, 9]), max_tokens=4)
+      >>> tables.block_tables.tolist(), tables.lengths.tolist()
+      ([[0, 4], [2, 4]], [4, 2])
+    """
+    lengths = _as_slot_values("truncate", "lengths", lengths, jnp.int32, tables)
+    check_positive("truncate", max_tokens=max_tokens)
+    max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
+
+    shortest = jnp.maximum(tables.lengths - max_tokens, 0)
+    lengths = jnp.clip(lengths, shortest, tables.lengths)
+    width = num_blocks_needed(max_tokens, tables.block_size)
+    ahead = jnp.arange(width, dtype=jnp.int32)
+    columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + ahead[None, :]
+    rows_S1 = jnp.arange(tables.num_slots, dtype=jnp.int32)[:, None]
+    # Columns past the end of the row, or of what the slot holds, give P.
+    cut_SW = tables.block_tables.at[rows_S1, columns_SW].get(
+        mode="fill", fill_value=tables.num_blocks
+    )
+    return replace(
+        tables,
+        pool=block_pool.give_back(tables.pool, cut_SW[:, ::-1].reshape(-1)),
+        block_tables=tables.block_tables.at[rows_S1, columns_SW].set(
+            tables.num_blocks, mode="drop"
+        ),
+        lengths=lengths,
+    )
+
+
+def attach(
+    tables: BlockTables,
+    slot: ArrayLike,
+    digests: jax.Array,
+    token_ids: jax.Array,
+    num_blocks: ArrayLike,
+) -> tuple[BlockTables, jax.Array]:
+    """Start an empty slot with the blocks in which the beginning of its tokens is cached.
+
+    The longest prefix of the given blocks of which each is cached, with the same digest and the
+    same tokens, becomes the start of the slot. Held blocks are shared, free ones held again.
+
+    Args:
+      tables: the state; may be donated.
+      slot: i32[], the slot. Nothing is done if it is not empty or no slot.
+      digests: u32[N, 8], the digests of the full blocks of a sequence, N at most M. The digest
+          of a block must stand for all tokens from the beginning of the sequence to its end.
+      token_ids: i32[N, C], the tokens in each block.
+      num_blocks: i32[], how many of the N to look for; what follows is padding.
+
+    Returns:
+      `(tables, num_found)`. `num_found` is i32[], the number of blocks that were found; the slot
+      now holds `num_found * C` tokens. Costs a comparison with P digests for each block found
+      and one more, and a pass over the free queue.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit the tables, or there are more than M blocks.
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
+      >>> digests, tokens = jnp.ones((1, 8), jnp.uint32), jnp.array([[11, 12, 13, 14]])
+      >>> tables = publish(tables, jnp.array([0]), jnp.array([0]), digests, tokens)
+      >>> tables, num_found = attach(tables, 1, digests, tokens, 1)
+      >>> int(num_found), tables.block_tables.tolist(), tables.lengths.tolist()
+      (1, [[0, 1], [0, 4]], [6, 4])
+    """
+    digests, token_ids = _as_contents("attach", tables, digests, token_ids)
+    if len(digests) > tables.max_blocks_per_slot:
+        raise ValueError(
+            f"attach: digests must be at most M = {tables.max_blocks_per_slot}, got "
+            f"{len(digests)}. Leave out what a slot cannot hold."
+        )
+    slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
+    length = tables.lengths.at[slot].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
+    blocks, num_found = _find_prefix(tables.pool, digests, token_ids, limit)
+
+    # Where nothing was found, one past the last slot: the updates are dropped.
+    slot = jnp.where(num_found > 0, slot, tables.num_slots)
+    columns = jnp.arange(len(blocks), dtype=jnp.int32)
+    tables = replace(
+        tables,
+        pool=block_pool.revive(tables.pool, blocks),
+        block_tables=tables.block_tables.at[slot, columns].set(blocks, mode="drop"),
+        lengths=tables.lengths.at[slot].set(num_found * tables.block_size, mode="drop"),
+    )
+    return tables, num_found
+
+
+def publish(
+    tables: BlockTables,
+    slots: jax.Array,
+    columns: jax.Array,
+    digests: jax.Array,
+    token_ids: jax.Array,
+) -> BlockTables:
+    """Cache full blocks: let `attach` find them, while they are held and until they are reused.
+
+    Served one after the other. An entry is ignored if its slot does not exist (-1 is padding) or
+    holds no such block or not all of its tokens, if the block is cached already, or if another
+    block is cached under the digest.
+
+    Args:
+      tables: the state; may be donated.
+      slots: i32[N], the slot of each block.
+      columns: i32[N], its place in the slot: its tokens are those from position column * C on.
+      digests: u32[N, 8], see `attach`.
+      token_ids: i32[N, C], the tokens in each block.
+
+    Returns:
+      The tables. Costs a comparison with P digests for each entry that names a full block.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit the tables.
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
+      >>> digests, tokens = jnp.ones((2, 8), jnp.uint32), jnp.ones((2, 4), jnp.int32)
+      >>> tables = publish(tables, jnp.array([0, 0]), jnp.array([0, 1]), digests, tokens)
+      >>> tables.pool.is_cached.tolist()
+      [True, False, False, False]
+    """
+    digests, token_ids = _as_contents("publish", tables, digests, token_ids)
+    slots, columns = jnp.asarray(slots), jnp.asarray(columns)
+    bind("publish", digests=(digests[:, 0], "N"), slots=(slots, "N"), columns=(columns, "N"))
+    slots = _check_dtype("publish", "slots", slots, jnp.int32)
+    columns = _check_dtype("publish", "columns", columns, jnp.int32)
+    is_slot = (slots >= 0) & (slots < tables.num_slots)
+    slots = jnp.where(is_slot, slots, 0)
+    is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
+    blocks = tables.block_tables[slots, jnp.where(is_full, columns, 0)]
+    (order,) = jnp.nonzero(is_full, size=len(blocks), fill_value=0)
+
+    def publish_one(i: jax.Array, pool: BlockPool) -> BlockPool:
+        entry = order[i]
+        block, digest = blocks[entry], digests[entry]
+        is_new = ~pool.is_cached[block] & (block_pool.find(pool, digest) == tables.num_blocks)
+        block = jnp.where(is_new, block, tables.num_blocks)
+        return block_pool.remember(pool, block, digest, token_ids[entry])
+
+    num_full = jnp.sum(is_full, dtype=jnp.int32)
+    return replace(tables, pool=lax.fori_loop(jnp.int32(0), num_full, publish_one, tables.pool))
+
+
+def forget(tables: BlockTables) -> BlockTables:
+    """Let no block be found any more, as when the weights that made K and V have changed.
+
+    Args:
+      tables: the state; may be donated.
+
+    Example:
+      >>> tables = forget(BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4))
+      >>> bool(tables.pool.is_cached.any())
+      False
+    """
+    is_cached = jnp.zeros_like(tables.pool.is_cached)
+    return replace(tables, pool=replace(tables.pool, is_cached=is_cached))
 
 
 def check_invariants(tables: BlockTables) -> None:
@@ -307,45 +502,37 @@ def check_invariants(tables: BlockTables) -> None:
     Example:
       >>> check_invariants(BlockTables.create(4, 2, 2, 4))
     """
-    ref_counts = np.asarray(tables.pool.ref_counts)
-    table = np.asarray(tables.block_tables)
-    lengths = np.asarray(tables.lengths)
-    num_blocks, num_free = tables.num_blocks, int(tables.pool.num_free)
-
-    _require(0 <= num_free <= num_blocks, "num_free", f"be 0 to {num_blocks}", num_free)
-    ring = (int(tables.pool.head) + np.arange(num_free)) % num_blocks
-    free = np.asarray(tables.pool.free_queue)[ring]
-    is_block = (free >= 0) & (free < num_blocks)
-    _require(is_block.all(), "free_queue", "hold block ids", free.tolist())
-    _require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
+    block_pool.check_invariants(tables.pool)
+    table, lengths = np.asarray(tables.block_tables), np.asarray(tables.lengths)
+    num_blocks = tables.num_blocks
 
     is_length = (lengths >= 0) & (lengths <= table.shape[1] * tables.block_size)
-    _require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
+    require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
     num_held = num_blocks_needed(lengths, tables.block_size)
     for slot, row in enumerate(table.tolist()):
         held, rest = row[: num_held[slot]], row[num_held[slot] :]
         name = f"block_tables[{slot}]"
-        _require(all(0 <= b < num_blocks for b in held), name, "cover the length", row)
-        _require(len(set(held)) == len(held), name, "hold a block once", row)
-        _require(set(rest) <= {num_blocks}, name, f"be {num_blocks} past the length", row)
+        require(all(0 <= b < num_blocks for b in held), name, "cover the length", row)
+        require(len(set(held)) == len(held), name, "hold a block once", row)
+        require(set(rest) <= {num_blocks}, name, f"be {num_blocks} past the length", row)
 
     entries = np.bincount(table[table < num_blocks], minlength=num_blocks)
-    for block in range(num_blocks):
-        count = int(ref_counts[block])
-        name = f"ref_counts[{block}]"
-        _require(count == entries[block], name, f"be {entries[block]}, as in the tables", count)
-        _require((count == 0) == (block in free), name, "be 0 just where the block is free", count)
+    for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
+        rule = f"be {entries[block]}, as in the tables"
+        require(count == entries[block], f"ref_counts[{block}]", rule, count)
 
 
 @dataclass(frozen=True)
 class _SharedWrites:
-    """What happens to the partly filled last blocks that slots write into while others hold them.
+    """What happens to the partly filled last blocks that slots write into.
 
-    All fields are [S]: the last block of the slot (P if it writes into none or holds it alone),
-    whether the slot must write into a copy of it, whether it is the last of the slots that write
-    into this block, and how many references the block keeps.
+    All fields are [S]: the last block of the slot if the slot writes into this very block, else P;
+    the last block if others hold it too, else P; whether the slot must write into a copy of it,
+    whether it is the last of the slots that write into this block, and how many references the
+    block keeps.
     """
 
+    in_place: jax.Array
     block: jax.Array
     is_copy: jax.Array
     is_last: jax.Array
@@ -368,9 +555,11 @@ def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWri
     is_last = is_shared & ~jnp.any(is_same_SS & (slots[None, :] > slots[:, None]), axis=1)
     # If nobody else is left to hold the block, the last writer keeps it: no leak, one copy less.
     is_kept = num_writers == refs
+    is_copy = is_shared & ~(is_last & is_kept)
     return _SharedWrites(
+        in_place=jnp.where(is_writer & ~is_copy, last, num_blocks),
         block=block,
-        is_copy=is_shared & ~(is_last & is_kept),
+        is_copy=is_copy,
         is_last=is_last,
         refs_left=jnp.where(is_kept, 1, refs - num_writers),
     )
@@ -394,57 +583,30 @@ def _plan_columns(
     return columns_SW, is_written_SW & (is_copy[:, None] | ~is_begun_SW)
 
 
-def _take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """Take a block off the head of the free queue for every True, in order; elsewhere give P.
+def _find_prefix(
+    pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Find the blocks of the longest cached prefix of the first `limit` i32[] entries.
 
-    The caller has made sure that there are enough.
+    Returns `(blocks, num_found)`: i32[N], P from the first miss on, and i32[]. Leaves at the
+    first miss. A block that has been found already is one: a slot holds no block twice.
     """
-    rank = jnp.cumsum(is_taken.reshape(-1), dtype=jnp.int32).reshape(is_taken.shape)
-    num_taken = rank.reshape(-1)[-1]
-    heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
-    blocks = jnp.where(is_taken, heads, pool.num_blocks)
-    pool = replace(
-        pool,
-        ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
-        head=(pool.head + num_taken) % pool.num_blocks,
-        num_free=pool.num_free - num_taken,
+    num_blocks, size = pool.num_blocks, len(digests)
+
+    def look_up(state: tuple) -> tuple:
+        blocks, entry, _ = state
+        block = block_pool.find(pool, digests[entry])
+        known = pool.token_ids.at[block].get(mode="fill", fill_value=-1)
+        is_hit = (block < num_blocks) & jnp.all(known == token_ids[entry])
+        is_hit &= ~jnp.any(blocks == block)
+        blocks = blocks.at[jnp.where(is_hit, entry, size)].set(block, mode="drop")
+        return blocks, entry + is_hit, is_hit
+
+    start = jnp.full(size, num_blocks, jnp.int32), jnp.int32(0), jnp.array(True)
+    blocks, num_found, _ = lax.while_loop(
+        lambda state: state[2] & (state[1] < limit), look_up, start
     )
-    return pool, blocks
-
-
-def _give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Give back one reference for each of `entries` i32[N] (P: none); queue what is then free."""
-    blocks, counts, positions = _tally(entries, pool.num_blocks)
-    refs = pool.ref_counts.at[blocks].get(mode="fill", fill_value=-1)
-    # Back from the order of the sort to that of the entries, in which blocks join the queue.
-    is_freed = jnp.zeros(entries.shape, bool).at[positions].set(refs == counts)
-    rank = jnp.cumsum(is_freed, dtype=jnp.int32)
-    tail = (pool.head + pool.num_free + rank - 1) % pool.num_blocks
-    tail = jnp.where(is_freed, tail, pool.num_blocks)
-    return replace(
-        pool,
-        ref_counts=pool.ref_counts.at[blocks].add(-counts, mode="drop"),
-        free_queue=pool.free_queue.at[tail].set(entries, mode="drop"),
-        num_free=pool.num_free + rank[-1],
-    )
-
-
-def _tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Count how often each block occurs in `entries` i32[N], where P counts as none.
-
-    Returns `(blocks, counts, positions)`, all i32[N] and sorted by block. Each block that occurs
-    is listed once, with its count and the position of its last occurrence; all other `blocks` are
-    P with count 0. So a scatter to `blocks` never meets the same block twice: sorting takes the
-    place of a scatter-add on which all holders of a shared block would contend.
-    """
-    index = jnp.arange(entries.shape[0], dtype=jnp.int32)
-    ranked, positions = lax.sort((entries, index), num_keys=1, is_stable=True)
-    is_change = ranked[1:] != ranked[:-1]
-    edge = jnp.ones(1, bool)
-    first = lax.cummax(jnp.where(jnp.concatenate([edge, is_change]), index, 0))
-    is_listed = jnp.concatenate([is_change, edge]) & (ranked < num_blocks)
-    blocks = jnp.where(is_listed, ranked, num_blocks)
-    return blocks, jnp.where(is_listed, index - first + 1, 0), positions
+    return blocks, num_found
 
 
 def check_positive(function: str, **sizes: int) -> None:
@@ -468,13 +630,31 @@ def _as_slot_values(
 ) -> jax.Array:
     values = jnp.asarray(values)
     bind(function, block_tables=(tables.block_tables, "SM"), **{name: (values, "S")})
+    return _check_dtype(function, name, values, dtype)
+
+
+def _as_contents(
+    function: str, tables: BlockTables, digests: ArrayLike, token_ids: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    digests, token_ids = jnp.asarray(digests), jnp.asarray(token_ids)
+    shape = [digests.shape[0] if digests.ndim else 0, block_pool.NUM_DIGEST_WORDS]
+    if list(digests.shape) != shape:
+        raise ValueError(
+            f"{function}: digests must have shape [N, {shape[1]}], got {list(digests.shape)}."
+        )
+    bind(
+        function,
+        pool=(tables.pool.token_ids, "PC"),
+        digests=(digests[:, 0], "N"),
+        token_ids=(token_ids, "NC"),
+    )
+    digests = _check_dtype(function, "digests", digests, jnp.uint32)
+    return digests, _check_dtype(function, "token_ids", token_ids, jnp.int32)
+
+
+def _check_dtype(function: str, name: str, values: jax.Array, dtype: DTypeLike) -> jax.Array:
     if values.dtype != dtype:
         raise ValueError(
             f"{function}: {name} must be {jnp.dtype(dtype).name}, got {values.dtype}. Cast it."
         )
     return values
-
-
-def _require(holds, name: str, rule: str, value) -> None:
-    if not holds:
-        raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")

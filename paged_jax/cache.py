@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import blocks as allocator
 from paged_jax.blocks import BlockTables
 from paged_jax.dims import bind
 from paged_jax.kernels.interface import Pools, is_quantised
+from paged_jax.kernels.scatter import set_rows as set_rows
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
 
 
@@ -184,6 +185,162 @@ def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
 def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
     """Empty the slots of `mask` bool[S]; see `paged_jax.blocks.release`."""
     return replace(cache, tables=allocator.release(cache.tables, mask))
+
+
+def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Make slots into what other slots were, all at once; see `paged_jax.blocks.reorder`."""
+    tables, ok = allocator.reorder(cache.tables, parents)
+    return replace(cache, tables=tables), ok
+
+
+def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
+    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`."""
+    tables = allocator.truncate(cache.tables, lengths, max_tokens=max_tokens)
+    return replace(cache, tables=tables)
+
+
+def attach(
+    cache: PagedCache,
+    slot: ArrayLike,
+    digests: jax.Array,
+    token_ids: jax.Array,
+    num_blocks: ArrayLike,
+) -> tuple[PagedCache, jax.Array]:
+    """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`."""
+    tables, num_found = allocator.attach(cache.tables, slot, digests, token_ids, num_blocks)
+    return replace(cache, tables=tables), num_found
+
+
+def publish(
+    cache: PagedCache,
+    slots: jax.Array,
+    columns: jax.Array,
+    digests: jax.Array,
+    token_ids: jax.Array,
+) -> PagedCache:
+    """Let full blocks be found by their digests; see `paged_jax.blocks.publish`."""
+    tables = allocator.publish(cache.tables, slots, columns, digests, token_ids)
+    return replace(cache, tables=tables)
+
+
+def forget(cache: PagedCache) -> PagedCache:
+    """Let no block be found any more; see `paged_jax.blocks.forget`."""
+    return replace(cache, tables=allocator.forget(cache.tables))
+
+
+def read_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, *, width: int) -> Pools:
+    """Copy blocks of one slot out of the pools, in every layer, to be kept elsewhere.
+
+    With `write_blocks` this is the way of a sequence to host memory and back. One `width` for
+    sequences of all lengths, in several calls, takes one compiled program.
+
+    Args:
+      cache: the cache; only read, so do not donate it.
+      slot: i32[], the slot.
+      first: i32[], the column of its row of the block table to begin with.
+      width: how many columns to copy (static).
+
+    Returns:
+      `Pools` with the bits of these blocks: K and V [L, width, K, C, D] and, of quantised pools,
+      their scales [L, width, K, C]. What the slot does not hold is zeros.
+
+    Raises:
+      ValueError: `width` is not a positive integer.
+
+    Example:
+      >>> cache = PagedCache.create(
+      ...     num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4, head_dim=8,
+      ...     num_slots=2, max_blocks_per_slot=4,
+      ... )
+      >>> cache, _ = reserve(cache, jnp.array([5, 0]), max_tokens=8)
+      >>> saved = read_blocks(cache, 0, 0, width=2)
+      >>> cache = release(cache, jnp.array([True, False]))
+      >>> cache, _ = reserve(cache, jnp.array([0, 5]), max_tokens=8)
+      >>> cache = write_blocks(cache, 1, 0, saved)
+      >>> saved.k.shape, cache.lengths.tolist()
+      ((2, 2, 1, 4, 8), [0, 5])
+    """
+    allocator.check_positive("read_blocks", width=width)
+    blocks = _held_blocks(cache, slot, first, width)
+    is_held = blocks < cache.num_blocks
+    layers_L1 = jnp.arange(cache.num_layers, dtype=jnp.int32)[:, None]
+    rows_LN = layers_L1 * cache.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
+
+    def read(pool: jax.Array) -> jax.Array:
+        # As rows: `pool[:, blocks]` makes XLA for TPU lay out anew the scales, where P is the
+        # fastest axis.
+        values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
+        return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
+
+    return jax.tree.map(read, cache.pools)
+
+
+def write_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools) -> PagedCache:
+    """Write what `read_blocks` returned into the blocks of a slot; the tables do not change.
+
+    Args:
+      cache: the cache; donate it, or both pools are copied.
+      slot: i32[], the slot, given room with `reserve`. Blocks that it shares change for all.
+      first: i32[], the column of its row of the block table to begin with.
+      values: the blocks. What the slot has no block for is dropped.
+
+    Raises:
+      ValueError: `values` are not blocks of such pools.
+    """
+    width = _check_values(cache.pools, values)
+    blocks = _held_blocks(cache, slot, first, width)
+    num_layers, num_blocks = cache.num_layers, cache.num_blocks
+    layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
+    columns = jnp.arange(width, dtype=jnp.int32)
+    is_held = blocks < num_blocks
+    # Dropped blocks are sent past the end, each to its own place: a block of P would fall into the
+    # next layer, and the places must be distinct.
+    past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
+    rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
+
+    def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+        rows, new = (x.reshape(-1, *x.shape[2:]) for x in (pool, new))
+        return set_rows(rows, rows_LN.reshape(-1), new).reshape(pool.shape)
+
+    def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
+        # Number by number: as rows, XLA for TPU would lay these out anew, as P is their fastest
+        # axis.
+        L, _, K, C = scale.shape
+        layers, _, heads, offsets = jnp.ogrid[:L, :1, :K, :C]
+        places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
+        return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
+
+    scales = jax.tree.map(put_scale, cache.pools[2:], values[2:])
+    pools = Pools(put(cache.k, values.k), put(cache.v, values.v), *scales)
+    return cache.replace_pools(pools)
+
+
+def _held_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
+    """The blocks of a slot in `width` columns of the table, i32[width]; P where it holds none."""
+    columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
+    return cache.block_tables.at[jnp.asarray(slot, jnp.int32), columns].get(
+        mode="fill", fill_value=cache.num_blocks, wrap_negative_indices=False
+    )
+
+
+def _check_values(pools: Pools, values: Pools) -> int:
+    """Raise ValueError unless `values` could come from `pools`; return how many blocks they are."""
+    if pools.is_quantised != values.is_quantised:
+        raise ValueError(
+            "write_blocks: values must have scales just if the pools do. Pass what read_blocks of "
+            "such a cache returned."
+        )
+    width = values.k.shape[1] if values.k.ndim > 1 else 0
+    for name, pool, new in zip(Pools._fields, pools, values, strict=True):
+        if pool is None or new is None:
+            continue
+        shape = (pool.shape[0], width, *pool.shape[2:])
+        if new.shape != shape or new.dtype != pool.dtype:
+            raise ValueError(
+                f"write_blocks: values.{name} must be {pool.dtype} {list(shape)}, got {new.dtype} "
+                f"{list(new.shape)}. Pass what read_blocks of such a cache returned."
+            )
+    return width
 
 
 def locate(

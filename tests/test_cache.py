@@ -12,6 +12,7 @@ from paged_jax import cache as lib
 from paged_jax.blocks import check_invariants
 from paged_jax.cache import PagedCache
 from paged_jax.kernels.interface import is_quantised, quantise
+from paged_jax.kernels.scatter import BITS
 from paged_jax.kernels.writing import paged_write
 
 L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3
@@ -20,7 +21,13 @@ DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
 RESERVE = jax.jit(lib.reserve, static_argnames="max_tokens", donate_argnums=0)
 FORK = jax.jit(lib.fork, donate_argnums=0)
 RELEASE = jax.jit(lib.release, donate_argnums=0)
+REORDER = jax.jit(lib.reorder, donate_argnums=0)
+TRUNCATE = jax.jit(lib.truncate, static_argnames="max_tokens", donate_argnums=0)
+ATTACH = jax.jit(lib.attach, donate_argnums=0)
+PUBLISH = jax.jit(lib.publish, donate_argnums=0)
 GATHER = jax.jit(lib.gather)
+READ = jax.jit(lib.read_blocks, static_argnames="width")
+WRITE = jax.jit(lib.write_blocks, donate_argnums=0)
 QUANTISE = jax.jit(quantise, static_argnums=1)
 
 
@@ -254,6 +261,132 @@ def abstract_cache(dtype, num_blocks: int = 4096) -> PagedCache:
         head_dim=64, num_slots=16, max_blocks_per_slot=64, dtype=dtype,
     )  # fmt: skip
     return jax.eval_shape(create)
+
+
+def test_attach_finds_what_a_released_slot_has_written():
+    tokens = make_tokens(0, 2 * C + 1)
+    cache = append(make_cache(), 0, *tokens)
+    digests = jnp.arange(2 * 8, dtype=jnp.uint32).reshape(2, 8)
+    token_ids = jnp.arange(2 * C, dtype=jnp.int32).reshape(2, C)
+    cache = PUBLISH(cache, i32([0, 0]), i32([0, 1]), digests, token_ids)
+    cache = RELEASE(cache, jnp.array([True, False, False]))
+    cache, num_found = ATTACH(cache, 1, digests, token_ids, 2)
+    assert num_found == 2
+    assert_holds(cache, 1, *(x[:, : 2 * C] for x in tokens))
+    _, num_found = ATTACH(lib.forget(cache), 2, digests, token_ids, 2)
+    assert num_found == 0
+
+
+def test_truncate_then_append_continues_at_the_new_end():
+    tokens, new = make_tokens(0, 2 * C + 1), make_tokens(1, 2)
+    cache = TRUNCATE(append(make_cache(), 0, *tokens), i32([C + 1, 0, 0]), max_tokens=C)
+    kept = tuple(x[:, : C + 1] for x in tokens)
+    assert_holds(cache, 0, *kept)
+    assert_holds(append(cache, 0, *new), 0, *join(kept, new))
+
+
+def test_reorder_then_append_leaves_every_slot_its_own_tokens():
+    tokens = [make_tokens(slot, length) for slot, length in enumerate((C + 2, 3))]
+    cache = append(append(make_cache(), 0, *tokens[0]), 1, *tokens[1])
+    cache, ok = REORDER(cache, i32([1, 0, 0]))
+    assert ok
+    new = make_tokens(2, 1)
+    cache = append(cache, 1, *new)
+    for slot, expected in enumerate((tokens[1], join(tokens[0], new), tokens[0])):
+        assert_holds(cache, slot, *expected)
+
+
+def bits(pools) -> list[np.ndarray]:
+    """Arrays as bytes, in which NaN equals itself."""
+    return [np.asarray(array).view(np.uint8) for array in jax.tree.leaves(pools)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_go_to_host_memory_and_come_back_elsewhere(dtype):
+    tokens, others = make_tokens(0, 2 * C + 1, dtype), make_tokens(1, M * C, dtype)
+    cache = append(make_cache(dtype), 0, *tokens)
+    old_blocks = cache.block_tables[0].tolist()
+    # In two calls, of which the second goes past the end of the slot and of the table.
+    saved = [jax.device_get(READ(cache, 0, first, width=2)) for first in (0, 2)]
+    assert saved[0].k.shape == (L, 2, K, C, D) and saved[0].k.dtype == dtype
+    cache = RELEASE(cache, jnp.array([True, False, False]))
+    cache = append(cache, 2, *others)
+    cache, ok = RESERVE(cache, i32([0, 2 * C + 1, 0]), max_tokens=M * C)
+    assert ok and cache.block_tables[1].tolist() != old_blocks
+    for first, values in zip((0, 2), saved, strict=True):
+        cache = WRITE(cache, 1, first, values)
+    assert_holds(cache, 1, *tokens)
+    assert_holds(cache, 2, *others)
+    check_invariants(cache.tables)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_read_blocks_gives_zeros_for_what_is_not_held(dtype):
+    cache = append(make_cache(dtype), 0, *make_tokens(0, C + 1, dtype))
+    for slot, first, num_held in (
+        (0, 1, 1),
+        (0, 2, 0),
+        (0, -1, 1),
+        (1, 0, 0),
+        (-1, 0, 0),
+        (S, 0, 0),
+    ):
+        for array in bits(READ(cache, slot, first, width=2)):
+            is_zero = ~array.any(axis=tuple(i for i in range(array.ndim) if i != 1))
+            assert is_zero.sum() == 2 - num_held, (slot, first)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_write_blocks_drops_what_is_not_held(dtype):
+    cache = append(make_cache(dtype), 0, *make_tokens(0, C + 1, dtype))
+    before = bits(cache.pools)
+    values = jax.tree.map(lambda x: np.ones_like(x), jax.device_get(READ(cache, 0, 0, width=2)))
+    for slot, first in ((0, 2), (0, M), (0, -2), (1, 0), (-1, 0), (S, 0)):
+        cache = WRITE(cache, slot, first, values)
+        jax.tree.map(np.testing.assert_array_equal, bits(cache.pools), before)
+    cache = WRITE(cache, 0, 1, values)
+    block = int(cache.block_tables[0, 1])
+    for after, expected in zip(bits(cache.pools), before, strict=True):
+        assert not np.array_equal(after[:, block], expected[:, block])
+        others = np.arange(P) != block
+        np.testing.assert_array_equal(after[:, others], expected[:, others])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v._replace(k_scale=None, v_scale=None), "values must have scales just if"),
+        (lambda v: v._replace(k=v.k[:, :, :1]), r"values.k must be int8 \[2, 2, 3, 4, 8\], got"),
+        (lambda v: v._replace(v=v.v[:, :1]), r"values.v must be int8 \[2, 2, 3, 4, 8\], got"),
+        (lambda v: v._replace(k=v.k.astype(jnp.int32)), "values.k must be int8 .* got int32"),
+        (lambda v: v._replace(v_scale=v.v_scale[0]), "values.v_scale must be float32"),
+    ],
+)
+def test_write_blocks_refuses_values_of_other_pools(change, message):
+    cache = make_cache(jnp.int8)
+    values = change(READ(cache, 0, 0, width=2))
+    with pytest.raises(ValueError, match=f"write_blocks: {message}"):
+        lib.write_blocks(cache, 0, 0, values)
+
+
+def test_read_blocks_refuses_a_width_that_is_no_positive_integer():
+    with pytest.raises(ValueError, match="read_blocks: width must be a positive integer, got 0"):
+        lib.read_blocks(make_cache(), 0, 0, width=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(dtype):
+    cache = abstract_cache(dtype)
+    nbytes = cache.k.size * cache.k.dtype.itemsize
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = READ.lower(cache, scalar, scalar, width=8)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.01 * nbytes
+    values = jax.eval_shape(partial(READ, width=8), cache, scalar, scalar)
+    memory = WRITE.lower(cache, scalar, scalar, values).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * nbytes
+    # On CPU a pool of these types is cast to integers that hold its bits, and back.
+    limit = 2.01 if cache.k.dtype in BITS else 0.01
+    assert memory.temp_size_in_bytes < limit * nbytes
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.int8])

@@ -17,8 +17,8 @@ def tables() -> BlockTables:
     tables = BlockTables.create(70, num_slots=4, max_blocks_per_slot=3, block_size=4)
     # Slot 0 comes and goes, so that the others' blocks are not in the order of their ids.
     tables, _, ok = blocks.reserve(tables, jnp.array([5, 0, 0, 3]), max_tokens=12)
-    tables = blocks.release(tables, jnp.array([True, False, False, False]))
     tables, _, more = blocks.reserve(tables, jnp.array([0, 6, 0, 6]), max_tokens=12)
+    tables = blocks.release(tables, jnp.array([True, False, False, False]))
     tables, forked = blocks.fork(tables, jnp.array([-1, -1, 1, -1]))
     assert ok and more and forked
     blocks.check_invariants(tables)

@@ -5,7 +5,7 @@ donated, that form is done in place by the compilers for CPU, GPU and TPU alike,
 `dynamic_update_slice` makes the one for TPU lay the whole pool out anew. For the same reason pools
 are passed around whole, with a layer index; slicing a layer out would copy it.
 
-XLA's CPU backend cannot update an array of bfloat16 or fp8 in place (see `_set_rows`): there, keep
+XLA's CPU backend cannot update an array of bfloat16 or fp8 in place (see `set_rows`): there, keep
 pools in float32, float16 or int8.
 """
 
@@ -39,7 +39,7 @@ def write(
     def put(pool: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(pool.dtype).reshape(-1, new.shape[-1])
         new = jnp.pad(new, ((0, 0), (0, pool.shape[-1] - new.shape[-1])))
-        return _set_rows(_as_rows(pool), index, new).reshape(pool.shape)
+        return set_rows(_as_rows(pool), index, new).reshape(pool.shape)
 
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
         # Flat, as the pools are, these would be laid out anew on TPU, where P is their fastest
@@ -78,7 +78,7 @@ def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: O
 
     def copy(i: jax.Array, state: Pools) -> Pools:
         source, target = sources[order[i]], targets[order[i]]
-        k, v = (_set_rows(x, rows_of(target), x[rows_of(source)]) for x in (state.k, state.v))
+        k, v = (set_rows(x, rows_of(target), x[rows_of(source)]) for x in (state.k, state.v))
         scales = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), state[2:])
         return Pools(k, v, *scales)
 
@@ -120,7 +120,7 @@ BITS = {
 
 
 @jax.custom_jvp
-def _set_rows(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+def set_rows(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     """Scatter `new` [N, ...] to `rows` at distinct `index` i32[N]; those past the end are dropped.
 
     XLA's CPU backend computes a bfloat16 scatter (or dynamic_update_slice) in float32, converting
@@ -146,9 +146,9 @@ def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.
     return lax.bitcast_convert_type(bits, rows.dtype)
 
 
-@_set_rows.defjvp
+@set_rows.defjvp
 def _set_rows_jvp(primals, tangents):
     # Needed because the derivative of a cast of bits is zero for JAX, without a warning.
     rows, index, new = primals
     rows_dot, _, new_dot = tangents
-    return _set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)
+    return set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)

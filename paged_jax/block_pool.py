@@ -1,0 +1,214 @@
+"""The free blocks, the holders of the others, and what is known of the content of each.
+
+A block is free or held; either way it may be *cached*: full of tokens that are known by a digest,
+so that a sequence that begins with the same tokens can hold it too (`paged_jax.blocks.attach`). A
+block stays cached when it is freed, until it is taken again. So the free queue has two parts: at
+its head the blocks whose content nobody can find, the last freed first, then the cached ones, the
+least recently used first.
+
+    ref_counts  [0 2 0 2 0 0]        held: 1 and 3, by two holders each
+    is_cached   [1 1 0 1 0 0]
+    free blocks  5 4 2 | 0           5 is taken first; when 0 is taken, its content is forgotten
+
+These are the parts of which `paged_jax.blocks` is made. None of them checks its arguments: that
+has been done, and P, one past the last block, stands for "no block".
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# Of SHA-256, as 32-bit words.
+NUM_DIGEST_WORDS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockPool:
+    """Which blocks are free, how many table entries refer to the others, and what is in them.
+
+    Attributes:
+      ref_counts: i32[P], the number of table entries that hold each block; 0 if it is free.
+      free_queue: i32[P], a ring buffer. From `head` on, around the end, lie the ids of the
+          `num_free` free blocks in the order in which they will be taken; the remaining places
+          are stale.
+      head: i32[], where in `free_queue` the next block is taken.
+      num_free: i32[], how many blocks are free.
+      is_cached: bool[P], whether the block is found by its digest.
+      digests: u32[P, 8], the SHA-256 under which each cached block is found; stale for others.
+      token_ids: i32[P, C], the tokens of each cached block; stale for others.
+    """
+
+    ref_counts: jax.Array
+    free_queue: jax.Array
+    head: jax.Array
+    num_free: jax.Array
+    is_cached: jax.Array
+    digests: jax.Array
+    token_ids: jax.Array
+
+    @classmethod
+    def create(cls, num_blocks: int, block_size: int) -> "BlockPool":
+        """Return a pool of `num_blocks` free blocks, none of which is cached."""
+        return cls(
+            ref_counts=jnp.zeros(num_blocks, jnp.int32),
+            free_queue=jnp.arange(num_blocks, dtype=jnp.int32),
+            head=jnp.zeros((), jnp.int32),
+            num_free=jnp.full((), num_blocks, jnp.int32),
+            is_cached=jnp.zeros(num_blocks, bool),
+            digests=jnp.zeros((num_blocks, NUM_DIGEST_WORDS), jnp.uint32),
+            token_ids=jnp.zeros((num_blocks, block_size), jnp.int32),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """P, the number of blocks in the pool."""
+        return self.ref_counts.shape[0]
+
+
+def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
+    """Take a block off the head of the free queue for every True, in order; elsewhere give P.
+
+    The caller has made sure that there are enough. What was cached in the blocks is forgotten.
+    """
+    rank = jnp.cumsum(is_taken.reshape(-1), dtype=jnp.int32).reshape(is_taken.shape)
+    num_taken = rank.reshape(-1)[-1]
+    heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
+    blocks = jnp.where(is_taken, heads, pool.num_blocks)
+    pool = replace(
+        pool,
+        ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
+        is_cached=pool.is_cached.at[blocks].set(False, mode="drop"),
+        head=(pool.head + num_taken) % pool.num_blocks,
+        num_free=pool.num_free - num_taken,
+    )
+    return pool, blocks
+
+
+def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
+    """Add one reference for each of `entries` i32[N] (P: none), blocks that are held already."""
+    blocks, counts, _ = tally(entries, pool.num_blocks)
+    return replace(pool, ref_counts=pool.ref_counts.at[blocks].add(counts, mode="drop"))
+
+
+def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
+    """Give back one reference for each of `entries` i32[N] (P: none); queue what is then free.
+
+    In the order of the entries: cached blocks join the tail of the queue, others its head.
+    """
+    blocks, counts, positions = tally(entries, pool.num_blocks)
+    refs = pool.ref_counts.at[blocks].get(mode="fill", fill_value=-1)
+    # Back from the order of the sort to that of the entries, in which blocks join the queue.
+    is_freed = jnp.zeros(entries.shape, bool).at[positions].set(refs == counts)
+    is_cached = pool.is_cached.at[entries].get(mode="fill", fill_value=False)
+    cached_rank = jnp.cumsum(is_freed & is_cached, dtype=jnp.int32)
+    other_rank = jnp.cumsum(is_freed & ~is_cached, dtype=jnp.int32)
+    place = jnp.where(
+        is_cached, pool.head + pool.num_free + cached_rank - 1, pool.head - other_rank
+    )
+    place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
+    return replace(
+        pool,
+        ref_counts=pool.ref_counts.at[blocks].add(-counts, mode="drop"),
+        free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
+        head=(pool.head - other_rank[-1]) % pool.num_blocks,
+        num_free=pool.num_free + cached_rank[-1] + other_rank[-1],
+    )
+
+
+def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
+    """Add one reference to each of `blocks` i32[N], distinct, P for none; free ones become held.
+
+    Those leave the middle of the free queue, which closes the gaps: costs a pass over P.
+    """
+    is_revived = jnp.zeros(pool.num_blocks, bool).at[blocks].set(True, mode="drop")
+    index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+    queued = pool.free_queue[(pool.head + index) % pool.num_blocks]
+    is_kept = (index < pool.num_free) & ~is_revived[queued]
+    rank = jnp.cumsum(is_kept, dtype=jnp.int32)
+    place = jnp.where(is_kept, (pool.head + rank - 1) % pool.num_blocks, pool.num_blocks)
+    return replace(
+        pool,
+        ref_counts=pool.ref_counts.at[blocks].add(1, mode="drop"),
+        free_queue=pool.free_queue.at[place].set(queued, mode="drop"),
+        num_free=rank[-1],
+    )
+
+
+def find(pool: BlockPool, digest: jax.Array) -> jax.Array:
+    """Return the block that is cached under `digest` u32[8], i32[], or P if there is none."""
+    is_match = pool.is_cached & jnp.all(pool.digests == digest[None, :], axis=1)
+    block = jnp.argmax(is_match).astype(jnp.int32)
+    return jnp.where(is_match[block], block, pool.num_blocks)
+
+
+def remember(
+    pool: BlockPool, block: jax.Array, digest: jax.Array, token_ids: jax.Array
+) -> BlockPool:
+    """Cache `block` i32[] (P: none) under `digest` u32[8]; `token_ids` i32[C] are in it."""
+    return replace(
+        pool,
+        is_cached=pool.is_cached.at[block].set(True, mode="drop"),
+        digests=pool.digests.at[block].set(digest, mode="drop"),
+        token_ids=pool.token_ids.at[block].set(token_ids, mode="drop"),
+    )
+
+
+def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
+    """Let `blocks`, i32 of any shape, held ones or P, no longer be found."""
+    return replace(pool, is_cached=pool.is_cached.at[blocks].set(False, mode="drop"))
+
+
+def check_invariants(pool: BlockPool) -> None:
+    """Check on the host what must hold of a pool by itself.
+
+    Raises:
+      AssertionError: naming the first invariant that does not hold, and where.
+    """
+    ref_counts, is_cached = np.asarray(pool.ref_counts), np.asarray(pool.is_cached)
+    num_blocks, num_free = pool.num_blocks, int(pool.num_free)
+
+    require(0 <= num_free <= num_blocks, "num_free", f"be 0 to {num_blocks}", num_free)
+    head = int(pool.head)
+    require(0 <= head < num_blocks, "head", f"be 0 to {num_blocks - 1}", head)
+    ring = (head + np.arange(num_free)) % num_blocks
+    free = np.asarray(pool.free_queue)[ring]
+    is_block = (free >= 0) & (free < num_blocks)
+    require(is_block.all(), "free_queue", "hold block ids", free.tolist())
+    require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
+    for block, count in enumerate(ref_counts.tolist()):
+        name = f"ref_counts[{block}]"
+        require((count == 0) == (block in free), name, "be 0 just where the block is free", count)
+
+    is_ordered = np.all(is_cached[free][:-1] <= is_cached[free][1:])
+    require(is_ordered, "free_queue", "hold cached blocks after all others", free.tolist())
+    digests = np.asarray(pool.digests)[is_cached]
+    is_unique = len(np.unique(digests, axis=0)) == len(digests)
+    require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
+
+
+def require(holds, name: str, rule: str, value) -> None:
+    """Raise AssertionError in the name of `check_invariants` unless `holds`."""
+    if not holds:
+        raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
+
+
+def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Count how often each block occurs in `entries` i32[N], where P counts as none.
+
+    Returns `(blocks, counts, positions)`, all i32[N] and sorted by block. Each block that occurs
+    is listed once, with its count and the position of its last occurrence; all other `blocks` are
+    P with count 0. So a scatter to `blocks` never meets the same block twice: sorting takes the
+    place of a scatter-add on which all holders of a shared block would contend.
+    """
+    index = jnp.arange(entries.shape[0], dtype=jnp.int32)
+    ranked, positions = lax.sort((entries, index), num_keys=1, is_stable=True)
+    is_change = ranked[1:] != ranked[:-1]
+    edge = jnp.ones(1, bool)
+    first = lax.cummax(jnp.where(jnp.concatenate([edge, is_change]), index, 0))
+    is_listed = jnp.concatenate([is_change, edge]) & (ranked < num_blocks)
+    blocks = jnp.where(is_listed, ranked, num_blocks)
+    return blocks, jnp.where(is_listed, index - first + 1, 0), positions
