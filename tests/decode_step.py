@@ -1,4 +1,4 @@
-"""The donated decode step of a whole model as shapes alone: lowered or compiled, never run."""
+"""Donated decode steps of a whole model as shapes alone: lowered or compiled, never run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paged_jax import Llama, PagedCache
+from paged_jax.decoding import DecodeState, decode_steps
 from paged_jax.models.config import LlamaConfig
 
 LLAMA_3_8B = LlamaConfig(
@@ -37,20 +38,25 @@ QWEN_3_1B7 = LlamaConfig(
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """`Llama.decode` in bfloat16, over pools of about `pool_gigabytes`."""
+    """`Llama.decode`, by default in bfloat16, over pools of about `pool_gigabytes`."""
 
     config: LlamaConfig
-    pool_gigabytes: int
+    pool_gigabytes: float
     block_size: int = 16
     batch: int = 64
     max_blocks_per_slot: int = 512
     scan_layers: bool = True
+    dtype: str = "bfloat16"  # of the weights
+    pool_dtype: str = "bfloat16"
 
     @property
     def num_blocks(self) -> int:
         config = self.config
         heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-        return self.pool_gigabytes * 10**9 // (heads * self.block_size * config.head_dim * 2)
+        block_bytes = (
+            heads * self.block_size * config.head_dim * jnp.dtype(self.pool_dtype).itemsize
+        )
+        return int(self.pool_gigabytes * 10**9) // block_bytes
 
     def function(self) -> Callable[..., Any]:
         """The step, to be jitted with its second argument donated."""
@@ -62,11 +68,19 @@ class DecodeStep:
 
     def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
         """Model, cache, tokens and slots as `jax.ShapeDtypeStruct`."""
-        config, scan_layers = self.config, self.scan_layers
-        model = nnx.eval_shape(
-            lambda: Llama(config, dtype=jnp.bfloat16, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+        model, cache = self._model(), self._cache()
+        rows = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        return _placed((model, cache, rows, rows), sharding)
+
+    def _model(self) -> Llama:
+        config, dtype, scan_layers = self.config, self.dtype, self.scan_layers
+        return nnx.eval_shape(
+            lambda: Llama(config, dtype=dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0))
         )
-        cache = jax.eval_shape(
+
+    def _cache(self) -> PagedCache:
+        config = self.config
+        return jax.eval_shape(
             lambda: PagedCache.create(
                 num_layers=config.num_hidden_layers,
                 num_blocks=self.num_blocks,
@@ -75,11 +89,34 @@ class DecodeStep:
                 head_dim=config.head_dim,
                 num_slots=self.batch,
                 max_blocks_per_slot=self.max_blocks_per_slot,
-                dtype=jnp.bfloat16,
+                dtype=self.pool_dtype,
             )
         )
-        rows = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            (model, cache, rows, rows),
-        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLoop(DecodeStep):
+    """`decode_steps`: up to `max_steps` of these steps, with the choice of tokens."""
+
+    max_steps: int = 8
+
+    def function(self) -> Callable[..., Any]:
+        """The loop, to be jitted with its second argument donated."""
+        max_steps = self.max_steps
+
+        def decode_loop(model: Llama, state: DecodeState, slots: jax.Array, num_steps: jax.Array):
+            return decode_steps(model, state, slots, num_steps, max_steps=max_steps)
+
+        return decode_loop
+
+    def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
+        """Model, state, slots and number of steps as `jax.ShapeDtypeStruct`."""
+        cache, vocab_size = self._cache(), self.config.vocab_size
+        state = jax.eval_shape(lambda cache: DecodeState.create(cache, vocab_size), cache)
+        slots = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        num_steps = jax.ShapeDtypeStruct((), jnp.int32)
+        return _placed((self._model(), state, slots, num_steps), sharding)
+
+
+def _placed(shapes: tuple[Any, ...], sharding: Any) -> tuple[Any, ...]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)

@@ -246,31 +246,31 @@ class Llama(nnx.Module):
           float32 logits ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
           bool ``[]``.
         """
-        B, T = token_ids.shape
-        cache, ok, rows = _append(cache, slots, num_tokens, T)
+        x, cache, ok, num_tokens = self._run_chunks(cache, token_ids, slots, num_tokens, backend)
+        last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
+        return self._logits(jnp.take_along_axis(x, last, axis=1)[:, 0]), cache, ok
 
-        def attend(layer, q, k, v, pools):
-            pools = rows.write(pools, k, v, layer)
-            out = paged_prefill_attention(
-                q.reshape(B, T, *q.shape[1:]),
-                pools.k,
-                pools.v,
-                rows.block_tables,
-                rows.lengths,
-                rows.num_tokens,
-                layer=layer,
-                k_scale=pools.k_scale,
-                v_scale=pools.v_scale,
-                sliding_window=self.config.sliding_window,
-                backend=backend,
-            )
-            return out.reshape(q.shape), pools
+    def score(
+        self,
+        cache: PagedCache,
+        token_ids: jax.Array,
+        slots: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+        """As `prefill`, but score what follows each token of the chunks and not only the last.
 
-        x, pools = self._run_layers(
-            self._look_up(token_ids.reshape(-1)), rows.positions, attend, cache.pools
-        )
-        last = jnp.maximum(rows.num_tokens - 1, 0) + jnp.arange(B, dtype=jnp.int32) * T
-        return self._logits(x[last]), cache.replace_pools(pools), ok
+        Args:
+          cache, slots, num_tokens, backend: as for `prefill`.
+          token_ids: i32 ``[B, T]``, each row padded at its end.
+
+        Returns:
+          float32 logits ``[B, T, V]`` (of no meaning in the padding), the new cache, and ``ok``,
+          bool ``[]``.
+        """
+        x, cache, ok, _ = self._run_chunks(cache, token_ids, slots, num_tokens, backend)
+        return self._logits(x), cache, ok
 
     def decode(
         self,
@@ -328,6 +328,41 @@ class Llama(nnx.Module):
 
         x, pools = self._run_layers(self._look_up(token_ids), rows.positions, attend, cache.pools)
         return self._logits(x), cache.replace_pools(pools), ok
+
+    def _run_chunks(
+        self,
+        cache: PagedCache,
+        token_ids: jax.Array,
+        slots: jax.Array,
+        num_tokens: jax.Array,
+        backend: str | None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
+        """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
+        and how many tokens of each row were taken ``[B]``."""
+        B, T = token_ids.shape
+        cache, ok, rows = _append(cache, slots, num_tokens, T)
+
+        def attend(layer, q, k, v, pools):
+            pools = rows.write(pools, k, v, layer)
+            out = paged_prefill_attention(
+                q.reshape(B, T, *q.shape[1:]),
+                pools.k,
+                pools.v,
+                rows.block_tables,
+                rows.lengths,
+                rows.num_tokens,
+                layer=layer,
+                k_scale=pools.k_scale,
+                v_scale=pools.v_scale,
+                sliding_window=self.config.sliding_window,
+                backend=backend,
+            )
+            return out.reshape(q.shape), pools
+
+        x, pools = self._run_layers(
+            self._look_up(token_ids.reshape(-1)), rows.positions, attend, cache.pools
+        )
+        return x.reshape(B, T, -1), cache.replace_pools(pools), ok, rows.num_tokens
 
     def _look_up(self, token_ids: jax.Array) -> jax.Array:
         table = self.embed_tokens[...]

@@ -1,0 +1,152 @@
+"""Generation as one pure function: for training loops, evals, and whatever else is jitted.
+
+The cache is made inside, large enough for every row to reach its full length, and gone afterwards.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from paged_jax import decoding, sampling
+from paged_jax.blocks import check_positive, num_blocks_needed
+from paged_jax.cache import PagedCache
+from paged_jax.decoding import DecodeState
+from paged_jax.dims import bind
+from paged_jax.kernels import padded_head_dim
+from paged_jax.models.llama import Llama
+from paged_jax.sampling import SlotSampling
+
+
+class Rollout(NamedTuple):
+    """What was generated after each of B prompts, N tokens at most. A stop token counts."""
+
+    token_ids: jax.Array  # i32 [B, N]; 0 past num_tokens
+    logprobs: jax.Array  # f32 [B, N], under the model at temperature 1, unfiltered
+    num_tokens: jax.Array  # i32 [B]
+
+
+def rollout(
+    model: Llama,
+    prompt_token_ids: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    max_tokens: int,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike = 0,
+    top_p: ArrayLike = 1.0,
+    min_p: ArrayLike = 0.0,
+    seed: ArrayLike = 0,
+    stop_token_ids: Sequence[int] = (),
+    block_size: int = 16,
+    cache_dtype: DTypeLike = jnp.float32,
+    backend: str | None = None,
+) -> Rollout:
+    """Continue a batch of prompts. One program, allocation included: jit it, scan over it.
+
+    The weights are an argument like any other, so nothing has to be loaded or copied when they
+    change. No gradient flows through a rollout: score its tokens with `model`, which does pass one.
+
+    Args:
+      model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
+      prompt_token_ids: i32[B, T], each row padded at its end.
+      num_tokens: i32[B], tokens in each prompt, 1 to T.
+      max_tokens: N, most tokens to generate in a row (static).
+      temperature, top_k, top_p, min_p: as in `SamplingParams`, one for all rows or one for each;
+        they may be traced.
+      seed: an integer of 0 to 2**32 - 1, one for all rows or one for each; may be traced, as from
+        the number of the training step. Row b is sample b of its seed, so rows with the same prompt
+        differ, and a row's draws do not depend on the rows beside it.
+      stop_token_ids: tokens that end a row, such as ``model.config.eos_token_ids`` (static).
+      block_size: of the cache, see `PagedCache`.
+      cache_dtype: of K and V; on CPU, leave it at float32.
+      backend: of the attention, see `paged_attention`.
+
+    Returns:
+      The tokens, their log-probabilities and how many there are in each row.
+
+    Raises:
+      ValueError: shapes do not fit together, or a size is not positive.
+
+    Cost: memory for K and V of B * (T + N) tokens; time until the last row has stopped.
+
+    Example:
+      >>> from flax import nnx
+      >>> from paged_jax.models.config import LlamaConfig
+      >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+      ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+      >>> model = Llama(config, rngs=nnx.Rngs(0))
+      >>> run = jax.jit(rollout, static_argnames=("max_tokens", "stop_token_ids"))
+      >>> out = run(model, jnp.array([[3, 7, 5], [4, 0, 0]]), jnp.array([3, 1]), max_tokens=6,
+      ...           temperature=0.7, seed=jnp.uint32(1))
+      >>> out.token_ids.shape, out.num_tokens.tolist()
+      ((2, 6), [6, 6])
+    """
+    prompt_token_ids, num_tokens = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
+    sizes = bind("rollout", prompt_token_ids=(prompt_token_ids, "BT"), num_tokens=(num_tokens, "B"))
+    check_positive("rollout", max_tokens=max_tokens, block_size=block_size)
+    if isinstance(seed, int):
+        if not 0 <= seed < 2**32:
+            raise ValueError(
+                f"rollout: seed must be in [0, 2**32), got {seed}. Pass the number of the step."
+            )
+        seed = np.uint32(seed)  # jnp would take it for an int32
+    B, T = sizes["B"], sizes["T"]
+    # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
+    model = jax.tree.map(lax.stop_gradient, model)
+    config, width = model.config, num_blocks_needed(T + max_tokens - 1, block_size)
+    slots = jnp.arange(B, dtype=jnp.int32)
+    cache = PagedCache.create(
+        num_layers=config.num_hidden_layers,
+        num_blocks=B * width,
+        num_kv_heads=config.num_key_value_heads,
+        block_size=block_size,
+        head_dim=padded_head_dim(config.head_dim, jax.default_backend()),
+        num_slots=B,
+        max_blocks_per_slot=width,
+        dtype=cache_dtype,
+    )
+    num_tokens = jnp.clip(num_tokens.astype(jnp.int32), 1, T)
+    if T > 1:
+        _, cache, _ = model.prefill(
+            cache, prompt_token_ids[:, :-1], slots, num_tokens - 1, backend=backend
+        )
+    stop_ids = jnp.array([list(stop_token_ids)], jnp.int32)
+    state = DecodeState(
+        cache=cache,
+        sampling=_sampling(
+            SlotSampling.create(B, config.vocab_size, max_logit_bias=0, max_stop_ids=0),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+        ),
+        token_ids=prompt_token_ids[slots, num_tokens - 1].astype(jnp.int32),
+        stop_ids=jnp.broadcast_to(stop_ids, (B, stop_ids.shape[1])),
+        max_lengths=num_tokens + max_tokens,
+    )
+    tokens, _ = decoding.decode_steps(
+        model, state, slots, max_tokens, max_steps=max_tokens, backend=backend
+    )
+    return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
+
+
+def _sampling(state: SlotSampling, **values: ArrayLike) -> SlotSampling:
+    """As `sampling.assign` writes it, for all rows at once and from values that may be traced."""
+    B = state.temperature.shape[0]
+    rows = {name: jnp.broadcast_to(jnp.asarray(value), (B,)) for name, value in values.items()}
+    seeds = rows.pop("seed").astype(jnp.uint32)
+    rows["temperature"] = jnp.where(
+        rows["temperature"] < sampling._SMALLEST_TEMPERATURE, 0.0, rows["temperature"]
+    )
+    rows["top_k"] = jnp.maximum(rows["top_k"], 0)
+    keys = jnp.stack([jnp.zeros_like(seeds), seeds], axis=1)
+    samples = jnp.arange(B, dtype=jnp.uint32)
+    rows = {name: row.astype(getattr(state, name).dtype) for name, row in rows.items()}
+    return dataclasses.replace(state, **rows, keys=jax.vmap(sampling._fold_in)(keys, samples))

@@ -1,0 +1,165 @@
+"""A rollout is what the steps of decoding would give, as one function inside other programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_model import BOS, CONFIG, save_tiny_model
+
+from paged_jax import decoding
+from paged_jax.cache import PagedCache
+from paged_jax.decoding import DecodeState
+from paged_jax.models.llama import Llama
+from paged_jax.rollout import Rollout, rollout
+from paged_jax.sampling_params import SamplingParams
+
+PROMPTS = np.array([[BOS, 5, 6, 7, 8], [BOS, 20, 3, 0, 0], [BOS, 0, 0, 0, 0]], np.int32)
+NUM_TOKENS = np.array([5, 3, 1], np.int32)
+B, T, N = *PROMPTS.shape, 6
+RUN = jax.jit(rollout, static_argnames=("max_tokens", "stop_token_ids", "block_size"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Llama:
+    return Llama.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("rollout")))
+
+
+# What is traced, one for each row: tests that change only these share a program.
+DTYPES = {
+    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
+    "seed": np.uint32,
+}  # fmt: skip
+
+
+def run(model, prompts=PROMPTS, num_tokens=NUM_TOKENS, stop_token_ids=(), **options) -> Rollout:
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, **options}
+    rows = {name: np.broadcast_to(value, B).astype(DTYPES[name]) for name, value in options.items()}
+    return RUN(
+        model,
+        prompts,
+        num_tokens,
+        max_tokens=N,
+        block_size=4,
+        stop_token_ids=stop_token_ids,
+        **rows,
+    )
+
+
+def test_rollout_is_what_decode_steps_draws(model) -> None:
+    ways = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.3, top_p=0.9),
+        SamplingParams(temperature=0.8, top_k=10, min_p=0.05),
+    ]
+    cache = PagedCache.create(
+        num_layers=CONFIG.num_hidden_layers,
+        num_blocks=16,
+        num_kv_heads=CONFIG.num_key_value_heads,
+        block_size=4,
+        head_dim=CONFIG.head_dim,
+        num_slots=B,
+        max_blocks_per_slot=4,
+    )
+    slots = jnp.arange(B, dtype=jnp.int32)
+    _, cache, _ = jax.jit(Llama.prefill)(model, cache, PROMPTS, slots, NUM_TOKENS - 1)
+    state = DecodeState.create(cache, CONFIG.vocab_size)
+    for row, params in enumerate(ways):
+        state = decoding.assign(
+            state,
+            row,
+            params,
+            token_ids=PROMPTS[row, : NUM_TOKENS[row]].tolist(),
+            num_prompt_tokens=int(NUM_TOKENS[row]),
+            seed=2**32 - 5,
+            sample_index=row,
+            max_length=99,
+        )
+    steps = jax.jit(decoding.decode_steps, static_argnames="max_steps")
+    tokens, _ = steps(model, state, slots, N, max_steps=N)
+
+    names = ("temperature", "top_k", "top_p", "min_p")
+    each = {name: [getattr(params, name) for params in ways] for name in names}
+    out = run(model, seed=2**32 - 5, **each)
+    np.testing.assert_array_equal(out.token_ids, tokens.token_ids.T)
+    np.testing.assert_allclose(out.logprobs, tokens.logprobs.T, atol=1e-5)
+    assert out.num_tokens.tolist() == [N] * B
+    assert len(set(out.token_ids[0].tolist())) > 1
+
+
+def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
+    whole = run(model, temperature=0.0)
+    stop = int(whole.token_ids[0, 2])
+    out = run(model, temperature=0.0, stop_token_ids=(stop, 99))
+    for row in range(B):
+        ids = whole.token_ids[row].tolist()
+        n = ids.index(stop) + 1 if stop in ids else N
+        assert int(out.num_tokens[row]) == n
+        assert out.token_ids[row].tolist() == ids[:n] + [0] * (N - n)
+        np.testing.assert_allclose(out.logprobs[row, :n], whole.logprobs[row, :n], atol=1e-5)
+        assert not out.logprobs[row, n:].any()
+    assert int(out.num_tokens[0]) < N
+
+
+def test_rows_with_the_same_prompt_differ(model) -> None:
+    prompts, num_tokens = np.repeat(PROMPTS[:1], B, axis=0), np.repeat(NUM_TOKENS[:1], B)
+    out = run(model, prompts, num_tokens, seed=1)
+    assert len({tuple(row) for row in out.token_ids.tolist()}) == B
+    assert out.token_ids.tolist() != run(model, prompts, num_tokens, seed=2).token_ids.tolist()
+
+
+def test_rollout_within_a_scan_of_training_steps(model) -> None:
+    """Policy gradient in one program: draw, score what was drawn, update, and again."""
+    graphdef, weights = nnx.split(model)
+
+    def loss(weights, step):
+        model = nnx.merge(graphdef, weights)
+        out = rollout(model, PROMPTS, NUM_TOKENS, max_tokens=N, seed=step, block_size=4)
+        positions = NUM_TOKENS[:, None] + np.arange(N)[None]
+        rows = np.arange(B)[:, None]
+        sequences = jnp.zeros((B, T + N), jnp.int32).at[:, :T].set(PROMPTS)
+        sequences = sequences.at[rows, positions].set(out.token_ids)
+        logprobs = jax.nn.log_softmax(model(sequences))
+        chosen = logprobs[rows, positions - 1, out.token_ids]
+        # A reward for the tokens of the lower half.
+        advantage = jnp.where(out.token_ids < CONFIG.vocab_size // 2, 1.0, -1.0)
+        # Of what the rollout reports too, which must pass no gradient: the loop in it has none.
+        ratio = jnp.exp(chosen - out.logprobs)
+        return -jnp.mean(advantage * ratio), (out, chosen, jnp.mean(advantage))
+
+    def train(weights, step):
+        (_, aux), gradients = jax.value_and_grad(loss, has_aux=True)(weights, step)
+        weights = jax.tree.map(lambda w, g: w - 0.05 * g, weights, gradients)
+        return weights, (*aux, norm(gradients))
+
+    def norm(tree):
+        return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+    steps = jnp.arange(20, dtype=jnp.uint32)
+    trained, (out, chosen, reward, norms) = jax.jit(
+        lambda weights: jax.lax.scan(train, weights, steps)
+    )(weights)
+    assert np.isfinite(norms).all() and (norms > 0).all()
+    # The cache of each step holds what that step's weights gave, and no other's.
+    np.testing.assert_allclose(out.logprobs, chosen, atol=1e-3)
+    assert float(reward[-5:].mean()) > float(reward[:5].mean()) + 0.2
+
+    first = run(model, seed=0)
+    np.testing.assert_array_equal(out.token_ids[0], first.token_ids)
+    last = run(nnx.merge(graphdef, trained), seed=19)
+    assert last.token_ids.tolist() != run(model, seed=19).token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tokens": NUM_TOKENS[:2]}, "num_tokens must have B .* = 3"),
+        ({"prompt_token_ids": PROMPTS[0]}, r"must have shape \[B, T\], got \[5\]"),
+        ({"max_tokens": 0}, "max_tokens must be a positive integer, got 0"),
+        ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
+    ],
+)
+def test_mistakes_are_refused(model, changes, message) -> None:
+    arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS, "max_tokens": N}
+    with pytest.raises(ValueError, match=message):
+        rollout(model, **{**arguments, **changes})
