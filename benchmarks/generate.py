@@ -64,8 +64,11 @@ class PagedJax:
             max_num_seqs=batch,
             max_model_len=max_len,
             num_blocks=batch * -(-max_len // 16),
+            # As the peers: a step at a time, and each prompt computed.
+            steps_per_dispatch=1,
+            enable_prefix_caching=False,
         )
-        self._stream = self._llm.stream([])
+        self._stream = self._llm.stream([], SamplingParams())
 
     @property
     def cache_bytes(self) -> int:
@@ -75,7 +78,7 @@ class PagedJax:
     def start(self, batch: int, prompt_len: int, new_tokens: int) -> None:
         """See `Peer.start`."""
         self._stream.close()
-        # One more than asked for: the prefill draws the first.
+        # One more than asked for: the first is drawn here.
         params = SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True)
         prompts = prompt_tokens(batch, prompt_len, self._llm.config.vocab_size).tolist()
         self._batch = batch
@@ -234,7 +237,7 @@ def measure_memory(folder: Path, dtype: str, batch: int) -> dict[str, float]:
     for _ in range(15):
         ours.step()
     _, peak = resident_bytes()
-    needed = sum(leaf.nbytes for leaf in ours._llm._weights) + ours.cache_bytes
+    needed = sum(leaf.nbytes for leaf in ours._llm.weights) + ours.cache_bytes
     return {
         "batch": batch,
         "imports_mb": before // 10**6,

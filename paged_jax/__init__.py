@@ -6,9 +6,11 @@ Each part is usable without the ones above it: the ops over bare pools (`paged_a
 `paged_jax.cache` and `paged_jax.blocks`, `Llama`, and `LLM`.
 """
 
+from paged_jax.async_engine import AsyncEngine
+from paged_jax.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from paged_jax.blocks import BlockPool, BlockTables
 from paged_jax.cache import PagedCache
-from paged_jax.engine import LLM
+from paged_jax.engine import Engine
 from paged_jax.kernels import (
     copy_blocks,
     merge_attention,
@@ -16,6 +18,7 @@ from paged_jax.kernels import (
     paged_prefill_attention,
     paged_write,
 )
+from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.tokenizer import Tokenizer
@@ -26,9 +29,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "BlockPool",
     "BlockTables",
     "CompletionOutput",
+    "Engine",
     "Llama",
     "LlamaConfig",
     "PagedCache",

@@ -1,22 +1,20 @@
-"""Text in, text out: requests join a running batch, share blocks, and leave it again.
+"""Continuous batching: requests join and leave a running batch at every step.
 
-The only place where state is replaced. A round is
+A step is `schedule -> run -> postprocess`:
 
-    admit     while slots and blocks suffice: prefill the prompt, fork its samples, draw a token
-    decode    one step for all running samples, in one jitted program
-    release   the slots of the samples that stopped
+    schedule       who runs: `paged_jax.scheduler`, which drives the cache as it decides
+    run            chunks of prompts, forks of samples, some steps of decoding: `paged_jax.runner`
+    postprocess    tokens to samples: text, stop strings, log-probabilities; who is done leaves
 
-A request is admitted only when the blocks that it may come to need are free of other claims, so
-what is admitted finishes.
+The tokens of requests on the host are the truth, and what the device holds can be computed from
+them again. So a step that is cut short, by Ctrl-C or for lack of memory, loses no request.
 """
 
-import collections
-import contextlib
 import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,34 +22,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
-from paged_jax import sampling, steps
-from paged_jax.blocks import num_blocks_needed
+from paged_jax.blocks import check_positive, num_blocks_needed
 from paged_jax.cache import PagedCache
+from paged_jax.decoding import StepTokens
+from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
 from paged_jax.kernels import check_backend_runs_on, padded_head_dim
+from paged_jax.kernels.interface import is_quantised
 from paged_jax.models.llama import Llama
 from paged_jax.models.pretrained import bundled_folder
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.outputs import Logprob, RequestMetrics, RequestOutput
+from paged_jax.ngram import NgramIndex
+from paged_jax.outputs import Logprob, RequestOutput
+from paged_jax.prefix import PrefixChain
 from paged_jax.request import Request, Sample
-from paged_jax.sampling import SlotSampling
+from paged_jax.runner import Draw, ModelRunner, Sizes
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduler import Plan, Preemption, PreemptionCosts, Scheduler, Sequence
 
-# A prompt is read in chunks of at most this many tokens, and a chunk is padded to a power of two
-# no smaller than the other: a handful of programs serves every length.
-MAX_CHUNK = 512
-MIN_CHUNK = 16
-# Most candidates reported with a token; SamplingParams allows no more.
-MAX_LOGPROBS = 20
-# Most stop_token_ids of a request with min_tokens, beside the model's own end tokens.
-MAX_STOP_TOKEN_IDS = 16
 # Memory for K and V on a device that does not say how much it has.
 DEFAULT_CACHE_BYTES = 1 << 30
 # Of the memory that an accelerator has free once the weights are there; the rest is for the steps.
 CACHE_FRACTION = 0.85
-
-Prompt = str | Mapping[str, Any]
+# Of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
+KV_DTYPES = {
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+}
 
 
 @dataclasses.dataclass
@@ -59,29 +59,50 @@ class EngineStats:
     """Totals of an engine. Rates are made of times in seconds that leave compilation out.
 
     Attributes:
-      num_prompt_tokens: read by prefill.
-      num_generated_tokens: drawn, first tokens included.
-      num_decode_tokens: drawn by decode steps that did not compile.
-      prefill_seconds: from the admission of a request to its first token.
-      decode_seconds: spent in decode steps that did not compile.
+      num_steps: of the engine; each may decode several tokens of a sequence.
+      num_prompt_tokens: of prompts, computed; those found in the prefix cache come on top.
+      num_generated_tokens: drawn.
+      num_decode_tokens: drawn in dispatches that did not compile.
+      prefill_seconds: in programs that prefill.
+      decode_seconds: in programs that decode, until their tokens were on the host.
+      host_seconds: of steps, outside of those programs.
       compile_seconds: spent in compiling (first calls of programs).
       first_token_seconds: from the arrival of the first request to its first token, with the
         compilation that it waited for.
-      peak_num_blocks: most blocks in use at once.
+      peak_num_blocks: most blocks held at once at the end of a step.
+      num_preemptions: times that a sequence lost its blocks to others.
+      num_swap_preemptions: of these, times that they were copied to host memory.
+      num_recomputed_tokens: computed again after that.
+      num_queried_tokens: looked up in the prefix cache.
+      num_cached_tokens: found there.
+      num_draft_tokens: guessed by speculation.
+      num_accepted_tokens: of these, right.
+      sharing: of the blocks that all sequences would hold without sharing any, the fraction that
+        sharing saved, over all steps (Kwon et al., 2023, section 6.3).
     """
 
+    num_steps: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    host_seconds: float = 0.0
     compile_seconds: float = 0.0
     first_token_seconds: float = 0.0
     peak_num_blocks: int = 0
+    num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    sharing: float = 0.0
 
 
-class LLM:
-    """A model, its tokenizer and a paged KV cache, ready to generate.
+class Engine:
+    """A model, its tokenizer and a paged KV cache, shared by requests that come and go.
 
     Args:
       model: folder of a checkpoint (Hugging Face or Orbax), a `Llama`, or None for the small
@@ -89,21 +110,36 @@ class LLM:
       tokenizer: a `Tokenizer` or a folder that holds one; by default that of the model's folder.
         Without one, prompts must be token ids and outputs have no text.
       dtype: of the weights: ``"auto"`` (as saved), ``"float32"``, ``"bfloat16"``, ``"float16"``.
+      kv_dtype: of the cache: ``"auto"`` (float32 on CPU, else as the weights), ``"float32"``,
+        ``"bfloat16"``, ``"float16"``, or quantised ``"int8"``, ``"fp8"``.
       block_size: tokens in a block of KV memory.
       num_blocks: blocks in the pool; by default what the slots can use, within the free memory.
       max_num_seqs: samples that run at once, each in a slot.
       max_model_len: longest sequence in tokens, prompt included; by default the model's context.
-      max_chunk: most prompt tokens that one step reads.
+      max_chunk: most prompt tokens of a sequence that one step reads.
+      max_num_batched_tokens: most tokens in a step, one for each sequence that decodes included.
+      steps_per_dispatch: most tokens of a sequence that one step decodes: more keep the host out
+        of the way, fewer let the tokens of a stream come more evenly.
+      enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
+      preemption: what happens to a sequence that must leave for lack of blocks: ``"recompute"``,
+        ``"swap"`` (to host memory), or ``"auto"``, what costs less.
+      num_speculative_tokens: most tokens that are guessed from earlier text and verified in one
+        pass; 0 guesses none. Outputs are the same.
       seed: of requests that bring none.
       backend: of the attention, see `paged_attention`.
       sharding: where the weights go, see `Llama.from_pretrained`.
       on_compile: called with one line before a program is compiled.
 
+    Raises:
+      ValueError: a size is out of bounds, naming it.
+
     Example:
-      >>> llm = LLM(max_num_seqs=2)
-      >>> [output] = llm.generate(["It is"], SamplingParams(temperature=0, max_tokens=4))
-      >>> len(output.outputs[0].token_ids)
-      4
+      >>> engine = Engine(max_num_seqs=2)
+      >>> request_id = engine.add_request("It is", SamplingParams(temperature=0, max_tokens=4))
+      >>> while engine.has_unfinished:
+      ...     outputs = engine.step()
+      >>> outputs[0].request_id == request_id, len(outputs[0].outputs[0].token_ids)
+      (True, 4)
     """
 
     def __init__(
@@ -112,23 +148,38 @@ class LLM:
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         dtype: str = "auto",
+        kv_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
-        max_chunk: int = MAX_CHUNK,
+        max_chunk: int = 512,
+        max_num_batched_tokens: int = 2048,
+        steps_per_dispatch: int = 8,
+        enable_prefix_caching: bool = True,
+        preemption: Preemption = "auto",
+        num_speculative_tokens: int = 0,
         seed: int = 0,
         backend: str | None = None,
         sharding: Any = None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        _require_positive(
+        check_positive(
+            "Engine",
             block_size=block_size,
-            num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
             max_chunk=max_chunk,
+            max_num_batched_tokens=max_num_batched_tokens,
+            steps_per_dispatch=steps_per_dispatch,
+            **{} if num_blocks is None else {"num_blocks": num_blocks},
+            **{} if max_model_len is None else {"max_model_len": max_model_len},
         )
+        if num_speculative_tokens != 0:
+            check_positive("Engine", num_speculative_tokens=num_speculative_tokens)
+        if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+            raise ValueError(
+                f"Engine: kv_dtype must be auto, {', '.join(KV_DTYPES)}, got {kv_dtype!r}."
+            )
         if isinstance(model, Llama):
             self.model = model
         else:
@@ -136,21 +187,10 @@ class LLM:
         self.tokenizer = _load_tokenizer(model, tokenizer)
         self.config = self.model.config
         self.max_model_len = _max_model_len(self.config.max_position_embeddings, max_model_len)
-        self.max_num_seqs = max_num_seqs
         self.block_size = block_size
-        self.seed = seed
-        self._max_chunk = max_chunk
-        self._on_compile = on_compile or (lambda line: None)
-        graphdef, state = nnx.split(self.model)
-        self._weights, treedef = jax.tree.flatten(state)
-        self._programs = steps.programs(graphdef, treedef, backend)
-        self._compiled: set[tuple[str, int]] = set()
-        self._device = next(iter(self._weights[0].devices()))
-        check_backend_runs_on("LLM", backend, self._device.platform)
-        # On CPU, XLA scatters into a bfloat16 pool through a float32 copy of all of it.
-        is_cpu = self._device.platform == "cpu"
-        self._cache_dtype = jnp.float32 if is_cpu else self._weights[0].dtype
-        self._pool_head_dim = padded_head_dim(self.config.head_dim, self._device.platform)
+        self.max_num_seqs = max_num_seqs
+        self.enable_prefix_caching = enable_prefix_caching
+        self._num_drafts = num_speculative_tokens
         eos_token_ids = {
             *self.config.eos_token_ids,
             *(self.tokenizer.eos_token_ids if self.tokenizer else ()),
@@ -159,21 +199,151 @@ class LLM:
         self._eos_token_ids = frozenset(
             token_id for token_id in eos_token_ids if 0 <= token_id < self.config.vocab_size
         )
-        self._num_requests = 0
-        self._stats = EngineStats()
+        self._inputs = Inputs(
+            tokenizer=self.tokenizer,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            seed=seed,
+        )
+        weights = jax.tree.leaves(nnx.state(self.model))
+        self._device = next(iter(weights[0].devices()))
+        check_backend_runs_on("Engine", backend, self._device.platform)
+        self._cache_dtype = self._choose_cache_dtype(kv_dtype, weights[0].dtype)
+        self._pool_head_dim = padded_head_dim(self.config.head_dim, self._device.platform)
         self.num_blocks = self._default_num_blocks() if num_blocks is None else num_blocks
         self._check_num_blocks()
-        self._create_state()
+        self._runner = ModelRunner(
+            self.model,
+            Sizes(
+                block_size=block_size,
+                num_blocks=self.num_blocks,
+                num_slots=max_num_seqs,
+                max_model_len=self.max_model_len,
+                max_chunk=min(max_chunk, max_num_batched_tokens),
+                max_steps=steps_per_dispatch,
+                num_drafts=num_speculative_tokens,
+                max_logit_bias=MAX_LOGIT_BIAS,
+                max_stop_ids=len(self._eos_token_ids) + MAX_STOP_TOKEN_IDS,
+            ),
+            cache_dtype=self._cache_dtype,
+            pool_head_dim=self._pool_head_dim,
+            backend=backend,
+            eos_token_ids=self._eos_token_ids,
+            draw_of=_draw_of,
+            on_compile=on_compile,
+        )
+        self._scheduler = Scheduler(
+            max_num_seqs,
+            self.num_blocks,
+            block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_chunk=min(max_chunk, max_num_batched_tokens),
+            max_steps=steps_per_dispatch,
+            enable_prefix_caching=enable_prefix_caching,
+            preemption=preemption,
+            costs=PreemptionCosts(),
+        )
+        self._requests: dict[str, Request] = {}
+        self._ngrams: dict[Sequence, NgramIndex] = {}
+        self._num_requests = 0
+        self._weights_version = 0
+        self._stats = EngineStats()
+        # Blocks that sharing saved, and blocks without sharing, summed over steps.
+        self._num_saved = 0
+        self._num_unshared = 0
 
     @property
     def cache(self) -> PagedCache:
         """The paged cache as it is now. The next step donates it: copy what must be kept."""
-        return self._cache
+        return self._runner.state.cache
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        """The arrays of the model, in the order of the leaves of its ``nnx.state``."""
+        return list(self._runner.weights)
 
     @property
     def stats(self) -> EngineStats:
         """Totals since the engine was built, as they are now."""
-        return dataclasses.replace(self._stats)
+        scheduled = self._scheduler.stats
+        return dataclasses.replace(
+            self._stats,
+            compile_seconds=self._runner.compile_seconds,
+            num_preemptions=scheduled.num_preemptions,
+            num_swap_preemptions=scheduled.num_swap_preemptions,
+            num_recomputed_tokens=scheduled.num_recomputed_tokens,
+            num_queried_tokens=scheduled.num_queried_tokens,
+            num_cached_tokens=scheduled.num_cached_tokens,
+            sharing=self._num_saved / max(1, self._num_unshared),
+        )
+
+    @property
+    def cache_use(self) -> float:
+        """The fraction of blocks that requests hold, 0 to 1; what is only cached is free."""
+        return 1 - self._runner.num_free / self.num_blocks
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    # Requests come and go
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> str:
+        """Queue a request; it runs in the steps that follow.
+
+        Args:
+          prompt: a text, or a dict with ``prompt`` or ``prompt_token_ids``, and perhaps
+            ``cache_salt``: requests share cached blocks only where their salts are the same.
+          params: how tokens are chosen; by default as in `get_default_sampling_params`.
+          request_id: its name; by default its number.
+          priority: lower is served first, and may take the blocks of others.
+          timeout: seconds after which it ends where it stands, with finish_reason ``"abort"``.
+
+        Returns:
+          The request's id.
+
+        Raises:
+          ValueError: the prompt is empty, too long for the context or for the pool, or holds tokens
+            out of range; a parameter does not suit the model; the id is taken. The message names
+            the field and the bound, and the engine is as before.
+        """
+        if request_id is None:
+            request_id = str(self._num_requests)
+        request = self._inputs.request(
+            request_id,
+            self._num_requests,
+            prompt,
+            self.get_default_sampling_params() if params is None else params,
+            priority=priority,
+            arrival_time=time.perf_counter(),
+            timeout=timeout,
+            weights_id=self._weights_version.to_bytes(8, "little"),
+        )
+        self._scheduler.add(self._sequences_of(request))
+        self._requests[request_id] = request
+        self._num_requests += 1
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request where it stands, and free its blocks.
+
+        Returns:
+          What it has, with finish_reason ``"abort"``; None if no such request is unfinished.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._drop(request, "abort")
+        return request.output()
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's authors recommend, from its ``generation_config.json``.
@@ -185,472 +355,314 @@ class LLM:
 
         Raises:
           ValueError: a field is out of bounds.
-
-        Example:
-          >>> LLM(max_num_seqs=2).get_default_sampling_params().n
-          1
         """
         recommended = self.tokenizer.sampling_defaults if self.tokenizer else {}
         return SamplingParams(**{**(recommended or {"temperature": 0.0}), **changes})
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Complete prompts, batched; returns when all are complete.
+    # One step
 
-        Args:
-          prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or several.
-          sampling_params: for all prompts, or one for each; by default those of
-            `get_default_sampling_params`.
-          use_tqdm: show progress on stderr if that is a terminal.
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the outputs of all requests that got tokens, or that ended.
 
-        Returns:
-          One output for each prompt, in their order.
-
-        Raises:
-          ValueError: a prompt is empty, too long for the context or for the pool, or holds tokens
-            out of range; a parameter does not suit the model. Nothing has been run then.
+        An output holds everything so far. Nothing to do returns nothing.
         """
-        requests = self._requests(prompts, sampling_params)
-        outputs: list[RequestOutput | None] = [None] * len(requests)
-        # disable=None: on a terminal only.
-        with (
-            tqdm(
-                total=len(requests), desc="Requests", disable=None if use_tqdm else True
-            ) as progress,
-            contextlib.closing(self._run(requests)) as running,
-        ):
-            for request in running:
-                if request.is_finished:
-                    outputs[request.index] = request.output()
-                    progress.update()
-        return [output for output in outputs if output is not None]
+        return [request.output() for request in self.advance()]
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's chat template.
-
-        Args:
-          messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations.
-          sampling_params, use_tqdm: as for `generate`.
-
-        Raises:
-          ValueError: the model has no tokenizer or no chat template, or as for `generate`.
-        """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast(
-            Sequence[Sequence[Mapping[str, str]]], [messages] if is_one else messages
-        )
-        prompts = [self.chat_prompt(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
-        """The prompt that asks for the next message of a conversation.
-
-        Raises:
-          ValueError: the model has no tokenizer or no chat template.
-        """
-        if self.tokenizer is None:
-            raise ValueError("LLM.chat: the model must have a tokenizer, got none.")
-        text = self.tokenizer.apply_chat_template(messages)
-        # The template writes the special tokens itself.
-        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
-
-    def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """As `generate`, but yields a request's index and output whenever it has a new token.
-
-        What is yielded is final: text that may turn out to be part of a stop string, or half a
-        character, is held back. While the caller looks at an output its blocks are still there;
-        closing the iterator releases them all.
-        """
-        # Not a generator itself: mistakes are raised here rather than when it is first read.
-        return self._stream(self._requests(prompts, sampling_params))
-
-    def _stream(self, requests: list[Request]) -> Generator[tuple[int, RequestOutput], None, None]:
-        with contextlib.closing(self._run(requests)) as running:
-            for request in running:
-                yield request.index, request.output()
-
-    # Requests
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"LLM.generate: sampling_params must be one or as many as the {len(prompts)} "
-                f"prompts, got {len(sampling_params)}."
-            )
-        pairs = zip(prompts, sampling_params, strict=True)
-        requests = [self._request(i, *pair) for i, pair in enumerate(pairs)]
-        self._num_requests += len(requests)
-        return requests
-
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
-        text, token_ids = self._encode(prompt)
-        number = self._num_requests + index
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise ValueError(
-                f"LLM.generate: the prompt must have at most {self.max_model_len - 1} tokens, to "
-                f"leave room in the context of {self.max_model_len}, got {len(token_ids)}."
-            )
-        self._check_params(params)
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)[0])
-            seed >>= 1
-        request = Request(
-            index=index,
-            request_id=str(number),
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=seed,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            samples=self._samples(token_ids, params),
-            metrics=RequestMetrics(arrival_time=time.perf_counter()),
-        )
-        needed = request.num_blocks(self.block_size)
-        if needed > self.num_blocks:
-            raise ValueError(
-                f"LLM.generate: a request must fit the pool of {self.num_blocks} blocks of "
-                f"{self.block_size} tokens, got {len(token_ids)} prompt tokens and {params.n} x "
-                f"{request.max_tokens} new ones, which need {needed}. Use fewer tokens or more "
-                "blocks."
-            )
-        return request
-
-    def _samples(self, prompt_token_ids: list[int], params: SamplingParams) -> list[Sample]:
-        tokenizer = self.tokenizer
-        # A first word keeps the space in front of it, unless nothing but a start token precedes it.
-        continues_text = tokenizer is not None and not all(
-            tokenizer.is_special(token_id) for token_id in prompt_token_ids
-        )
-        return [
-            Sample(i, params, tokenizer, continues_text=continues_text) for i in range(params.n)
-        ]
-
-    def _check_params(self, params: SamplingParams) -> None:
-        """Refuse what does not suit this model or this engine."""
-        if params.n > self.max_num_seqs:
-            raise ValueError(
-                f"LLM.generate: n must be at most max_num_seqs = {self.max_num_seqs}, "
-                f"got {params.n}."
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"LLM.generate: stop must be empty as the model has no tokenizer, got "
-                f"{params.stop}. Use stop_token_ids."
-            )
-        bias, stop_token_ids = params.logit_bias or {}, params.stop_token_ids or ()
-        self._check_token_ids("logit_bias", bias)
-        self._check_token_ids("stop_token_ids", stop_token_ids)
-        most = self._sampling.bias_ids.shape[1]
-        if len(bias) > most:
-            raise ValueError(
-                f"LLM.generate: logit_bias must have at most {most} entries, got {len(bias)}."
-            )
-        most = self._sampling.held_ids.shape[1] - len(self._eos_token_ids)
-        if params.min_tokens and len(stop_token_ids) > most:
-            raise ValueError(
-                f"LLM.generate: stop_token_ids must be at most {most} where min_tokens is set, "
-                f"got {len(stop_token_ids)}."
-            )
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if not isinstance(prompt, Mapping):
-            raise ValueError(
-                "LLM.generate: a prompt must be a text or a dict with either prompt or "
-                f"prompt_token_ids, got {prompt!r}."
-            )
-        text = prompt.get("prompt")
-        token_ids = prompt.get("prompt_token_ids")
-        if (text is None) == (token_ids is None):
-            raise ValueError(
-                "LLM.generate: a prompt must be a text or a dict with either prompt or "
-                f"prompt_token_ids, got the keys {sorted(prompt)}."
-            )
-        if token_ids is None:
-            if self.tokenizer is None:
-                raise ValueError(
-                    "LLM.generate: the model must have a tokenizer for text prompts, got none. "
-                    "Pass prompt_token_ids."
-                )
-            if not isinstance(text, str) or not text:
-                raise ValueError(
-                    f"LLM.generate: prompt must be a text of at least one character, got {text!r}."
-                )
-            if not _is_unicode(text):
-                raise ValueError(
-                    f"LLM.generate: prompt must be valid Unicode text, got {text[:40]!r}. Decode "
-                    "its bytes by their right encoding."
-                )
-            token_ids = self.tokenizer.encode(text)
-        if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
-            raise ValueError(
-                f"LLM.generate: prompt_token_ids must be a list of integers, got {token_ids!r}."
-            )
-        token_ids = list(token_ids)
-        if not token_ids:
-            raise ValueError("LLM.generate: prompt_token_ids must hold at least one token, got [].")
-        self._check_token_ids("prompt_token_ids", token_ids)
-        return text, [int(token_id) for token_id in token_ids]
-
-    def _check_token_ids(self, name: str, token_ids) -> None:
-        for token_id in token_ids:
-            is_integer = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
-            if not is_integer or not 0 <= token_id < self.config.vocab_size:
-                raise ValueError(
-                    f"LLM.generate: {name} must hold integers in "
-                    f"0..{self.config.vocab_size - 1}, got {token_id!r}."
-                )
-
-    # Rounds
-
-    def _run(self, requests: list[Request]) -> Generator[Request, None, None]:
-        """Yield a request whenever it has new tokens, until all are finished."""
-        if self._running:
-            raise RuntimeError(
-                "LLM.generate: only one generation may run at a time. Finish or close the other."
-            )
-        waiting = collections.deque(requests)
+    def advance(self) -> list[Request]:
+        """As `step`, without making outputs."""
+        start, stats = time.perf_counter(), self._stats
+        busy = stats.prefill_seconds + stats.decode_seconds + self._runner.compile_seconds
         try:
-            while waiting or self._running:
-                while waiting and self._can_admit(waiting[0]):
-                    request = waiting.popleft()
-                    self._admit(request)
-                    yield request
-                    self._release_finished()
-                assert self._running or not waiting, "a request that waits must fit an empty pool"
-                if self._running:
-                    for request in self._decode():
-                        yield request
-                    self._release_finished()
-        except BaseException:  # a closed iterator and Ctrl-C included
-            self._abort()
+            plan = self._scheduler.schedule(self._runner, start)
+            tokens = self._run(plan)
+            touched = self._postprocess(plan, tokens)
+        except BaseException:  # Ctrl-C included
+            self._recover()
             raise
+        stats.num_steps += 1
+        busy = stats.prefill_seconds + stats.decode_seconds + self._runner.compile_seconds - busy
+        stats.host_seconds += time.perf_counter() - start - busy
+        return touched
 
-    def _can_admit(self, request: Request) -> bool:
-        return (
-            len(request.samples) <= len(self._free_slots)
-            and request.num_blocks(self.block_size) <= self._num_unclaimed
-        )
+    def _run(self, plan: Plan) -> StepTokens | None:
+        with _Timer(self._runner) as timer:
+            self._prefill(plan)
+        self._stats.prefill_seconds += timer.seconds
+        self._runner.fork(plan.forks)
+        if not plan.decodes:
+            return None
+        with _Timer(self._runner) as timer:
+            tokens = self._decode(plan)
+        self._stats.decode_seconds += timer.seconds
+        if timer.has_compiled:
+            # The time of the first tokens is not known apart from that of compiling.
+            return tokens
+        self._stats.num_decode_tokens += int(tokens.num_new.sum())
+        return tokens
 
-    def _admit(self, request: Request) -> None:
-        """Prefill a prompt, share it among the request's samples, and draw their first tokens."""
-        start, compiled = time.perf_counter(), self._stats.compile_seconds
-        request.mark(first_scheduled_time=start)
-        self._num_unclaimed -= request.num_blocks(self.block_size)
-        for sample in request.samples:
-            sample.slot = self._free_slots.pop()
-            self._running[sample.slot] = (request, sample)
-        first, *others = [sample.slot for sample in request.samples]
-        logits = self._prefill(first, request.prompt_token_ids)
-        if others:
-            parents = np.full(self.max_num_seqs, -1, np.int32)
-            parents[others] = first
-            with self._compiling("fork of samples"):
-                self._cache, ok = self._programs.fork(self._cache, parents)
-            assert bool(ok), "a fork into empty slots needs no block"
-        with self._compiling("choice of tokens"):
-            self._assign(request)
-        slots = self._bucket([sample.slot for sample in request.samples])
-        num_top = self._num_top([request])
-        with self._compiling(f"first token of {slots.size} samples", num_top):
-            tokens, self._sampling = self._programs.first(
-                logits,
-                self._cache,
-                self._sampling,
-                slots,
-                np.int32(len(request.prompt_token_ids)),
-                num_top=num_top,
-            )
-        self._take([(request, sample) for sample in request.samples], tokens)
-        compiled = self._stats.compile_seconds - compiled
-        self._stats.num_prompt_tokens += len(request.prompt_token_ids)
-        self._stats.prefill_seconds += time.perf_counter() - start - compiled
-
-    def _assign(self, request: Request) -> None:
-        """Tell the device how the samples of a request are drawn."""
-        for sample in request.samples:
-            self._sampling = sampling.assign(
-                self._sampling,
-                sample.slot,
-                request.params,
-                seed=request.seed,
-                sample_index=sample.index,
-                prompt_token_ids=request.prompt_token_ids,
-                eos_token_ids=() if request.params.ignore_eos else sorted(self._eos_token_ids),
-            )
-
-    def _prefill(self, slot: int, token_ids: list[int]) -> jax.Array:
-        logits = None
-        for start in range(0, len(token_ids), self._max_chunk):
-            chunk = token_ids[start : start + self._max_chunk]
-            padded = np.zeros((1, min(self._max_chunk, _power_of_two(len(chunk)))), np.int32)
-            padded[0, : len(chunk)] = chunk
-            with self._compiling(f"prefill of {padded.size} tokens"):
-                logits, self._cache, ok = self._programs.prefill(
-                    self._weights,
-                    self._cache,
-                    padded,
-                    np.array([slot], np.int32),
-                    np.array([len(chunk)], np.int32),
-                )
-            assert bool(ok), "the blocks were claimed on admission"
-        assert logits is not None
-        return logits
-
-    def _decode(self) -> list[Request]:
-        start, compiled = time.perf_counter(), self._stats.compile_seconds
-        running = list(self._running.values())
-        slots = self._bucket([sample.slot for _, sample in running])
-        token_ids = np.zeros(slots.size, np.int32)
-        token_ids[: len(running)] = [sample.token_ids[-1] for _, sample in running]
-        num_top = self._num_top([request for request, _ in running])
-        with self._compiling(f"decode of {slots.size} samples", num_top):
-            tokens, self._cache, self._sampling = self._programs.decode(
-                self._weights, self._cache, self._sampling, token_ids, slots, num_top=num_top
-            )
-        self._take(running, tokens)
-        compiled = self._stats.compile_seconds - compiled
-        if not compiled:
-            self._stats.decode_seconds += time.perf_counter() - start
-            self._stats.num_decode_tokens += len(running)
-        return list({id(request): request for request, _ in running}.values())
-
-    def _take(self, running: list[tuple[Request, Sample]], tokens: steps.Tokens) -> None:
-        """Give every sample its token."""
-        tokens = jax.device_get(tokens)
-        assert bool(tokens.ok), "the blocks were claimed on admission"
-        num_used = self.num_blocks - int(tokens.num_free)
-        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_used)
-        self._stats.num_generated_tokens += len(running)
+    def _prefill(self, plan: Plan) -> None:
         now = time.perf_counter()
-        for row, (request, sample) in enumerate(running):
-            logprob = float(tokens.logprobs[row])
+        for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.decodes]:
+            request = _request_of(sequence)
+            if request.metrics.first_scheduled_time is None:
+                request.mark(first_scheduled_time=now)
+                request.num_cached_tokens = sequence.num_computed
+        scored = [chunk for chunk in plan.chunks if _is_scored(chunk[0])]
+        self._runner.prefill([chunk for chunk in plan.chunks if not _is_scored(chunk[0])])
+        for sequence, count in scored:
+            self._score(sequence, count)
+        for sequence, count in plan.chunks:
+            sequence.advance(count)
+            self._runner.publish(sequence)
+
+    def _score(self, sequence: Sequence, count: int) -> None:
+        """Prefill a chunk of a prompt whose log-probabilities are asked for, and note them."""
+        request, scores = _request_of(sequence), self._runner.score(sequence, count)
+        assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
+        for row in range(count):
+            position = sequence.num_computed + row + 1
+            # A sequence that was preempted comes by again.
+            if position == len(request.prompt_logprobs):
+                request.prompt_logprobs.append(
+                    self._candidates(
+                        (sequence.token_ids[position], scores.logprobs[row], scores.ranks[row]),
+                        scores.top_ids[row],
+                        scores.top_logprobs[row],
+                        request.params.prompt_logprobs,
+                    )
+                )
+
+    def _decode(self, plan: Plan) -> StepTokens:
+        with_top = any(_request_of(s).params.logprobs is not None for s in plan.decodes)
+        if self._num_drafts:
+            drafts = [self._draft(sequence) for sequence in plan.decodes]
+            num_drafts = sum(map(len, drafts))
+            # Fewer guesses than rows are not worth giving up several steps in one dispatch.
+            if num_drafts >= len(drafts):
+                tokens = self._runner.verify(plan.decodes, drafts, with_top=with_top)
+                if tokens.ok:
+                    self._stats.num_draft_tokens += num_drafts
+                    self._stats.num_accepted_tokens += int(np.maximum(tokens.num_new - 1, 0).sum())
+                    return tokens
+        tokens = self._runner.decode(
+            plan.decodes, plan.num_steps, leave_on_stop=plan.leave_on_stop, with_top=with_top
+        )
+        assert tokens.num_steps, "the scheduler leaves blocks for a step"
+        return tokens
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        index = self._ngrams.setdefault(sequence, NgramIndex())
+        index.extend(sequence.token_ids)
+        return index.guess(self._num_drafts)
+
+    # What a step has drawn
+
+    def _postprocess(self, plan: Plan, tokens: StepTokens | None) -> list[Request]:
+        touched: dict[Request, None] = {}
+        for sequence in plan.expired:
+            _sample_of(sequence).end("abort", "deadline")
+            touched[_request_of(sequence)] = None
+        self._note_blocks(plan, tokens)
+        if tokens is not None:
+            now = time.perf_counter()
+            for row, sequence in enumerate(plan.decodes):
+                self._take(sequence, tokens, row, now)
+                touched[_request_of(sequence)] = None
+        for request in touched:
+            if request.is_finished:
+                self._forget(request)
+        return list(touched)
+
+    def _take(self, sequence: Sequence, tokens: StepTokens, row: int, now: float) -> None:
+        """Give a sample the tokens of its row, up to the one that stops it."""
+        request, sample = _request_of(sequence), _sample_of(sequence)
+        if sample.finish_reason is not None:
+            return  # another row of its request has just ended all of them
+        taken: list[int] = []
+        for step in range(int(tokens.num_new[row])):
+            token_id = int(tokens.token_ids[step, row])
+            logprob = float(tokens.logprobs[step, row])
             if math.isnan(logprob):
-                raise FloatingPointError(
-                    f"LLM.generate: the model gave NaN for request {request.request_id} after "
-                    f"{len(request.prompt_token_ids) + len(sample.token_ids)} tokens. Its weights "
-                    "may be damaged, or overflow in their dtype."
+                num_tokens = len(sequence.token_ids) + len(taken)
+                self._drop(
+                    request,
+                    "error",
+                    f"the model gave NaN for request {request.request_id} after {num_tokens} "
+                    "tokens. Its weights may be damaged, or overflow in their dtype.",
+                )
+                return
+            candidates = None
+            if request.params.logprobs is not None:
+                candidates = self._candidates(
+                    (token_id, logprob, int(tokens.ranks[step, row])),
+                    tokens.top_ids[step, row],
+                    tokens.top_logprobs[step, row],
+                    request.params.logprobs,
                 )
             sample.append(
-                int(tokens.token_ids[row]),
+                token_id,
                 logprob,
                 eos_token_ids=self._eos_token_ids,
                 max_tokens=request.max_tokens,
-                candidates=self._candidates(request.params, tokens, row),
+                candidates=candidates,
             )
-            if request.metrics.first_token_time is None:
-                request.mark(first_token_time=now)
-                if not self._stats.first_token_seconds:
-                    self._stats.first_token_seconds = now - request.metrics.arrival_time
-        for request, _ in running:
-            if request.is_finished:
-                request.mark(finished_time=now)
+            taken.append(token_id)
+            if sample.finish_reason is not None:
+                break
+        if not taken:
+            return
+        sequence.append(taken)
+        self._stats.num_generated_tokens += len(taken)
+        if request.metrics.first_token_time is None:
+            request.mark(first_token_time=now)
+            self._stats.num_prompt_tokens += sequence.num_prompt_tokens - request.num_cached_tokens
+            if not self._stats.first_token_seconds:
+                self._stats.first_token_seconds = now - request.metrics.arrival_time
+        if sample.finish_reason is not None:
+            self._scheduler.finish(self._runner, sequence)
+            self._ngrams.pop(sequence, None)
 
     def _candidates(
-        self, params: SamplingParams, tokens: steps.Tokens, row: int
-    ) -> dict[int, Logprob] | None:
-        if params.logprobs is None:
-            return None
-        drawn = (tokens.token_ids[row], tokens.logprobs[row], tokens.ranks[row])
-        top = zip(
-            tokens.top_ids[row],
-            tokens.top_logprobs[row],
-            range(1, params.logprobs + 1),
-            strict=False,
-        )
+        self, chosen: tuple[int, Any, Any], top_ids: Any, top_logprobs: Any, count: int
+    ) -> dict[int, Logprob]:
+        """A token with its log-probability and rank, and the `count` most probable ones."""
+        top = zip(top_ids, top_logprobs, range(1, count + 1), strict=False)
         return {
-            int(token_id): Logprob(
-                float(logprob),
-                int(rank),
-                self.tokenizer.decode(
-                    [int(token_id)], skip_special_tokens=False, continues_text=True
-                )
-                if self.tokenizer
-                else "",
-            )
-            for token_id, logprob, rank in (drawn, *top)
+            int(token_id): Logprob(float(logprob), int(rank), self._decode_token(int(token_id)))
+            for token_id, logprob, rank in (chosen, *top)
         }
 
-    def _release_finished(self) -> None:
-        done = [pair for pair in self._running.values() if pair[1].finish_reason is not None]
-        if not done:
-            return
-        for request, sample in done:
-            del self._running[sample.slot]
-            self._free_slots.append(sample.slot)
-            self._num_unclaimed += request.num_blocks_per_sample(self.block_size)
-            if request.is_finished and not any(r is request for r, _ in self._running.values()):
-                self._num_unclaimed += request.num_blocks_shared(self.block_size)
-        self._release([sample.slot for _, sample in done])
+    def _decode_token(self, token_id: int) -> str:
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
 
-    def _release(self, slots: list[int]) -> None:
-        mask = np.zeros(self.max_num_seqs, bool)
-        mask[slots] = True
-        with self._compiling("release of slots"):
-            self._cache = self._programs.release(self._cache, mask)
+    def _note_blocks(self, plan: Plan, tokens: StepTokens | None) -> None:
+        """Count the blocks that are held, and those that would be if none were shared."""
+        num_held = self.num_blocks - self._runner.num_free
+        lengths = {sequence: sequence.num_computed for sequence in self._scheduler.residents}
+        if tokens is not None:
+            for sequence, num_new in zip(plan.decodes, tokens.num_new, strict=False):
+                lengths[sequence] += int(num_new)
+        num_unshared = sum(num_blocks_needed(n, self.block_size) for n in lengths.values())
+        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_held)
+        self._num_saved += num_unshared - num_held
+        self._num_unshared += num_unshared
 
-    def _abort(self) -> None:
-        """Bring every block home, whatever happened, and wherever the round was interrupted."""
-        if self._cache.k.is_deleted() or self._sampling.keys.is_deleted():
-            # Interrupted between a step's donation of the state and the return of the new one.
-            self._create_state()
-            return
-        self._release(_all_slots(self.max_num_seqs))
-        self._running.clear()
-        self._free_slots = _all_slots(self.max_num_seqs)
-        self._num_unclaimed = self.num_blocks
+    # The ends of requests
 
-    # State
+    def _drop(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
+        """End a request that has not finished by itself."""
+        for sequence in self._scheduler.abort(self._runner, request):
+            self._ngrams.pop(sequence, None)
+        for sample in request.samples:
+            sample.end(finish_reason, stop_reason)
+        self._forget(request)
 
-    def _create_state(self) -> None:
-        config = self.config
-        with jax.default_device(self._device):
-            self._cache = PagedCache.create(
-                num_layers=config.num_hidden_layers,
-                num_blocks=self.num_blocks,
-                num_kv_heads=config.num_key_value_heads,
-                block_size=self.block_size,
-                head_dim=self._pool_head_dim,
-                num_slots=self.max_num_seqs,
-                max_blocks_per_slot=self._max_blocks_per_slot(),
-                dtype=self._cache_dtype,
+    def _forget(self, request: Request) -> None:
+        request.mark(finished_time=time.perf_counter())
+        self._requests.pop(request.request_id, None)
+
+    def _recover(self) -> None:
+        """After a step that was cut short: empty the device, and let every request wait again."""
+        self._runner.reset()
+        self._ngrams.clear()
+        self._scheduler.restart(
+            [
+                sequence
+                for request in self._requests.values()
+                for sequence in self._sequences_of(request)
+            ]
+        )
+
+    def _sequences_of(self, request: Request) -> list[Sequence]:
+        """What the scheduler sees of the samples of a request that have not finished."""
+        # Log-probabilities of a prompt need all of it computed.
+        is_cached = self.enable_prefix_caching and request.prompt_logprobs is None
+        sequences = []
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sequence = Sequence(
+                    request,
+                    sample.index,
+                    [*request.prompt_token_ids, *sample.token_ids],
+                    len(request.prompt_token_ids) + request.max_tokens,
+                    PrefixChain(request.root, self.block_size) if is_cached else None,
+                )
+                sequence.num_prompt_tokens = len(request.prompt_token_ids)
+                sequences.append(sequence)
+        return sequences
+
+    # Before and between
+
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile every program that requests may need, so that none of them waits for it.
+
+        Args:
+          report: called with the number of programs done, how many there are, and the name of the
+            next.
+
+        Raises:
+          RuntimeError: a request is unfinished.
+        """
+        self._check_idle("warmup")
+        self._runner.warmup(report)
+
+    def reset_prefix_cache(self) -> None:
+        """Let requests to come find no block of earlier ones."""
+        self._runner.reset_prefix_cache()
+
+    def update_params(self, params: Llama | Any) -> None:
+        """Go on with other weights, without compiling anything again, as after a training step.
+
+        What the prefix cache holds is not found any more. Unfinished requests keep the tokens that
+        they have, and are computed again under the new weights.
+
+        Args:
+          params: a `Llama`, its ``nnx.state``, or a list of its leaves; of the same structure and
+            shapes as the engine's. Copied, in the dtypes and to the places of the old weights.
+
+        Raises:
+          ValueError: structure or shapes differ; nothing has changed then.
+        """
+        if isinstance(params, Llama):
+            params = nnx.state(params)
+        new, old = jax.tree.leaves(params), self._runner.weights
+        shapes = [jnp.shape(x) for x in new], [x.shape for x in old]
+        if shapes[0] != shapes[1]:
+            differing = next(
+                (pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None
             )
-            self._sampling = SlotSampling.create(
-                self.max_num_seqs,
-                config.vocab_size,
-                max_stop_ids=len(self._eos_token_ids) + MAX_STOP_TOKEN_IDS,
+            raise ValueError(
+                f"update_params: params must be {len(old)} arrays of the model's shapes, got "
+                f"{len(new)}" + (f", and {differing[0]} for {differing[1]}." if differing else ".")
             )
-        self._running: dict[int, tuple[Request, Sample]] = {}
-        self._free_slots = _all_slots(self.max_num_seqs)
-        self._num_unclaimed = self.num_blocks
+        self._runner.replace_weights(
+            [
+                jax.device_put(jnp.asarray(x, y.dtype), y.sharding, may_alias=False)
+                for x, y in zip(new, old, strict=True)
+            ]
+        )
+        self._weights_version += 1
+        if self._requests:
+            self._recover()
+        else:
+            self._runner.reset_prefix_cache()
+
+    def _check_idle(self, function: str) -> None:
+        if self._requests:
+            raise RuntimeError(
+                f"{function}: no request may be unfinished, got {len(self._requests)}. "
+                "Finish or abort them."
+            )
+
+    # Sizes
+
+    def _choose_cache_dtype(self, kv_dtype: str, weights_dtype: Any) -> Any:
+        if kv_dtype != "auto":
+            return KV_DTYPES[kv_dtype]
+        # On CPU, XLA scatters into a bfloat16 pool through a float32 copy of all of it.
+        return jnp.float32 if self._device.platform == "cpu" else weights_dtype
 
     def _default_num_blocks(self) -> int:
         """Enough for all slots at full length, if memory allows."""
@@ -659,12 +671,12 @@ class LLM:
         if statistics and "bytes_limit" in statistics:
             free = statistics["bytes_limit"] - statistics["bytes_in_use"]
             budget = int(CACHE_FRACTION * free)
-        wanted = self.max_num_seqs * self._max_blocks_per_slot()
+        wanted = self.max_num_seqs * num_blocks_needed(self.max_model_len, self.block_size)
         num_blocks = min(wanted, budget // self._block_bytes())
         if num_blocks < 1:
             raise ValueError(
-                f"LLM: a block of {self.block_size} tokens must fit the {budget} bytes of memory "
-                f"for K and V, got {self._block_bytes()} bytes. Use a smaller block_size."
+                f"Engine: a block of {self.block_size} tokens must fit the {budget} bytes of "
+                f"memory for K and V, got {self._block_bytes()} bytes. Use a smaller block_size."
             )
         return num_blocks
 
@@ -675,40 +687,52 @@ class LLM:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.num_blocks * self._block_bytes() > memory:
             raise ValueError(
-                f"LLM: num_blocks must fit the memory of {memory} bytes, got {self.num_blocks} "
+                f"Engine: num_blocks must fit the memory of {memory} bytes, got {self.num_blocks} "
                 f"blocks of {self._block_bytes()} bytes. Use fewer."
             )
 
-    def _max_blocks_per_slot(self) -> int:
-        return num_blocks_needed(self.max_model_len, self.block_size)
-
     def _block_bytes(self) -> int:
-        """Bytes of K and V in one block, all layers together."""
-        config = self.config
-        elements = config.num_key_value_heads * self.block_size * self._pool_head_dim
-        return 2 * config.num_hidden_layers * elements * jnp.dtype(self._cache_dtype).itemsize
+        """Bytes of K and V in one block, all layers together, scales included."""
+        config, dtype = self.config, jnp.dtype(self._cache_dtype)
+        rows = 2 * config.num_hidden_layers * config.num_key_value_heads * self.block_size
+        scale_bytes = 4 if is_quantised(dtype) else 0
+        return rows * (self._pool_head_dim * dtype.itemsize + scale_bytes)
 
-    def _bucket(self, slots: list[int]) -> np.ndarray:
-        """Pad slots with -1 to a power of two, so that few programs serve all batches."""
-        size = min(_power_of_two(len(slots), least=1), self.max_num_seqs)
-        return np.array(slots + [-1] * (size - len(slots)), np.int32)
 
-    def _num_top(self, requests: list[Request]) -> int:
-        if all(request.params.logprobs is None for request in requests):
-            return 0
-        return min(MAX_LOGPROBS, self.config.vocab_size)
+class _Timer:
+    """Seconds of a `with` block in which the runner did not compile."""
 
-    @contextlib.contextmanager
-    def _compiling(self, program: str, variant: int = 0) -> Iterator[None]:
-        """Around the call of a program: say so, and count the time, if it compiles here."""
-        if (program, variant) in self._compiled:
-            yield
-            return
-        self._on_compile(f"compiling {program}")
-        start = time.perf_counter()
-        yield
-        self._compiled.add((program, variant))
-        self._stats.compile_seconds += time.perf_counter() - start
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
+        self.seconds = 0.0
+        self.has_compiled = False
+
+    def __enter__(self) -> "_Timer":
+        self._start, self._compiled = time.perf_counter(), self._runner.compile_seconds
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        compiled = self._runner.compile_seconds - self._compiled
+        self.has_compiled = compiled > 0
+        self.seconds = 0.0 if compiled else time.perf_counter() - self._start
+
+
+def _request_of(sequence: Sequence) -> Request:
+    return cast(Request, sequence.request)
+
+
+def _sample_of(sequence: Sequence) -> Sample:
+    return _request_of(sequence).samples[sequence.index]
+
+
+def _draw_of(sequence: Sequence) -> Draw:
+    request = _request_of(sequence)
+    return Draw(request.params, request.seed, sequence.index)
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Whether the log-probabilities of its prompt are asked for: of the first sample only."""
+    return _request_of(sequence).prompt_logprobs is not None and sequence.index == 0
 
 
 def _load_tokenizer(
@@ -727,31 +751,6 @@ def _load_tokenizer(
 def _max_model_len(context: int, wanted: int | None) -> int:
     if wanted is not None and wanted > context:
         raise ValueError(
-            f"LLM: max_model_len must be at most the model's context of {context}, got {wanted}."
+            f"Engine: max_model_len must be at most the model's context of {context}, got {wanted}."
         )
     return wanted or context
-
-
-def _all_slots(num_slots: int) -> list[int]:
-    # Popped from the end: slot 0 is taken first.
-    return list(range(num_slots))[::-1]
-
-
-def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which stand for bytes that could not be decoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _power_of_two(number: int, least: int = MIN_CHUNK) -> int:
-    return max(least, 1 << (number - 1).bit_length())
-
-
-def _require_positive(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        is_integer = isinstance(size, int) and not isinstance(size, bool)
-        if size is not None and (not is_integer or size < 1):
-            raise ValueError(f"LLM: {name} must be a positive integer, got {size!r}.")

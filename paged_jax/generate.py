@@ -11,10 +11,13 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from paged_jax.engine import LLM, Prompt
+from paged_jax.engine import KV_DTYPES
+from paged_jax.inputs import Prompt
 from paged_jax.kernels import BACKENDS
+from paged_jax.llm import LLM
 from paged_jax.outputs import RequestOutput
 from paged_jax.picture import draw_tables
+from paged_jax.progress import Progress
 from paged_jax.sampling_params import SamplingParams
 
 _MAX_NUM_SEQS = 16
@@ -90,6 +93,32 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     engine.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block")
     engine.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool")
+    engine.add_argument(
+        "--kv-dtype",
+        default="auto",
+        choices=("auto", *KV_DTYPES),
+        help="of the cache; int8 and fp8 quantise it",
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="samples that run at once; default: 16"
+    )
+    engine.add_argument(
+        "--steps-per-dispatch",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence that the device makes at a time; default: 1 where text is "
+        "streamed or blocks are drawn, else 8",
+    )
+    engine.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens guessed from earlier text and verified at once; the text is the same",
+    )
+    engine.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute what prompts have in common anew"
+    )
     engine.add_argument("--backend", choices=tuple(BACKENDS), help="of the attention")
     output = parser.add_argument_group("input and output")
     output.add_argument("--chat", action="store_true", help="put prompts in the chat template")
@@ -106,27 +135,40 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
     given = _given_params(args)
     SamplingParams(**given)
     progress.say("loading the model")
+    is_stream = len(prompts) == args.n == 1
+    num_samples = args.n * len(prompts)
     llm = LLM(
         args.model,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         block_size=args.block_size,
         num_blocks=args.num_blocks,
-        max_num_seqs=max(args.n, min(_MAX_NUM_SEQS, args.n * len(prompts))),
+        max_num_seqs=args.max_num_seqs or min(_MAX_NUM_SEQS, num_samples),
+        steps_per_dispatch=args.steps_per_dispatch or (1 if is_stream or args.show_blocks else 8),
+        enable_prefix_caching=not args.no_prefix_caching,
+        num_speculative_tokens=args.num_speculative_tokens,
         backend=args.backend,
         on_compile=progress.say,
     )
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
     params = _recommended_params(llm, given)
-    is_stream = len(prompts) == args.n == 1
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     draw = _BlockPictures(llm, progress).draw if args.show_blocks else None
-    with contextlib.closing(llm.stream(prompts, params)) as outputs:
+    progress.clear()
+    # A bar for many prompts, on a terminal; the text of a single one is progress enough.
+    with (
+        Progress(llm, len(prompts), disable=True if len(prompts) == 1 else None) as bar,
+        contextlib.closing(llm.stream(prompts, params)) as outputs,
+    ):
+        progress.use(bar)
+        outputs = _counted(outputs, bar)
         for output in _in_order(outputs, partial=write is not _write_json and is_stream, draw=draw):
             progress.clear()
             write(output, llm)
             if isinstance(write, _Streamer):
                 progress.mute()  # the line belongs to the text from here on
+    progress.use(None)
     progress.unmute()
     if draw:
         draw("after")
@@ -199,6 +241,14 @@ def _given_params(args: argparse.Namespace) -> dict[str, Any]:
     """What the user asks for; the rest is as the model's authors recommend."""
     names = ("max_tokens", "n", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _counted(
+    outputs: Iterator[tuple[int, RequestOutput]], bar: Progress
+) -> Iterator[tuple[int, RequestOutput]]:
+    for index, output in outputs:
+        bar.update(output.finished)
+        yield index, output
 
 
 def _in_order(
@@ -295,6 +345,11 @@ class _Progress:
         self._is_terminal = stream.isatty()
         self._width = 0
         self._is_muted = False
+        self._bar: Progress | None = None
+
+    def use(self, bar: Progress | None) -> None:
+        """While there is a bar, say things in front of it."""
+        self._bar = bar if bar is not None and bar.is_shown else None
 
     def mute(self) -> None:
         """Say nothing more: something else stands on the terminal's current line."""
@@ -307,12 +362,17 @@ class _Progress:
     def say(self, line: str) -> None:
         if self._is_muted:
             return
+        if self._bar is not None:
+            self._bar.say(line)
+            return
         self.clear()
         self._width = len(line) + 4
         end = "" if self._is_terminal else "\n"
         print(f"{line} ...", end=end, file=self._stream, flush=True)
 
     def clear(self) -> None:
+        if self._bar is not None:
+            self._bar.clear()
         if self._width and self._is_terminal:
             print("\r" + " " * self._width + "\r", end="", file=self._stream, flush=True)
         self._width = 0

@@ -24,8 +24,10 @@ class CompletionOutput:
       cumulative_logprob: sum over the tokens, in nats, under the model's own distribution.
       logprobs: for each token the chosen one and the most probable ones; None if not asked for.
       finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (the asked-for tokens or
-        the context are used up), or None while it is running.
-      stop_reason: the stop string or stop token id that ended it; None for end of sequence.
+        the context are used up), ``"abort"`` (by the caller or a deadline), ``"error"``, or None
+        while it is running.
+      stop_reason: the stop string or stop token id that ended it, None for end of sequence;
+        ``"deadline"`` where that aborted it; what went wrong after an error.
     """
 
     index: int
@@ -58,6 +60,9 @@ class RequestOutput:
       outputs: one for each of the ``n`` samples.
       finished: whether all of them are complete.
       metrics: its times.
+      num_cached_tokens: of the prompt, found in the prefix cache.
+      prompt_logprobs: for each token of the prompt, the first (None) included, it and the most
+        probable ones; None if not asked for.
     """
 
     request_id: str
@@ -66,3 +71,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from paged_jax.blocks import num_blocks_needed
 from paged_jax.models.tokenizer import Detokenizer, Tokenizer
 from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.sampling_params import SamplingParams
@@ -28,7 +27,6 @@ class Sample:
     ):
         self.index = index
         self.params = params
-        self.slot = -1
         self.token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -80,6 +78,15 @@ class Sample:
             self._find_stop_string()
         self._release_text()
 
+    def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
+        """Stop here, for a reason that does not lie in the tokens, unless it has stopped before."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.finish()
+        self._release_text()
+
     def output(self) -> CompletionOutput:
         """What is final so far."""
         return CompletionOutput(
@@ -114,19 +121,41 @@ class Sample:
         self._num_final = max(self._num_final, len(self._text) - held)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Request:
-    """One prompt and what is asked of it."""
+    """One prompt and what is asked of it.
 
-    index: int
+    Attributes:
+      request_id: its name.
+      arrival: how many requests came before it.
+      prompt: the text; None if it was given as token ids.
+      prompt_token_ids: what the model reads.
+      params: how tokens are chosen.
+      seed: of its random draws.
+      max_tokens: of each sample, with the context taken into account.
+      samples: one for each continuation.
+      metrics: its times.
+      priority: lower is served first.
+      deadline: on the clock of the metrics; None for never.
+      root: of its digests in the prefix cache, see `paged_jax.prefix`.
+      num_cached_tokens: of the prompt, found in the prefix cache.
+      prompt_logprobs: as in `RequestOutput`; grows while the prompt is computed.
+    """
+
     request_id: str
+    arrival: int
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    max_tokens: int  # of each sample, with the context taken into account
+    max_tokens: int
     samples: list[Sample]
     metrics: RequestMetrics
+    priority: int
+    deadline: float | None
+    root: bytes
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -137,30 +166,6 @@ class Request:
         new = {name: t for name, t in times.items() if getattr(self.metrics, name) is None}
         self.metrics = dataclasses.replace(self.metrics, **new)
 
-    def num_blocks_shared(self, block_size: int) -> int:
-        """Blocks of the prompt that no sample writes into, which all of them share."""
-        num_tokens = len(self.prompt_token_ids)
-        # A first token that is also the last is never written.
-        return (
-            num_blocks_needed(num_tokens, block_size)
-            if self.max_tokens == 1
-            else num_tokens // block_size
-        )
-
-    def num_blocks_per_sample(self, block_size: int) -> int:
-        """Blocks that each sample may come to hold for itself.
-
-        The last token that is generated is never written.
-        """
-        num_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
-        return num_blocks_needed(num_tokens, block_size) - self.num_blocks_shared(block_size)
-
-    def num_blocks(self, block_size: int) -> int:
-        """Blocks that the request may come to hold, all samples together."""
-        return self.num_blocks_shared(block_size) + len(self.samples) * self.num_blocks_per_sample(
-            block_size
-        )
-
     def output(self) -> RequestOutput:
         """What is final so far."""
         return RequestOutput(
@@ -170,4 +175,6 @@ class Request:
             outputs=[sample.output() for sample in self.samples],
             finished=self.is_finished,
             metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
         )

@@ -6,6 +6,9 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MAX_LOGPROBS = 20
+"""Most candidates that are reported with a token."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -29,6 +32,7 @@ class SamplingParams:
       ignore_eos: go on after the model's end-of-sequence token.
       logprobs: how many of the most probable tokens to report at each position, beside the chosen
         one; None reports nothing.
+      prompt_logprobs: the same for each position of the prompt but the first.
       logit_bias: added to the logits of these tokens.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
@@ -61,6 +65,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     # A dict cannot be hashed; equality still compares it.
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     skip_special_tokens: bool = True
@@ -138,14 +143,15 @@ class SamplingParams:
             seed,
             "Use None to have one picked.",
         )
-        logprobs = self.logprobs
-        _require(
-            logprobs is None or (is_int(logprobs) and 0 <= logprobs <= 20),
-            "logprobs",
-            "be an integer in [0, 20] or None",
-            logprobs,
-            "Use None to report nothing.",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(
+                count is None or (is_int(count) and 0 <= count <= MAX_LOGPROBS),
+                name,
+                f"be an integer in [0, {MAX_LOGPROBS}] or None",
+                count,
+                "Use None to report nothing.",
+            )
         if self.logit_bias is not None:
             _require(
                 isinstance(self.logit_bias, Mapping)

@@ -1,12 +1,12 @@
-"""The jitted programs of the engine: each takes the device state, donated, and returns the next.
+"""The jitted programs of the engine, each ``(weights, state, ...) -> (state, result)``.
 
-The model's weights come as a flat list of arrays: flattening a Flax module, or hashing its graph,
-would cost more than a small model's step each time.
+The state, a `decoding.DecodeState`, is donated. The weights come as a flat list of arrays:
+flattening a Flax module, or hashing its graph, would cost more than a small model's step each time.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,49 +14,71 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paged_jax import cache as paged_cache
-from paged_jax import sampling
-from paged_jax.cache import PagedCache
+from paged_jax import decoding, sampling
 from paged_jax.models.llama import Llama
-from paged_jax.sampling import SlotSampling
 
 
-class Tokens(NamedTuple):
-    """What a step has drawn, one row for each sample: fetched by the host in one transfer."""
+class Scores(NamedTuple):
+    """How probable the tokens of a prompt are, one row for each: fetched in one transfer."""
 
-    token_ids: jax.Array  # i32 [B]
-    logprobs: jax.Array  # f32 [B]
-    ranks: jax.Array  # i32 [B], of the drawn token, 1 is the most probable; 0 if not asked for
-    top_ids: jax.Array  # i32 [B, N], the N most probable tokens
+    logprobs: jax.Array  # f32 [T]
+    ranks: jax.Array  # i32 [T], 1 is the most probable token
+    top_ids: jax.Array  # i32 [T, N], the N most probable tokens
+    top_logprobs: jax.Array  # f32 [T, N]
+
+
+class BeamTokens(NamedTuple):
+    """What may follow each beam, fetched in one transfer."""
+
+    top_ids: jax.Array  # i32 [B, N], the N most probable tokens, the most probable first
     top_logprobs: jax.Array  # f32 [B, N]
     num_free: jax.Array  # i32 [], free blocks in the pool
-    ok: jax.Array  # bool [], false where blocks did not suffice, and nothing was done
+    ok: jax.Array  # bool [], false where blocks did not suffice
 
 
 class Programs(NamedTuple):
     """The compiled functions of one model structure, shared by all engines that have it.
 
-    prefill: ``(weights, cache, token_ids i32[1, T], slot i32[1], num_tokens i32[1])`` to
-      ``(logits f32[1, V], cache, ok)``.
-    first: ``(logits f32[1, V], cache, sampling, slots i32[B], position i32[])`` to
-      ``(Tokens, sampling)``: one token for each sample of a prompt.
-    decode: ``(weights, cache, sampling, token_ids i32[B], slots i32[B])`` to
-      ``(Tokens, cache, sampling)``: one token more for each running sample.
-    fork: ``(cache, parents i32[S])`` to ``(cache, ok)``.
-    release: ``(cache, mask bool[S])`` to ``cache``.
+    Slots below 0 are padding. Arguments after weights and state, and the result:
 
-    first and decode also take ``num_top`` (static): how many of the most probable tokens to report.
+    prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``.
+    score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T], num_top)`` to
+      ``(Scores, ok)``: as prefill, and how probable the tokens that come next, `targets`, are.
+    decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], max_steps, num_top)`` to
+      `StepTokens`, see `decoding.decode_steps`.
+    verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], num_top)`` to `StepTokens`, see
+      `decoding.verify_steps`.
+    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], num_top)`` to `BeamTokens`: slots
+      become what their parents were, see `cache.reorder`, then take one token each.
+    fork: ``(parents i32[S])`` to ``ok``.
+    release: ``(mask bool[S])`` to None.
+    reserve: ``(num_tokens i32[S])`` to ``ok``.
+    attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the number
+      of blocks found.
+    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None.
+    forget: ``()`` to None.
+    read_blocks: ``(slot i32[], first i32[], width)`` to their K and V.
+    write_blocks: ``(slot i32[], first i32[], values)`` to None.
     """
 
     prefill: Callable[..., Any]
-    first: Callable[..., Any]
+    score: Callable[..., Any]
     decode: Callable[..., Any]
+    verify: Callable[..., Any]
+    beam: Callable[..., Any]
     fork: Callable[..., Any]
     release: Callable[..., Any]
+    reserve: Callable[..., Any]
+    attach: Callable[..., Any]
+    publish: Callable[..., Any]
+    forget: Callable[..., Any]
+    read_blocks: Callable[..., Any]
+    write_blocks: Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=16)
 def programs(graphdef: Any, treedef: Any, backend: str | None) -> Programs:
-    """Build (and compile, on first call for each shape) the steps of a model.
+    """Build the steps of a model; each is compiled at its first call with a shape.
 
     Args:
       graphdef, treedef: the structure of a `Llama`: of its module, and of its weights.
@@ -66,56 +88,88 @@ def programs(graphdef: Any, treedef: Any, backend: str | None) -> Programs:
     def model(weights: list[jax.Array]) -> Llama:
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
 
-    def prefill(weights, cache, token_ids, slot, num_tokens):
-        return model(weights).prefill(cache, token_ids, slot, num_tokens, backend=backend)
+    def prefill(weights, state, token_ids, slots, num_tokens):
+        # The logits are not used, so that the compiled program has no output head.
+        _, cache, ok = model(weights).prefill(
+            state.cache, token_ids, slots, num_tokens, backend=backend
+        )
+        return replace(state, cache=cache), ok
 
-    def first(logits, cache, state, slots, position, *, num_top):
-        logits = jnp.broadcast_to(logits, (slots.shape[0], logits.shape[1]))
-        positions = jnp.broadcast_to(position, slots.shape)
-        return _draw(logits, cache, state, slots, positions, jnp.bool_(True), num_top)
+    def score(weights, state, token_ids, slots, num_tokens, targets, *, num_top):
+        logits, cache, ok = model(weights).score(
+            state.cache, token_ids, slots, num_tokens, backend=backend
+        )
+        return replace(state, cache=cache), (_score(logits[0], targets, num_top), ok)
 
-    def decode(weights, cache, state, token_ids, slots, *, num_top):
+    def decode(weights, state, slots, num_steps, leave_on_stop, *, max_steps, num_top):
+        tokens, state = decoding.decode_steps(
+            model(weights), state, slots, num_steps, leave_on_stop,
+            max_steps=max_steps, num_top=num_top, backend=backend,
+        )  # fmt: skip
+        return state, tokens
+
+    def verify(weights, state, drafts, num_drafts, slots, *, num_top):
+        tokens, state = decoding.verify_steps(
+            model(weights), state, drafts, num_drafts, slots, num_top=num_top, backend=backend
+        )
+        return state, tokens
+
+    def beam(weights, state, parents, token_ids, slots, *, num_top):
+        cache, are_slots = paged_cache.reorder(state.cache, parents)
         logits, cache, ok = model(weights).decode(cache, token_ids, slots, backend=backend)
-        # The new token's position is the number of tokens before it.
-        positions = cache.lengths.at[_rows(slots, cache)].get(mode="fill", fill_value=0)
-        tokens, state = _draw(logits, cache, state, slots, positions, ok, num_top)
-        return tokens, cache, state
+        top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+        num_free = cache.tables.pool.num_free
+        tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots)
+        return replace(state, cache=cache), tokens
+
+    def jit(program: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        return jax.jit(program, donate_argnums=1, static_argnames=static)
 
     return Programs(
-        prefill=jax.jit(prefill, donate_argnames="cache"),
-        first=jax.jit(first, donate_argnames="state", static_argnames="num_top"),
-        decode=jax.jit(decode, donate_argnames=("cache", "state"), static_argnames="num_top"),
-        fork=jax.jit(paged_cache.fork, donate_argnames="cache"),
-        release=jax.jit(paged_cache.release, donate_argnames="cache"),
+        prefill=jit(prefill),
+        score=jit(score, "num_top"),
+        decode=jit(decode, "max_steps", "num_top"),
+        verify=jit(verify, "num_top"),
+        beam=jit(beam, "num_top"),
+        fork=jit(_of_cache(paged_cache.fork)),
+        release=jit(_of_cache(paged_cache.release)),
+        reserve=jit(_of_cache(_reserve)),
+        attach=jit(_of_cache(paged_cache.attach)),
+        publish=jit(_of_cache(paged_cache.publish)),
+        forget=jit(_of_cache(paged_cache.forget)),
+        read_blocks=jit(_of_cache(_read_blocks), "width"),
+        write_blocks=jit(_of_cache(paged_cache.write_blocks)),
     )
 
 
-def _draw(
-    logits: jax.Array,
-    cache: PagedCache,
-    state: SlotSampling,
-    slots: jax.Array,
-    positions: jax.Array,
-    ok: jax.Array,
-    num_top: int,
-) -> tuple[Tokens, SlotSampling]:
-    """Draw for the slots i32 [B] of the running samples; a negative one is padding."""
-    rows = _rows(slots, cache)
-    of_rows = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), state)
-    token_ids, logprobs, _ = sampling.sample(logits, of_rows, positions, (slots >= 0) & ok)
-    counted = jnp.where(ok, token_ids, logits.shape[1])
-    counts = state.output_counts.at[rows, counted].add(1, mode="drop")
-    state = dataclasses.replace(state, output_counts=counts)
-    B = slots.shape[0]
-    ranks, top_ids = jnp.zeros(B, jnp.int32), jnp.zeros((B, 0), jnp.int32)
-    top_logprobs = jnp.zeros((B, 0))
-    if num_top:
-        chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-        ranks = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=1)
-        top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
-    num_free = cache.tables.pool.num_free
-    return Tokens(token_ids, logprobs, ranks, top_ids, top_logprobs, num_free, ok), state
+def _of_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A program of a function that changes the cache, and perhaps answers something."""
+
+    def program(weights, state, *args, **static):
+        del weights
+        out = function(state.cache, *args, **static)
+        cache, result = out if isinstance(out, tuple) else (out, None)
+        return replace(state, cache=cache), result
+
+    return program
 
 
-def _rows(slots: jax.Array, cache: PagedCache) -> jax.Array:
-    return jnp.where(slots >= 0, slots, cache.num_slots)
+def _reserve(cache, num_tokens):
+    capacity = cache.block_tables.shape[1] * cache.block_size
+    return paged_cache.reserve(cache, num_tokens, max_tokens=capacity)
+
+
+def _read_blocks(cache, slot, first, *, width):
+    return cache, paged_cache.read_blocks(cache, slot, first, width=width)
+
+
+def _score(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+    return Scores(
+        logprobs=chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1),
+        ranks=1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=1),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )

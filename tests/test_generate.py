@@ -210,13 +210,14 @@ def test_show_blocks_draws_before_during_and_after(run) -> None:
     ]
     assert all(int(used) + int(free) == 20 for _, used, free in titles)
     used = [int(used) for _, used, _ in titles]
-    # 8 tokens of prompt: two full blocks, which four samples share.
-    assert used[:2] == [0, 2] and used[2] > 2 and used[3] == 0
+    # 8 tokens of prompt: a full block, which four samples share, and the block into which each has
+    # written the last of them. Samples that have finished hold none.
+    assert used == [0, 1 + 4, 0, 0]
     read = err[err.index("is read") : err.index("is finished")]
     assert len(re.findall(r"sequence in slot \d, 8 tokens", read)) == 4
     assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", read)) == 4
-    assert len(re.findall(r"logical +1 -> physical +1 +tokens 4\.\.7 .*shared by 4", read)) == 4
-    assert len(re.findall(r"token 7: logical block 1, physical block 1, offset 3", read)) == 4
+    places = re.findall(r"token 7: logical block 1, physical block (\d), offset 3", read)
+    assert sorted(places) == ["1", "2", "3", "4"]
 
 
 # Mistakes
@@ -429,18 +430,18 @@ def test_module_runs_as_a_process(data_dir) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_process_cleanly(data_dir) -> None:
+def test_ctrl_c_ends_the_process_cleanly(data_dir, tmp_path) -> None:
     folder = data_dir / "models" / "stories260K"
-    args = ["--model", str(folder), "--prompt", "Once upon a time", "--max-tokens", "500"]
-    with start(*args) as process:
-        # The first token is written before the step for the others is compiled.
+    # So many that the signal comes long before the end, however slow this process is.
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time\n" * 2000)
+    with start("--model", str(folder), "--prompts-file", str(prompts)) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
-    assert "Traceback" not in err
+    assert first and "Traceback" not in err
     assert err.splitlines()[-1] == "interrupted"
-    assert first and not out.endswith("\n"), "it was finished before the signal came"
 
 
 @pytest.mark.slow

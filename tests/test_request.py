@@ -190,8 +190,8 @@ def test_logprobs_are_kept_where_asked_for(tokenizer) -> None:
 def request(num_prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
     params = SamplingParams(n=n, max_tokens=max_tokens)
     return Request(
-        index=0,
         request_id="0",
+        arrival=0,
         prompt=None,
         prompt_token_ids=[1] * num_prompt_tokens,
         params=params,
@@ -199,25 +199,10 @@ def request(num_prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
         max_tokens=max_tokens,
         samples=[Sample(i, params, None) for i in range(n)],
         metrics=RequestMetrics(arrival_time=1.0),
+        priority=0,
+        deadline=None,
+        root=b"",
     )
-
-
-@pytest.mark.parametrize(
-    ("num_prompt_tokens", "max_tokens", "n", "num_blocks"),
-    [
-        (1, 1, 1, 1),
-        (4, 1, 1, 1),
-        (4, 2, 1, 2),  # the second token is drawn after the first is written
-        (4, 5, 1, 2),
-        (4, 6, 1, 3),
-        (6, 1, 4, 2),  # nothing is written, so all share all
-        (6, 2, 4, 1 + 4),  # the half-full block is copied
-        (6, 4, 4, 1 + 4 * 2),
-        (8, 2, 3, 2 + 3),
-    ],
-)
-def test_num_blocks_counts_the_worst_case(num_prompt_tokens, max_tokens, n, num_blocks) -> None:
-    assert request(num_prompt_tokens, max_tokens, n).num_blocks(4) == num_blocks
 
 
 def test_is_finished_when_all_samples_are() -> None:
@@ -236,3 +221,13 @@ def test_mark_keeps_the_first_time() -> None:
     expected = RequestMetrics(arrival_time=1.0, first_token_time=2.0, finished_time=4.0)
     assert some.metrics == expected
     assert dataclasses.asdict(some.output().metrics) == dataclasses.asdict(expected)
+
+
+def test_end_keeps_what_the_tokens_have_said_before() -> None:
+    one = request(1, max_tokens=2, n=2)
+    one.samples[0].append(3, -1.0, eos_token_ids=frozenset({3}), max_tokens=2)
+    for sample in one.samples:
+        sample.end("abort", "deadline")
+    ends = [(sample.finish_reason, sample.stop_reason) for sample in one.samples]
+    assert ends == [("stop", None), ("abort", "deadline")]
+    assert one.is_finished

@@ -1,0 +1,223 @@
+"""An engine for asyncio: requests from many tasks share it, and each task streams its own.
+
+The engine runs in a thread of its own, which alone touches it; tasks leave commands for it and are
+given outputs through queues of their own event loops.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from paged_jax.engine import Engine
+from paged_jax.inputs import Prompt
+from paged_jax.outputs import RequestOutput
+from paged_jax.sampling_params import SamplingParams
+
+
+class AsyncEngine:
+    """Runs an `Engine` in the background. Use it in an ``async with`` statement.
+
+    Args:
+      engine: which nobody else uses from now on.
+
+    Example:
+      >>> async def main():
+      ...     async with AsyncEngine(Engine(max_num_seqs=2)) as engine:
+      ...         params = SamplingParams(temperature=0, max_tokens=4)
+      ...         async for output in engine.generate("It is", params):
+      ...             pass
+      ...         return output
+      >>> output = asyncio.run(main())
+      >>> output.finished, len(output.outputs[0].token_ids)
+      (True, 4)
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        # What the thread shall do next; None asks it to stop.
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._thread: threading.Thread | None = None
+        # Commands are left only while the thread still looks for them.
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self._thread = threading.Thread(target=self._work, name="paged_jax engine", daemon=True)
+        self._is_running = True
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all requests where they stand, and stop the thread."""
+        if self._thread is None:
+            return
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete a prompt: yield what there is whenever there is more, the last one finished.
+
+        A task that is cancelled, or that leaves the iteration, ends its request and frees its
+        blocks within a step.
+
+        Args:
+          prompt, params, **options: as for `Engine.add_request`.
+
+        Raises:
+          ValueError: as `Engine.add_request`.
+          RuntimeError: the engine has been closed, or a step of it has failed.
+        """
+        stream = _Stream(asyncio.get_running_loop())
+        request_id = await self._call(self._add, stream, prompt, params, options)
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            # Of no effect on one that has finished. A cancelled task must not wait for it.
+            with contextlib.suppress(RuntimeError):
+                self._leave(_Command(self._end, (request_id,)))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request where it stands; whoever iterates over it gets what there is."""
+        await self._call(self._abort, request_id)
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Return ``function(engine)``, run between two steps: for stats, weights, the cache."""
+        return await self._call(function, self._engine)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        command = _Command(function, args, asyncio.get_running_loop())
+        self._leave(command)
+        return await command.future
+
+    def _leave(self, command: "_Command") -> None:
+        with self._lock:
+            if not self._is_running:
+                raise self._closed()
+            self._commands.put(command)
+
+    def _closed(self) -> RuntimeError:
+        error = RuntimeError("AsyncEngine: it must be running, got a closed one.")
+        error.__cause__ = self._failure
+        return error
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            while self._obey():
+                for output in self._engine.step():
+                    self._deliver(output)
+        except BaseException as error:
+            self._failure = error
+        with self._lock:
+            self._is_running = False
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.refuse(self._closed())
+        for request_id in list(self._streams):
+            self._abort(request_id)
+
+    def _obey(self) -> bool:
+        """Carry out what has been asked for, waiting where there is nothing to run; False: stop."""
+        while True:
+            is_idle = not self._engine.has_unfinished
+            try:
+                command = self._commands.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command.carry_out()
+
+    def _add(
+        self, stream: "_Stream", prompt: Prompt, params: SamplingParams | None, options: Any
+    ) -> str:
+        request_id = self._engine.add_request(prompt, params, **options)
+        self._streams[request_id] = stream
+        return request_id
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort(request_id)
+        if output is not None:
+            self._deliver(output)
+
+    def _end(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._engine.abort(request_id)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(output)
+            if output.finished:
+                del self._streams[output.request_id]
+
+
+class _Stream:
+    """The way of one request's outputs from the engine's thread into an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
+
+    def put(self, output: RequestOutput) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+
+    async def get(self) -> RequestOutput:
+        """The next output; of several that wait, the newest, which holds the others."""
+        output = await self._queue.get()
+        while not self._queue.empty():
+            output = self._queue.get_nowait()
+        return output
+
+
+class _Command:
+    """A call for the thread to make, and perhaps somebody in an event loop who waits for it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        self._function = function
+        self._args = args
+        self._loop = loop
+        self.future: Any = None if loop is None else loop.create_future()
+
+    def carry_out(self) -> None:
+        try:
+            result = self._function(*self._args)
+        except Exception as error:
+            self.refuse(error)
+        else:
+            self._answer("set_result", result)
+
+    def refuse(self, error: Exception) -> None:
+        self._answer("set_exception", error)
+
+    def _answer(self, method: str, value: Any) -> None:
+        def answer() -> None:
+            if not self.future.cancelled():
+                getattr(self.future, method)(value)
+
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                self._loop.call_soon_threadsafe(answer)

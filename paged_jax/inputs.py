@@ -1,0 +1,202 @@
+"""From what a caller passes to a `Request`: prompts encoded, every mistake refused beforehand."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paged_jax.models.tokenizer import Tokenizer
+from paged_jax.outputs import RequestMetrics
+from paged_jax.prefix import root_digest
+from paged_jax.request import Request, Sample
+from paged_jax.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+
+# Most entries of a request's logit_bias.
+MAX_LOGIT_BIAS = 32
+# Most stop_token_ids of a request, beside the model's own end tokens.
+MAX_STOP_TOKEN_IDS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a model and its engine accept.
+
+    Attributes:
+      tokenizer: None accepts token ids only.
+      vocab_size: V of the model.
+      max_model_len: most tokens of a sequence, prompt included.
+      seed: of the engine, for requests that bring none.
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    seed: int
+
+    def request(
+        self,
+        request_id: str,
+        arrival: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float,
+        timeout: float | None = None,
+        weights_id: bytes = b"",
+    ) -> Request:
+        """Check a prompt and its parameters, and make a request of them.
+
+        Args:
+          request_id: its name.
+          arrival: how many requests came before it; picks its seed and its turn.
+          prompt: a text, or a dict with ``prompt`` or ``prompt_token_ids``, and perhaps
+            ``cache_salt``, a text: requests share cached blocks only where their salts agree.
+          params: how its tokens are chosen.
+          priority: lower is served first.
+          arrival_time: of a monotonic clock, in seconds.
+          timeout: seconds after which the request ends where it stands.
+          weights_id: identity of the weights, for the prefix cache.
+
+        Raises:
+          ValueError: naming the field and the bound.
+        """
+        prompt = _as_mapping(prompt)
+        text, token_ids = self._encode(prompt)
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise ValueError(f"request: cache_salt must be a text, got {salt!r}.")
+        if not _is_int(priority):
+            raise ValueError(f"request: priority must be an integer, got {priority!r}.")
+        if timeout is not None and not (_is_number(timeout) and timeout > 0):
+            raise ValueError(f"request: timeout must be seconds > 0 or None, got {timeout!r}.")
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"request: the prompt must have at most {self.max_model_len - 1} tokens, to "
+                f"leave room in the context of {self.max_model_len}, got {len(token_ids)}."
+            )
+        self._check_params(params)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        # A first word keeps the space in front of it, unless only a start token precedes it.
+        continues_text = self.tokenizer is not None and not all(
+            self.tokenizer.is_special(token_id) for token_id in token_ids
+        )
+        return Request(
+            request_id=request_id,
+            arrival=arrival,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=self._seed(arrival) if params.seed is None else params.seed,
+            max_tokens=max_tokens,
+            samples=[
+                Sample(i, params, self.tokenizer, continues_text=continues_text)
+                for i in range(params.n)
+            ],
+            metrics=RequestMetrics(arrival_time=arrival_time),
+            priority=priority,
+            deadline=None if timeout is None else arrival_time + timeout,
+            root=root_digest(weights_id, salt),
+            # Of the first token nothing is known.
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+
+    def _seed(self, arrival: int) -> int:
+        sequence = np.random.SeedSequence([self.seed, arrival])
+        return int(sequence.generate_state(1, np.uint64)[0]) >> 1
+
+    def _encode(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
+        if (text is None) == (token_ids is None):
+            raise ValueError(
+                "request: a prompt must be a text or a dict with either prompt or "
+                f"prompt_token_ids, got the keys {sorted(map(str, prompt))}."
+            )
+        if token_ids is None:
+            token_ids = self._encode_text(text)
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+            raise ValueError(
+                f"request: prompt_token_ids must be a list of integers, got {token_ids!r}."
+            )
+        token_ids = list(token_ids)
+        if not token_ids:
+            raise ValueError("request: prompt_token_ids must hold at least one token, got [].")
+        self._check_token_ids("prompt_token_ids", token_ids)
+        return text, [int(token_id) for token_id in token_ids]
+
+    def _encode_text(self, text: Any) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "request: the model must have a tokenizer for text prompts, got none. "
+                "Pass prompt_token_ids."
+            )
+        if not isinstance(text, str) or not text:
+            raise ValueError(
+                f"request: prompt must be a text of at least one character, got {text!r}."
+            )
+        if not _is_unicode(text):
+            raise ValueError(
+                f"request: prompt must be valid Unicode text, got {text[:40]!r}. Decode "
+                "its bytes by their right encoding."
+            )
+        return self.tokenizer.encode(text)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"request: stop must be empty as the model has no tokenizer, got "
+                f"{params.stop}. Use stop_token_ids."
+            )
+        bias, stop_token_ids = params.logit_bias or {}, params.stop_token_ids or ()
+        self._check_token_ids("logit_bias", bias)
+        self._check_token_ids("stop_token_ids", stop_token_ids)
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"request: logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}."
+            )
+        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"request: stop_token_ids must be at most {MAX_STOP_TOKEN_IDS}, got "
+                f"{len(stop_token_ids)}."
+            )
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[Any]) -> None:
+        for token_id in token_ids:
+            if not _is_int(token_id) or not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"request: {name} must hold integers in 0..{self.vocab_size - 1}, got "
+                    f"{token_id!r}."
+                )
+
+
+def _as_mapping(prompt: Any) -> Mapping[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        raise ValueError(
+            "request: a prompt must be a text or a dict with either prompt or "
+            f"prompt_token_ids, got {prompt!r}."
+        )
+    return prompt
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which stand for bytes that could not be decoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

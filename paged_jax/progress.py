@@ -1,0 +1,56 @@
+"""A bar that says how many requests are done, how fast tokens come, and how full the cache is."""
+
+from typing import Any
+
+from tqdm import tqdm
+
+from paged_jax.engine import Engine
+
+
+class Progress:
+    """A bar on stderr around the running of some requests; use it in a ``with`` statement.
+
+    Args:
+      engine: that runs them.
+      num_requests: how many there are.
+      disable: True shows nothing; None shows the bar on a terminal only.
+    """
+
+    def __init__(self, engine: Engine, num_requests: int, *, disable: bool | None = None):
+        self._engine = engine
+        self._num_tokens = engine.stats.num_generated_tokens
+        self._bar: Any = tqdm(total=num_requests, desc="requests", unit="req", disable=disable)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is a bar at all."""
+        return not self._bar.disable
+
+    def clear(self) -> None:
+        """Take the bar away, so that something else can be written; it comes back by itself."""
+        if self.is_shown:
+            self._bar.clear()
+
+    def say(self, line: str) -> None:
+        """Show what is going on in front of the bar."""
+        self._bar.set_description_str(line)
+
+    def update(self, is_finished: bool) -> None:
+        """Count a request that has new tokens."""
+        if not self.is_shown:
+            return
+        self._bar.update(int(is_finished))
+        self.say("requests")
+        elapsed = self._bar.format_dict["elapsed"]
+        if elapsed:
+            num_tokens = self._engine.stats.num_generated_tokens - self._num_tokens
+            use = self._engine.cache_use
+            self._bar.set_postfix_str(
+                f"{num_tokens / elapsed:.0f} tokens/s, cache {use:.0%}", refresh=False
+            )

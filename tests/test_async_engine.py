@@ -1,0 +1,135 @@
+"""`AsyncEngine`: many tasks, one engine, and tasks that go away."""
+
+import asyncio
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tiny_model import SIZES, save_tiny_model
+
+from paged_jax import AsyncEngine, Engine, SamplingParams
+from paged_jax.blocks import check_invariants
+
+PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("async"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Engine:
+    return Engine(folder, **SIZES, steps_per_dispatch=2)
+
+
+def run(engine: Engine, main):
+    """The result of ``main(async_engine)``; afterwards the engine must be empty."""
+
+    async def with_engine():
+        async with AsyncEngine(engine) as asynchronous:
+            return await asyncio.wait_for(main(asynchronous), timeout=300)
+
+    result = asyncio.run(with_engine())
+    assert not engine.has_unfinished and engine.cache_use == 0
+    check_invariants(engine.cache.tables)
+    return result
+
+
+async def complete(engine: AsyncEngine, prompt, params=GREEDY, **options):
+    outputs = [output async for output in engine.generate(prompt, params, **options)]
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs[-1].outputs[0].token_ids
+
+
+def test_tasks_share_the_engine(engine) -> None:
+    async def main(engine):
+        alone = [await complete(engine, prompt) for prompt in PROMPTS]
+        together = await asyncio.gather(*[complete(engine, prompt) for prompt in PROMPTS])
+        return alone, together
+
+    alone, together = run(engine, main)
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
+
+
+def test_a_task_that_goes_away_ends_its_request_alone(engine) -> None:
+    long = dataclasses.replace(GREEDY, max_tokens=40)
+
+    async def main(engine):
+        expected = await complete(engine, PROMPTS[1])
+        leaver = asyncio.create_task(complete(engine, PROMPTS[0], long))
+        other = asyncio.create_task(complete(engine, PROMPTS[1]))
+        await asyncio.sleep(0.01)
+        leaver.cancel()
+        assert await other == expected
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaver
+        async with contextlib.aclosing(engine.generate(PROMPTS[2], long)) as stream:
+            async for _ in stream:
+                break
+        # The next command is carried out after the end of the request.
+        assert not await engine.call(lambda engine: engine.has_unfinished)
+
+    run(engine, main)
+
+
+def test_abort_finishes_the_iteration(engine) -> None:
+    async def main(engine):
+        outputs = []
+        params = dataclasses.replace(GREEDY, max_tokens=40)
+        async for output in engine.generate(PROMPTS[0], params, request_id="mine"):
+            outputs.append(output)
+            await engine.abort("mine")
+        return outputs[-1]
+
+    output = run(engine, main)
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+
+
+def test_mistakes_reach_the_task_that_made_them(engine) -> None:
+    async def main(engine):
+        good = asyncio.create_task(complete(engine, PROMPTS[0]))
+        with pytest.raises(ValueError, match="at least one character"):
+            await complete(engine, "")
+        return len(await good)
+
+    assert run(engine, main) == 12
+
+
+def test_closing_ends_what_runs(engine) -> None:
+    async def main():
+        asynchronous = await AsyncEngine(engine).__aenter__()
+        params = dataclasses.replace(GREEDY, max_tokens=40)
+        stream = asynchronous.generate(PROMPTS[0], params)
+        await anext(stream)
+        await asynchronous.close()
+        last = [output async for output in stream][-1]
+        with pytest.raises(RuntimeError, match="must be running"):
+            await complete(asynchronous, PROMPTS[0])
+        return last
+
+    assert asyncio.run(main()).outputs[0].finish_reason == "abort"
+    assert not engine.has_unfinished
+
+
+def test_a_failed_step_ends_every_task(engine, monkeypatch) -> None:
+    async def main(engine):
+        results = await asyncio.gather(
+            *[complete(engine, prompt) for prompt in PROMPTS[:2]], return_exceptions=True
+        )
+        with pytest.raises(RuntimeError, match="must be running") as raised:
+            await complete(engine, PROMPTS[0])
+        assert isinstance(raised.value.__cause__, MemoryError)
+        return results
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "decode", fail)
+        assert run(engine, main) == [[], []]

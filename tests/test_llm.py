@@ -1,0 +1,700 @@
+"""`LLM` against what a user of vLLM's offline API expects of it."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_model import BOS, EOS, SIZES, save_tiny_model
+
+from paged_jax import LLM, Llama, SamplingParams, Tokenizer
+from paged_jax.blocks import check_invariants
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}. {% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("llm"), chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def shared_llm(folder) -> LLM:
+    return LLM(folder, **SIZES)
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """The engine of most tests, which must come back empty from each of them."""
+    yield shared_llm
+    check_empty(shared_llm)
+
+
+def check_empty(llm: LLM) -> None:
+    tables = llm.cache.tables
+    check_invariants(tables)
+    assert int(tables.pool.num_free) == llm.num_blocks
+    assert tables.lengths.tolist() == [0] * llm.max_num_seqs
+
+
+def generate(llm: LLM, prompts, params=None):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def complete(llm: LLM, prompt, **params):
+    """The one completion of one prompt; greedy unless told otherwise."""
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params}
+    [output] = generate(llm, prompt, SamplingParams(**params))
+    return output.outputs[0]
+
+
+def tokens_of(outputs) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+# Against the reference implementation
+
+
+@pytest.mark.parametrize(
+    ("block_size", "max_num_seqs"),
+    [
+        pytest.param(1, 4, marks=pytest.mark.slow),
+        (4, 4),
+        pytest.param(8, 4, marks=pytest.mark.slow),
+        pytest.param(16, 1, marks=pytest.mark.slow),
+        pytest.param(32, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(data_dir, block_size, max_num_seqs) -> None:
+    folder = data_dir / "models" / "stories260K"
+    items = json.loads((folder / "reference.json").read_text())["items"]
+    llm = LLM(folder, block_size=block_size, max_num_seqs=max_num_seqs, max_chunk=16)
+    # Without text there is no prompt but the start token.
+    prompts = [item["prompt"] or {"prompt_token_ids": item["prompt_ids"]} for item in items]
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(item["generated_ids"])) for item in items
+    ]
+    outputs = generate(llm, prompts, params)
+    assert max(len(item["generated_ids"]) for item in items) == 256
+    for item, output in zip(items, outputs, strict=True):
+        assert output.prompt_token_ids == item["prompt_ids"]
+        assert output.outputs[0].token_ids == item["generated_ids"]
+        assert item["prompt"] + output.outputs[0].text == item["text"]
+        assert output.outputs[0].finish_reason == "length"
+    check_empty(llm)
+
+
+# What tokens depend on
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_tokens_do_not_depend_on_batch_mates_or_order(llm, params) -> None:
+    alone = [tokens_of(generate(llm, prompt, params))[0] for prompt in PROMPTS]
+    assert tokens_of(generate(llm, PROMPTS, params)) == alone
+    assert tokens_of(generate(llm, PROMPTS[::-1], params)) == alone[::-1]
+    assert len({tuple(samples[0]) for samples in alone}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "max_num_seqs", "max_chunk"),
+    [
+        (16, 2, 5),
+        pytest.param(1, 4, 512, marks=pytest.mark.slow),
+        pytest.param(8, 5, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_do_not_depend_on_sizes(llm, folder, block_size, max_num_seqs, max_chunk) -> None:
+    other = LLM(folder, block_size=block_size, max_num_seqs=max_num_seqs, max_chunk=max_chunk)
+    samples = dataclasses.replace(SEEDED, n=2)
+    for prompts, params in ((PROMPTS[:4], GREEDY), (PROMPTS[:4], SEEDED), (PROMPTS[:2], samples)):
+        expected = tokens_of(generate(llm, prompts, params))
+        assert tokens_of(generate(other, prompts, params)) == expected
+    check_empty(other)
+
+
+def test_prompts_without_a_seed_differ_and_are_reproducible(folder) -> None:
+    params = dataclasses.replace(SEEDED, seed=None)
+
+    def run(seed: int):
+        return tokens_of(generate(LLM(folder, seed=seed, **SIZES), [PROMPTS[0]] * 3, params))
+
+    first = run(0)
+    assert len({tuple(samples[0]) for samples in first}) == 3
+    assert run(0) == first
+    assert run(1) != first
+
+
+# Samples of one prompt
+
+
+def test_samples_share_the_blocks_of_the_prompt(folder) -> None:
+    llm = LLM(folder, **SIZES, steps_per_dispatch=1)
+    prompt = {"prompt_token_ids": [BOS, 5, 6, 7, 8, 9]}  # one full block and half of another
+    params = SamplingParams(n=4, temperature=1, seed=3, max_tokens=5, ignore_eos=True)
+    used, references = [], []
+    for _, output in llm.stream(prompt, params):
+        if not output.finished:
+            pool = llm.cache.tables.pool
+            used.append(llm.num_blocks - int(pool.num_free))
+            references.append(sorted(pool.ref_counts.tolist(), reverse=True)[:6])
+        assert len(output.outputs) == 4
+    # Each sample writes the last token of the prompt into its own copy of the half-full block, the
+    # original being the copy of one of them. Then that fills up, and each takes a third.
+    assert used == [1 + 4, 1 + 4, 1 + 4, 1 + 8]
+    assert references[0] == [4, 1, 1, 1, 1, 0]
+    assert llm.stats.peak_num_blocks == 9
+    check_empty(llm)
+
+    separate = LLM(folder, **SIZES, steps_per_dispatch=1, enable_prefix_caching=False)
+    generate(separate, [prompt] * 4, dataclasses.replace(params, n=1))
+    assert separate.stats.peak_num_blocks == 4 * 3
+
+
+def test_samples_differ_and_do_not_depend_on_batch_mates(llm) -> None:
+    params = dataclasses.replace(SEEDED, n=3)
+    [alone] = generate(llm, PROMPTS[0], params)
+    assert [completion.index for completion in alone.outputs] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in alone.outputs}) == 3
+    together = generate(llm, PROMPTS, [params, GREEDY, params, SEEDED, params])
+    assert tokens_of(together)[0] == tokens_of([alone])[0]
+    # The first sample is what n=1 draws.
+    assert tokens_of(generate(llm, PROMPTS[0], SEEDED))[0][0] == alone.outputs[0].token_ids
+
+
+def test_samples_stop_one_by_one(llm) -> None:
+    params = SamplingParams(n=4, temperature=1, seed=1, max_tokens=16)
+    [output] = generate(llm, PROMPTS[3], params)
+    lengths = {len(completion.token_ids) for completion in output.outputs}
+    assert len(lengths) > 1, "choose a seed for which the samples stop at different times"
+    assert output.finished
+    for completion in output.outputs:
+        is_stop = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if is_stop else "length")
+        assert EOS not in completion.token_ids[:-1]
+
+
+# When to stop
+
+
+def test_max_tokens_and_context_end_a_sample(llm) -> None:
+    completion = complete(llm, PROMPTS[0], max_tokens=1)
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+    num_prompt_tokens = len(llm.tokenizer.encode(PROMPTS[0]))
+    completion = complete(llm, PROMPTS[0], max_tokens=None)
+    assert len(completion.token_ids) == llm.max_model_len - num_prompt_tokens
+    assert completion.finish_reason == "length"
+    longest = {"prompt_token_ids": [BOS] + [5] * (llm.max_model_len - 2)}
+    assert len(complete(llm, longest, max_tokens=None).token_ids) == 1
+
+
+def test_end_of_sequence_stops(llm) -> None:
+    always = {"logit_bias": {EOS: 1000.0}}
+    completion = complete(llm, "ab", ignore_eos=False, **always)
+    assert completion.token_ids == [EOS]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("", "stop", None)
+    completion = complete(llm, "ab", ignore_eos=True, max_tokens=5, **always)
+    assert completion.token_ids == [EOS] * 5
+    assert (completion.text, completion.finish_reason) == ("", "length")
+
+
+def test_min_tokens_holds_stop_tokens_back(llm) -> None:
+    stop = llm.tokenizer.encode("z", add_special_tokens=False)[0]
+    params = {"min_tokens": 3, "ignore_eos": False, "stop_token_ids": [stop]}
+    completion = complete(llm, "ab", logit_bias={EOS: 2000.0, stop: 1000.0}, **params)
+    assert len(completion.token_ids) == 4
+    assert completion.token_ids[-1] == EOS
+    assert not {EOS, stop} & set(completion.token_ids[:-1])
+
+
+def test_stop_token_ids_stop_with_their_reason(llm) -> None:
+    [stop] = llm.tokenizer.encode("z", add_special_tokens=False)
+    params = {"logit_bias": {stop: 1000.0}, "stop_token_ids": [stop, 9]}
+    completion = complete(llm, "ab", **params)
+    assert (completion.token_ids, completion.text) == ([stop], "")
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert complete(llm, "ab", include_stop_str_in_output=True, **params).text == "z"
+
+
+def test_stop_strings_end_the_text_across_tokens(llm) -> None:
+    whole = complete(llm, PROMPTS[0], max_tokens=20)
+    # Two letters of different tokens, found inside the text.
+    pieces = [llm.tokenizer.decode([token_id]) for token_id in whole.token_ids]
+    joints = [a[-1] + b[0] for a, b in itertools.pairwise(pieces[4:]) if a and b]
+    stop = next(joint for joint in joints if whole.text.find(joint) > 3)
+    at = whole.text.find(stop)
+
+    completion = complete(llm, PROMPTS[0], max_tokens=20, stop=["never", stop])
+    assert completion.text == whole.text[:at]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+    assert len(completion.token_ids) < len(whole.token_ids)
+    kept = complete(llm, PROMPTS[0], max_tokens=20, stop=stop, include_stop_str_in_output=True)
+    assert kept.text == whole.text[: at + 2]
+    # One that does not occur changes nothing.
+    assert complete(llm, PROMPTS[0], max_tokens=20, stop="never") == whole
+
+
+def test_text_is_that_of_the_tokenizer(llm) -> None:
+    for output in generate(llm, PROMPTS, SEEDED):
+        completion = output.outputs[0]
+        expected = llm.tokenizer.decode(completion.token_ids, continues_text=True)
+        assert completion.text == expected
+
+
+# Streaming
+
+
+def test_stream_never_takes_text_back(folder) -> None:
+    llm = LLM(folder, **SIZES, steps_per_dispatch=1)
+    whole = complete(llm, PROMPTS[0], max_tokens=20)
+    stops = [None, whole.text[5:8], whole.text[9:11] + "never", whole.text[-2:] + "."]
+    params = [dataclasses.replace(GREEDY, max_tokens=20, stop=stop) for stop in stops]
+    texts: list[list[str]] = [[] for _ in stops]
+    last = {}
+    for index, output in llm.stream([PROMPTS[0]] * len(stops), params):
+        texts[index].append(output.outputs[0].text)
+        last[index] = output
+    for index, output in enumerate(generate(llm, [PROMPTS[0]] * len(stops), params)):
+        text = output.outputs[0].text
+        deltas = [b[len(a) :] for a, b in itertools.pairwise(["", *texts[index]])]
+        assert "".join(deltas) == text
+        assert all(text.startswith(part) for part in texts[index])
+        assert last[index].outputs == output.outputs and last[index].finished
+    assert len(texts[0]) == 20, "one output for each token"
+
+
+def test_stream_closed_early_releases_everything(llm) -> None:
+    expected = tokens_of(generate(llm, PROMPTS, GREEDY))
+    for num_outputs in (1, 2, 7):
+        with contextlib.closing(llm.stream(PROMPTS, GREEDY)) as stream:
+            for _ in itertools.islice(stream, num_outputs):
+                assert int(llm.cache.tables.pool.num_free) < llm.num_blocks
+        check_empty(llm)
+    assert tokens_of(generate(llm, PROMPTS, GREEDY)) == expected
+
+
+def test_exception_in_the_consumer_releases_everything(llm) -> None:
+    expected = tokens_of(generate(llm, PROMPTS, GREEDY))
+    with pytest.raises(KeyError):
+        for _ in llm.stream(PROMPTS, GREEDY):
+            raise KeyError
+    check_empty(llm)
+    assert tokens_of(generate(llm, PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("_runner", "attach"),
+        ("_runner", "prefill"),
+        ("_runner", "decode"),
+        ("_runner", "release"),
+        ("_scheduler", "schedule"),
+        ("_scheduler", "finish"),
+    ],
+)
+def test_interruption_anywhere_releases_everything(llm, monkeypatch, owner, name) -> None:
+    """Ctrl-C may strike between any two changes of state, and after donation."""
+    expected = tokens_of(generate(llm, PROMPTS, GREEDY))
+    for when in ("before", "after"):
+        part = getattr(llm, owner)
+        original = getattr(part, name)
+
+        def interrupt(*args, when=when, original=original, **kwargs):
+            if when == "after":
+                original(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(part, name, interrupt)
+            generate(llm, PROMPTS, GREEDY)
+        check_empty(llm)
+        assert tokens_of(generate(llm, PROMPTS, GREEDY)) == expected, name
+
+
+def test_generations_may_overlap(llm) -> None:
+    expected = [tokens_of(generate(llm, prompt, GREEDY)) for prompt in PROMPTS[:3]]
+    params = dataclasses.replace(GREEDY, max_tokens=30)
+    with contextlib.closing(llm.stream(PROMPTS[3], params)) as stream:
+        next(stream)
+        request_id = llm.add_request(PROMPTS[2], GREEDY)
+        assert tokens_of(generate(llm, PROMPTS[0], GREEDY)) == expected[0]
+        assert tokens_of(generate(llm, PROMPTS[1], GREEDY)) == expected[1]
+        rest = [output for _, output in stream]
+    assert tokens_of(rest[-1:]) == tokens_of(generate(llm, PROMPTS[3], params))
+    assert not llm.has_unfinished, request_id
+
+
+# What is reported
+
+
+def test_logprobs_are_those_of_the_model(llm) -> None:
+    prompt_ids = llm.tokenizer.encode(PROMPTS[3])
+    completion = complete(llm, PROMPTS[3], temperature=1.5, seed=2, logprobs=3)
+    token_ids = completion.token_ids
+    logits = jax.jit(Llama.__call__)(llm.model, jnp.array([prompt_ids + token_ids[:-1]]))[0]
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[len(prompt_ids) - 1 :]
+    assert completion.logprobs is not None and len(completion.logprobs) == len(token_ids)
+    for row, token_id, candidates in zip(expected, token_ids, completion.logprobs, strict=True):
+        best = np.argsort(-row, kind="stable")[:3].tolist()
+        assert set(candidates) == {token_id, *best}
+        top = [token for token, candidate in candidates.items() if candidate.rank <= 3]
+        assert sorted(top, key=lambda token: candidates[token].rank) == best
+        for token, candidate in candidates.items():
+            assert candidate.rank == 1 + int((row > row[token]).sum())
+            assert candidate.logprob == pytest.approx(row[token], abs=2e-5)
+            assert candidate.decoded_token == llm.tokenizer.decode(
+                [token], skip_special_tokens=False
+            )
+    chosen = [c[token].logprob for c, token in zip(completion.logprobs, token_ids, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-6)
+    assert max(len(candidates) for candidates in completion.logprobs) == 4, "none outside the best"
+
+
+def test_logprobs_of_zero_report_the_chosen_token_alone(llm) -> None:
+    completion = complete(llm, PROMPTS[3], logprobs=0)
+    assert [list(candidates) for candidates in completion.logprobs] == [
+        [token_id] for token_id in completion.token_ids
+    ]
+    without = complete(llm, PROMPTS[3])
+    assert without.logprobs is None
+    assert without.token_ids == completion.token_ids
+    assert without.cumulative_logprob == pytest.approx(completion.cumulative_logprob, abs=1e-6)
+
+
+def test_metrics_are_in_order(llm) -> None:
+    for output in generate(llm, PROMPTS, GREEDY):
+        metrics = output.metrics
+        times = [
+            metrics.arrival_time,
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.finished_time,
+        ]
+        assert times == sorted(times)
+
+
+def test_stats_count_tokens(folder) -> None:
+    llm = LLM(folder, **SIZES, enable_prefix_caching=False)
+    generate(llm, PROMPTS, GREEDY)
+    stats = llm.stats
+    assert stats.num_prompt_tokens == sum(len(llm.tokenizer.encode(p)) for p in PROMPTS)
+    assert stats.num_generated_tokens == 12 * len(PROMPTS)
+    # The first step of a batch size compiles, and is left out of the decoding rate.
+    assert stats.num_decode_tokens < stats.num_generated_tokens
+    generate(llm, PROMPTS, GREEDY)
+    assert llm.stats.num_decode_tokens == stats.num_decode_tokens + 12 * len(PROMPTS)
+    stats = llm.stats
+    seconds = (stats.prefill_seconds, stats.decode_seconds, stats.host_seconds)
+    assert min(*seconds, stats.compile_seconds, stats.first_token_seconds) > 0
+
+
+def test_prompt_logprobs_are_those_of_the_model(llm) -> None:
+    prompt_ids = llm.tokenizer.encode(PROMPTS[0])
+    assert len(prompt_ids) > 17, "more than one chunk"
+    params = dataclasses.replace(GREEDY, prompt_logprobs=2)
+    generate(llm, PROMPTS[0], GREEDY)  # what is cached must be computed all the same
+    [output] = generate(llm, PROMPTS[0], params)
+    logits = jax.jit(Llama.__call__)(llm.model, jnp.array([prompt_ids]))[0]
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    first, *others = output.prompt_logprobs
+    assert first is None and len(others) == len(prompt_ids) - 1
+    for row, token_id, candidates in zip(expected, prompt_ids[1:], others, strict=False):
+        best = np.argsort(-row, kind="stable")[:2].tolist()
+        assert set(candidates) == {token_id, *best}
+        for token, candidate in candidates.items():
+            assert candidate.rank == 1 + int((row > row[token]).sum())
+            assert candidate.logprob == pytest.approx(row[token], abs=2e-5)
+    assert tokens_of([output]) == tokens_of(generate(llm, PROMPTS[0], GREEDY))
+
+
+# Parameters
+
+
+def test_logit_bias_forces_a_token(llm) -> None:
+    token_ids = complete(llm, "ab", logit_bias={9: 1000.0}, max_tokens=4).token_ids
+    assert token_ids == [9] * 4
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
+    ids=lambda penalty: next(iter(penalty)),
+)
+def test_penalties_reduce_repetition(llm, penalty) -> None:
+    # Strong enough that the model repeats this token most of the time.
+    bias = {"logit_bias": {9: 4.0}, "max_tokens": 16}
+    plain = complete(llm, "ab", **bias).token_ids
+    penalised = complete(llm, "ab", **bias, **penalty).token_ids
+    assert penalised[0] == plain[0], "nothing has been generated before the first"
+    assert len(set(penalised)) > len(set(plain))
+
+
+def test_prompt_forms_are_equivalent(llm) -> None:
+    text = PROMPTS[0]
+    token_ids = llm.tokenizer.encode(text)
+    assert token_ids[0] == BOS and BOS not in token_ids[1:]
+    forms = [text, {"prompt": text}, {"prompt_token_ids": token_ids}]
+    forms.append({"prompt_token_ids": np.array(token_ids)})
+    outputs = generate(llm, forms, GREEDY)
+    for output in outputs:
+        assert output.prompt_token_ids == token_ids
+        assert all(type(token_id) is int for token_id in output.prompt_token_ids)
+    assert tokens_of(outputs) == [tokens_of(outputs)[0]] * len(forms)
+    assert [output.prompt for output in outputs] == [text, text, None, None]
+    for one in (text, forms[2]):
+        assert tokens_of(generate(llm, one, GREEDY)) == tokens_of(outputs[:1])
+    assert generate(llm, [], GREEDY) == []
+
+
+def test_sampling_params_may_differ_by_prompt(llm) -> None:
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (3, 1, 5, 2, 4)]
+    params[2] = dataclasses.replace(SEEDED, max_tokens=5)
+    outputs = generate(llm, PROMPTS, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 1, 5, 2, 4]
+    for prompt, some, output in zip(PROMPTS, params, outputs, strict=True):
+        assert tokens_of(generate(llm, prompt, some)) == tokens_of([output])
+    first = int(outputs[0].request_id)
+    assert [int(output.request_id) for output in outputs] == list(range(first, first + 5))
+
+
+def test_get_default_sampling_params_are_those_of_the_authors(llm, folder) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+    [by_default] = generate(llm, PROMPTS[0])
+    assert by_default.outputs == generate(llm, PROMPTS[0], SamplingParams(temperature=0))[0].outputs
+    backend = Tokenizer.from_folder(folder)._backend
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    tokenizer = Tokenizer(backend, sampling_defaults=recommended)
+    other = LLM(llm.model, tokenizer=tokenizer, **SIZES)
+    assert other.get_default_sampling_params() == SamplingParams(**recommended)
+
+
+# More than fits at once
+
+
+def test_more_requests_than_slots_and_blocks_all_finish(llm) -> None:
+    prompts = [
+        {"prompt_token_ids": [BOS, *range(5, 5 + n)]} for n in (1, 9, 17, 3, 30, 2, 12, 7, 5)
+    ]
+    params = [dataclasses.replace(SEEDED, max_tokens=n) for n in (25, 20, 30, 1, 20, 8, 25, 30, 2)]
+    params[3] = dataclasses.replace(params[3], n=4)
+    alone = [tokens_of(generate(llm, *pair))[0] for pair in zip(prompts, params, strict=True)]
+
+    most_running, finished = 0, {}
+    for index, output in llm.stream(prompts, params):
+        tables = llm.cache.tables
+        check_invariants(tables)
+        most_running = max(most_running, int((tables.lengths > 0).sum()))
+        if output.finished:
+            assert index not in finished
+            finished[index] = output
+    assert sorted(finished) == list(range(len(prompts)))
+    assert most_running > 1
+    assert tokens_of(finished[index] for index in range(len(prompts))) == alone
+
+
+def test_a_request_may_use_the_whole_pool(llm) -> None:
+    # 20 blocks of 4: the last token is never written.
+    llm = LLM(llm.model, tokenizer=llm.tokenizer, **{**SIZES, "num_blocks": 12})
+    prompt = {"prompt_token_ids": [BOS, 5, 6, 7]}
+    params = SamplingParams(n=3, temperature=1, seed=0, max_tokens=45, ignore_eos=True)
+    [output] = generate(llm, prompt, params)
+    assert [len(completion.token_ids) for completion in output.outputs] == [45] * 3
+    assert llm.stats.num_preemptions > 0 and llm.stats.peak_num_blocks == 12
+    check_empty(llm)
+    with pytest.raises(ValueError, match="pool of 12 blocks of 4 tokens.*46 new ones.* need 13"):
+        generate(llm, prompt, dataclasses.replace(params, max_tokens=46))
+    check_empty(llm)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", GREEDY, "at least one character, got ''"),
+        ([PROMPTS[0], ""], GREEDY, "at least one character"),
+        ({"prompt": 5}, GREEDY, "at least one character, got 5"),
+        ("\ud800", GREEDY, "valid Unicode"),
+        ({"prompt_token_ids": []}, GREEDY, "at least one token"),
+        ({"prompt_token_ids": 5}, GREEDY, "list of integers, got 5"),
+        ({"prompt_token_ids": "ab"}, GREEDY, "list of integers, got 'ab'"),
+        ({"prompt_token_ids": [5, 99]}, GREEDY, "integers in 0..42, got 99"),
+        ({"prompt_token_ids": [-1]}, GREEDY, "integers in 0..42, got -1"),
+        ({"prompt_token_ids": [5, True]}, GREEDY, "integers in 0..42, got True"),
+        ({"prompt_token_ids": [5.0]}, GREEDY, "integers in 0..42, got 5.0"),
+        ({"prompt": "ab", "prompt_token_ids": [5]}, GREEDY, "either prompt or prompt_token_ids"),
+        ({"text": "ab"}, GREEDY, r"got the keys \['text'\]"),
+        ([[5, 6]], GREEDY, r"got \[5, 6\]"),
+        ({"prompt_token_ids": [5] * 64}, GREEDY, "at most 63 tokens.*context of 64, got 64"),
+        (PROMPTS, [GREEDY], "as many as the 5 prompts, got 1"),
+        ("ab", [GREEDY, GREEDY], "as many as the 1 prompts, got 2"),
+        ({"prompt": "ab", "cache_salt": 5}, GREEDY, "cache_salt must be a text, got 5"),
+        ("ab", SamplingParams(logit_bias={43: 1.0}), "logit_bias must hold integers in 0..42"),
+        ("ab", SamplingParams(logit_bias=dict.fromkeys(range(40), 1.0)), "at most 32 entries"),
+        ("ab", SamplingParams(stop_token_ids=[43]), "stop_token_ids must hold integers in 0..42"),
+        ("ab", SamplingParams(stop_token_ids=list(range(2, 20))), "at most 16"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_runs(llm, prompts, params, message) -> None:
+    before = generate(llm, "ab", GREEDY)[0]
+    with pytest.raises(ValueError, match=message):
+        generate(llm, prompts, params)
+    with pytest.raises(ValueError, match=message):
+        llm.stream(prompts, params)
+    check_empty(llm)
+    after = generate(llm, "ab", GREEDY)[0]
+    assert after.outputs == before.outputs
+    assert int(after.request_id) == int(before.request_id) + 1, "a refused request has no number"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"num_blocks": -1}, "num_blocks must be a positive integer, got -1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
+        ({"max_chunk": 1.5}, "max_chunk must be a positive integer, got 1.5"),
+        ({"max_model_len": True}, "max_model_len must be a positive integer, got True"),
+        ({"max_model_len": 65}, "context of 64, got 65"),
+    ],
+)
+def test_bad_sizes_are_refused(llm, sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(llm.model, **{**SIZES, **sizes})
+
+
+def test_missing_folder_is_refused(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"):
+        LLM(tmp_path / "missing")
+
+
+def test_nan_weights_end_in_an_error_and_an_empty_cache(folder) -> None:
+    model = Llama.from_pretrained(folder)
+    nnx.update(model, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model)))
+    llm = LLM(model, **SIZES)
+    prompt = {"prompt_token_ids": [BOS, 5, 6]}
+    for params in (GREEDY, dataclasses.replace(SEEDED, n=4)):
+        with pytest.raises(FloatingPointError, match="gave NaN for request .* after 3 tokens"):
+            generate(llm, [prompt, prompt], params)
+        check_empty(llm)
+
+
+# Without a tokenizer, and with a chat template
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(llm) -> None:
+    bare = LLM(llm.model, **SIZES)
+    assert bare.tokenizer is None
+    prompt = {"prompt_token_ids": llm.tokenizer.encode(PROMPTS[0])}
+    completion = complete(bare, prompt)
+    assert completion.token_ids == complete(llm, prompt).token_ids
+    assert completion.text == ""
+    assert complete(bare, prompt, stop_token_ids=[completion.token_ids[2]]).stop_reason is not None
+    with pytest.raises(ValueError, match="tokenizer for text prompts, got none"):
+        generate(bare, PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match="stop must be empty"):
+        generate(bare, prompt, SamplingParams(stop="x"))
+    with pytest.raises(ValueError, match="must have a tokenizer"):
+        bare.chat([{"role": "user", "content": "hello"}])
+    assert bare.get_default_sampling_params() == SamplingParams(temperature=0)
+
+
+def test_chat_uses_the_template(llm) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    [output] = llm.chat(messages, GREEDY, use_tqdm=False)
+    expected = llm.tokenizer.encode("<s>u: hello. a: ", add_special_tokens=False)
+    assert output.prompt_token_ids == expected
+    assert expected.count(BOS) == 1
+    several = llm.chat([messages, [{"role": "user", "content": "who"}]], GREEDY, use_tqdm=False)
+    assert tokens_of(several[:1]) == tokens_of([output])
+    assert several[1].prompt_token_ids != expected
+    assert llm.chat([], GREEDY) == []
+
+
+def test_chat_without_a_template_is_refused(llm, folder) -> None:
+    tokenizer = Tokenizer(Tokenizer.from_folder(folder)._backend)
+    other = LLM(llm.model, tokenizer=tokenizer, **SIZES)
+    with pytest.raises(ValueError, match="no chat template"):
+        other.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
+
+
+# Compilation
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_warmup(folder) -> None:
+    lines: list[str] = []
+    llm = LLM(folder, on_compile=lines.append, **{**SIZES, "num_blocks": 12})
+    reports: list[tuple[int, int, str]] = []
+    llm.warmup(lambda *report: reports.append(report))
+    assert [done for done, _, _ in reports] == list(range(1, len(reports) + 1))
+    assert {total for _, total, _ in reports} == {len(reports)}
+    assert len({name for _, _, name in reports}) == len(reports)
+    check_empty(llm)
+
+    seconds = llm.stats.compile_seconds
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **details) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(details["fun_name"])
+
+    random = np.random.default_rng(0)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(4):
+            prompts, params = [], []
+            for _ in range(8):
+                num_tokens, max_tokens = int(random.integers(1, 30)), int(random.integers(1, 17))
+                prompts.append({"prompt_token_ids": random.integers(2, 43, num_tokens).tolist()})
+                params.append(
+                    SamplingParams(
+                        temperature=float(random.integers(0, 2)),
+                        n=int(random.integers(1, 4)),
+                        max_tokens=max_tokens,
+                        top_k=int(random.integers(0, 5)),
+                        repetition_penalty=float(random.uniform(1, 1.5)),
+                        logprobs=[None, None, 3][int(random.integers(3))],
+                        prompt_logprobs=[None, None, 3][int(random.integers(3))],
+                        stop_token_ids=random.integers(2, 43, 2).tolist(),
+                        min_tokens=int(random.integers(0, max_tokens + 1)),
+                    )
+                )
+            generate(llm, prompts, params)
+        llm.reset_prefix_cache()
+        llm.update_params(nnx.state(llm.model))
+        generate(llm, PROMPTS, GREEDY)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == [] and lines == []
+    assert llm.stats.compile_seconds == seconds
+    assert llm.stats.num_preemptions > 0, "make the pool so small that some happen"
+    check_empty(llm)
+
+
+def test_programs_are_announced_and_shared(folder) -> None:
+    lines: list[str] = []
+    fresh = LLM(folder, on_compile=lines.append, **SIZES)
+    generate(fresh, PROMPTS, GREEDY)
+    assert lines and all(line.startswith("compiling ") for line in lines)
+    assert len(set(lines)) == len(lines)
+    assert fresh.stats.compile_seconds > 0
+
+
+def test_num_blocks_beyond_memory_is_refused(folder) -> None:
+    with pytest.raises(ValueError, match="num_blocks must fit the memory"):
+        LLM(folder, num_blocks=10**12)
