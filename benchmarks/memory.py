@@ -1,0 +1,149 @@
+"""How much KV memory is used for tokens: contiguous and paged, by formula and in the allocator.
+
+    python benchmarks/memory.py                                  # a few minutes
+    python benchmarks/memory.py --quick                          # less than one
+    python benchmarks/memory.py --json memory.json --plot memory.png
+
+Five questions. How much of the memory holds tokens? What does the block size change? What does a
+shared prompt cost? How many sequences fit a budget? What do samples and beams of a prompt share?
+The allocator is the library's own, under jit; see `memory_allocator.py` and `memory_sharing.py`.
+Goals are the figures published for paged attention; a full run says of each whether it is met.
+
+Nothing but the times depends on the machine: counts are the same wherever the seed is. (The beams
+are those of a model, so another device's rounding may choose others.)
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import memory_allocator as allocator
+import memory_sharing as sharing
+from attention_report import PlotUnavailable, plotter
+from environment import environment
+from memory_report import Report, all_lines, goal_lines, plot
+
+from paged_jax.models.llama import Llama
+
+
+class Sizes(NamedTuple):
+    """How much is run.
+
+    Attributes:
+      batches: sequences at once, ascending.
+      num_draws: of each batch.
+      block_sizes: to compare.
+      num_slots: for which the block sizes are compared.
+      num_rounds: of timing.
+      num_contiguous: contiguous sequences that fit the fixed budget.
+      held_tokens: by each sequence in the budget.
+      widths: samples of a prompt, and beams.
+      num_requests: that are sampled, and searched with beams.
+      group_size: requests that are searched at once.
+      max_length: tokens of such a request at most.
+    """
+
+    batches: tuple[int, ...] = (10, 20, 50, 100, 150, 200)
+    num_draws: int = 10
+    block_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    num_slots: int = 64
+    num_rounds: int = 9
+    num_contiguous: int = 16
+    held_tokens: tuple[int, ...] = (50, 100, 200, 500, 1000, 2048)
+    widths: tuple[int, ...] = (2, 4, 6)
+    num_requests: int = 64
+    group_size: int = 8
+    max_length: int = 512
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    batches=(2, 10),
+    num_draws=1,
+    block_sizes=(16, 256),
+    num_slots=4,
+    num_rounds=1,
+    num_contiguous=2,
+    held_tokens=(200,),
+    widths=(2,),
+    num_requests=4,
+    group_size=4,
+    max_length=64,
+)
+
+
+def run(sizes: Sizes, model: Llama, seed: int) -> Report:
+    """Measure everything; returns the report, without its goals."""
+    max_length = min(sizes.max_length, model.config.max_position_embeddings)
+    requests = sharing.draw_requests(sizes.num_requests, max_length, seed)
+    return {
+        **environment(),
+        "seed": seed,
+        "sizes": sizes._asdict(),
+        "max_length": allocator.MAX_LENGTH,
+        "block_size": allocator.BLOCK_SIZE,
+        "implied_mean_lengths": allocator.implied_means(0.24, 0.985),
+        "utilisation": allocator.measure_utilisation(sizes.batches, sizes.num_draws, seed),
+        "block_sizes": allocator.measure_block_sizes(
+            sizes.block_sizes, sizes.num_slots, sizes.num_rounds, seed
+        ),
+        "shared_prompt": allocator.measure_shared_prompt(),
+        "concurrency": allocator.measure_concurrency(sizes.num_contiguous, sizes.held_tokens),
+        "requests": {
+            "mean_prompt": float(requests.num_prompt.mean()),
+            "mean_output": float(requests.num_output.mean()),
+            "spread_prompt": sharing.SPREAD_PROMPT,
+            "spread_output": sharing.SPREAD_OUTPUT,
+            "num_requests": sizes.num_requests,
+            "max_length": max_length,
+        },
+        "sharing": sharing.measure(
+            model, requests, sizes.widths, allocator.BLOCK_SIZE, sizes.group_size, seed
+        ),
+        "saved_by_spread": sharing.saved_by_spread(
+            (0.4, 0.6, 0.8, 1.0), max(sizes.widths), allocator.BLOCK_SIZE, seed
+        ),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="KV memory, contiguous and paged.")
+    parser.add_argument("--quick", action="store_true", help="little of everything, no goals")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    return parser
+
+
+def load_model() -> Llama:
+    """The model that comes with the library, in float32, which CPUs compute fastest."""
+    return Llama.from_pretrained(dtype="float32")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write JSON and a plot on request."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative, got {options.seed}.")
+    try:
+        pyplot = plotter() if options.plot else None
+    except PlotUnavailable:
+        print("memory: --plot needs matplotlib. Run `pip install matplotlib`.", file=sys.stderr)
+        return 2
+    report = run(QUICK if options.quick else FULL, load_model(), options.seed)
+    # A few small sequences say nothing about figures that were published for many.
+    report["goals"] = [] if options.quick else goal_lines(report)
+    print(*all_lines(report), *report["goals"], sep="\n")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if pyplot is not None:
+        plot(pyplot, report, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
