@@ -1,0 +1,427 @@
+"""Serving many requests: continuous batching beside what comes without it, in one run.
+
+    python benchmarks/serving.py                                # the small bundled model
+    python benchmarks/serving.py --shape 135M --runs 1          # random weights
+    python benchmarks/serving.py --trace-file azure2023_conv.csv --json replay.json
+
+Every engine gets the same weights and the same requests, which share a prefix, decodes greedily and
+generates the same number of tokens for each of them:
+
+    naive            one request at a time, K and V in one piece       (serving_baselines.py)
+    static batches   batches that wait for their longest               (serving_baselines.py)
+    offline          continuous batching, all requests there at once   (serving_engines.py)
+    online           the same, requests arrive in a Poisson process    (serving_engines.py)
+
+the last two with K and V in blocks with and without a prefix cache, and in one piece for each
+sequence, all in the same memory. The engines take turns in every round, and ratios are made within
+a round; figures are medians over rounds. A prefix cache is empty when a run begins. transformers'
+continuous batching runs in a process of its own, and so does ours beside it (serving_peers.py).
+
+With --trace-file the requests of a trace are served instead, at their times (`--speed`), with
+their lengths scaled to the model's context (`--length-scale`). Blocks of Mooncake's prompts shrink
+with them: use a `--block-size` that is not larger, or few of them can be found again.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from environment import environment
+from peers import PeerUnavailable
+from serving_baselines import ContiguousBatches
+from serving_engines import VARIANTS, EngineSizes, make_engine, serve, warm_up
+from serving_outcome import Outcome, median_summary, summary
+from serving_peers import OURS, PEERS, measure
+from serving_report import (
+    BEST,
+    NAIVE,
+    OFFLINE,
+    ONLINE,
+    STATIC,
+    goal_lines,
+    peer_lines,
+    ratios,
+    replay_lines,
+    result_lines,
+    time_lines,
+)
+from serving_workloads import (
+    Request,
+    Scale,
+    Sizes,
+    draw,
+    fitting_scale,
+    from_trace,
+    read_trace,
+    with_poisson_arrivals,
+)
+from shapes import DTYPES, SHAPES
+
+from paged_jax import Engine, Llama
+from paged_jax.models.pretrained import bundled_folder
+
+MODES = ("naive", "static", "offline", "online", "peers")
+# Seconds after which a peer's process is ended.
+_PEER_TIMEOUT = 600.0
+# The round whose prompts only warm up, and the one after it: no measured round comes near.
+_WARMUP_ROUND = 10**6
+# Tokens that a peer generates for each of them.
+_PEER_WARMUP_TOKENS = 4
+
+Serve = Callable[[list[Request]], Outcome]
+
+
+def measure_all(
+    runs: dict[str, Serve],
+    draw_round: Callable[[int], list[Request]],
+    *,
+    load: float,
+    num_warmup: int,
+    num_rounds: int,
+) -> tuple[dict[str, list[Outcome]], float]:
+    """Run everything in turns, in every round over requests of its own.
+
+    Args:
+      runs: what serves a list of requests, by name. Names that begin with ONLINE get requests with
+        arrivals.
+      draw_round: the requests of a round, by its number.
+      load: rate of arrivals, as a multiple of the rate at which OFFLINE + BEST served the last
+        warm-up round; it must be among the runs if any is online.
+      num_warmup: rounds that do not count, at least one.
+      num_rounds: rounds that do.
+
+    Returns:
+      The outcomes of each run, and the rate of arrivals in requests a second (0 without any).
+    """
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
+    rate = 0.0
+    for number in range(num_warmup + num_rounds):
+        requests = draw_round(number)
+        for name, run in runs.items():
+            is_online = name.startswith(ONLINE)
+            if is_online and number < num_warmup:
+                # Offline came before, in this round.
+                rate = load * len(requests) / outcomes[OFFLINE + BEST][-1].seconds
+            arriving = with_poisson_arrivals(requests, rate, number) if is_online else requests
+            outcomes[name].append(run(arriving))
+    return {name: each[num_warmup:] for name, each in outcomes.items()}, rate
+
+
+def records(outcomes: dict[str, list[Outcome]]) -> dict[str, dict[str, Any]]:
+    """The figures of each run, for JSON.
+
+    ``same_tokens`` is the share of requests whose tokens are those of the first run.
+    """
+    first = next(iter(outcomes.values()), [])
+    return {
+        name: median_summary(each)
+        | {
+            "same_tokens": round(statistics.mean(map(same_tokens, each, first)), 4),
+            **_details(each),
+            "rounds": [summary(outcome) for outcome in each],
+        }
+        for name, each in outcomes.items()
+    }
+
+
+def same_tokens(outcome: Outcome, other: Outcome) -> float:
+    """The share of requests that got the same tokens in both."""
+    pairs = zip(outcome.token_ids, other.token_ids, strict=True)
+    return statistics.mean(ours == theirs for ours, theirs in pairs)
+
+
+def _details(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What the engine counted in the round whose time was the median."""
+    if not outcomes[0].details:
+        return {}
+    middle = sorted(outcomes, key=lambda outcome: outcome.seconds)[len(outcomes) // 2]
+    details = {name: round(value, 4) for name, value in middle.details.items()}
+    return {"details": details, "details_wall_seconds": round(middle.seconds, 4)}
+
+
+def make_runs(
+    model: Llama,
+    modes: list[str],
+    sizes: EngineSizes,
+    draw_round: Callable[[int], list[Request]],
+) -> dict[str, Serve]:
+    """What the modes run, compiled for requests like those of `draw_round`."""
+    runs: dict[str, Serve] = {}
+    # As many rows as fit the memory of the pools, were each as long as a sequence may be.
+    rows = max(1, min(sizes.max_num_seqs, sizes.pool_tokens // sizes.max_model_len))
+    for mode, name, batch in (("naive", NAIVE, 1), ("static", STATIC, rows)):
+        if mode in modes:
+            _say(f"compiling: {name}, {batch} at a time")
+            baseline = ContiguousBatches(model, batch=batch)
+            baseline.warm_up(draw_round(_WARMUP_ROUND))
+            runs[name] = baseline.run
+    engines: dict[str, Serve] = {}
+    for variant in VARIANTS if {"offline", "online"} & set(modes) else ():
+        _say(f"compiling: engine, {variant}")
+        engine = make_engine(model, sizes, variant)
+        warm_up(engine, draw_round(_WARMUP_ROUND) + draw_round(_WARMUP_ROUND + 1))
+        engines[variant] = functools.partial(_serve_unknown, engine)
+    for mode, prefix in (("offline", OFFLINE), ("online", ONLINE)):
+        if mode in modes:
+            runs |= {prefix + variant: run for variant, run in engines.items()}
+    return runs
+
+
+def _serve_unknown(engine: Engine, requests: list[Request]) -> Outcome:
+    """Serve requests of which no earlier run, on the same engine, has left anything cached."""
+    engine.reset_prefix_cache()
+    return serve(engine, requests)
+
+
+def measure_peers(
+    folder: Path, dtype: str, sizes: EngineSizes, draw_round: Callable[[int], list[Request]]
+) -> dict[str, dict[str, Any]]:
+    """Ours and the others in processes of their own; those that cannot run are left out, aloud."""
+    unseen = draw_round(_WARMUP_ROUND) + draw_round(_WARMUP_ROUND + 1)
+    warmup = [Request(r.prompt_token_ids, _PEER_WARMUP_TOKENS) for r in unseen]
+    found: dict[str, dict[str, Any]] = {}
+    for name in (OURS, *PEERS):
+        _say(f"in a process of its own: {name}")
+        try:
+            found[name] = measure(
+                name,
+                folder,
+                dtype,
+                draw_round(0),
+                warmup,
+                sizes._asdict(),
+                timeout=_PEER_TIMEOUT,
+            )
+        except PeerUnavailable as error:
+            _say(f"left out: {error}")
+    tokens = {name: record.pop("token_ids") for name, record in found.items()}
+    if OURS in tokens:
+        for name, record in found.items():
+            pairs = zip(tokens[name], tokens[OURS], strict=True)
+            record["same_tokens"] = round(statistics.mean(a == b for a, b in pairs), 4)
+    return found
+
+
+def measure_replay(
+    model: Llama, sizes: EngineSizes, requests: list[Request]
+) -> dict[str, dict[str, Any]]:
+    """Serve the requests of a trace at their times, with and without a prefix cache."""
+    found = {}
+    for variant in ("paged, prefix cache", "paged"):
+        _say(f"compiling: engine, {variant}")
+        engine = make_engine(model, sizes, variant)
+        engine.warmup()
+        _say(f"serving {len(requests)} requests, the last arrives at {requests[-1].arrival:.1f} s")
+        outcome = serve(engine, requests)
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        found[variant] = summary(outcome) | {
+            "num_preemptions": outcome.details.get("num_preemptions", 0),
+            "hit_rate": round(outcome.details.get("num_cached_tokens", 0) / prompt_tokens, 4),
+            "prompt_tokens": prompt_tokens,
+            "generated_tokens": outcome.num_tokens,
+            **_details([outcome]),
+        }
+    return found
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _model_folder(options: argparse.Namespace) -> Iterator[Path]:
+    """The folder that is asked for; that of a shape is written, and goes when it was used."""
+    if options.shape is None:
+        yield options.model or bundled_folder()
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / options.shape
+        # In a process of its own: the tensors would stay in this one's memory.
+        script = Path(__file__).with_name("shapes.py")
+        command = [sys.executable, str(script), options.shape, str(folder), "--dtype"]
+        subprocess.run([*command, options.dtype], check=True)
+        yield folder
+
+
+def _engine_sizes(options: argparse.Namespace, context: int) -> EngineSizes:
+    max_model_len = options.max_model_len or min(context, 512)
+    pool_tokens = options.pool_tokens or options.max_num_seqs * max_model_len // 2
+    return EngineSizes(
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        pool_tokens=pool_tokens // options.block_size * options.block_size,
+        block_size=options.block_size,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        steps_per_dispatch=options.steps_per_dispatch,
+    )
+
+
+def _mistake(options: argparse.Namespace, sizes: Sizes, engine_sizes: EngineSizes) -> str | None:
+    """What is wrong with the command line, in one line."""
+    longest, limit = sizes.max_len, engine_sizes.max_model_len
+    if options.trace_file is None and longest > limit:
+        return (
+            f"the longest request must fit the {limit} tokens of a sequence, got {longest}. Lower "
+            "--prefix-len, --prompt-lens or --new-tokens, or raise --max-model-len."
+        )
+    if engine_sizes.pool_tokens < limit:
+        return (
+            f"--pool-tokens must hold a sequence of {limit} tokens, got {engine_sizes.pool_tokens}."
+        )
+    positive = [options.speed, options.load, *(options.length_scale or ())]
+    if min(positive) <= 0:
+        return "--speed, --load and --length-scale must be positive."
+    for name, (least, most) in (("prompt-lens", sizes.prompt_lens), ("new-tokens", sizes.new_lens)):
+        if not 1 <= least <= most:
+            return f"--{name} must be two ascending positive numbers, got {least} {most}."
+    if options.warmup_runs < 1 or options.runs < 1:
+        return "--warmup-runs and --runs must be at least 1."
+    if "online" in options.modes and "offline" not in options.modes:
+        return "--modes online needs offline too, which says what rate of arrivals is a load."
+    return None
+
+
+def _write_trace(folder: Path, run: Serve, requests: list[Request]) -> None:
+    with jax.profiler.trace(str(folder)):
+        run(requests)
+    _say(f"profile of one offline run written to {folder}")
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure what is asked for; returns the report."""
+    model = Llama.from_pretrained(folder, dtype=options.dtype, scan_layers=False)
+    config = model.config
+    sizes = Sizes(
+        options.num_requests,
+        options.prefix_len,
+        tuple(options.prompt_lens),
+        tuple(options.new_tokens),
+    )
+    engine_sizes = _engine_sizes(options, config.max_position_embeddings)
+    mistake = _mistake(options, sizes, engine_sizes)
+    if mistake:
+        raise SystemExit(f"serving: {mistake}")
+    report: dict[str, Any] = {
+        **environment(),
+        "model": options.shape or str(options.model or "bundled"),
+        "dtype": options.dtype,
+        "engine": engine_sizes._asdict(),
+        "results": {},
+        "ratios_to_naive": {},
+        "peers": {},
+        "replays": {},
+    }
+    if options.trace_file is not None:
+        rows = read_trace(options.trace_file, options.num_requests)
+        scale = fitting_scale(rows, engine_sizes.max_model_len)
+        if options.length_scale:
+            scale = Scale(*options.length_scale)
+        requests = from_trace(
+            rows,
+            vocab_size=config.vocab_size,
+            max_len=engine_sizes.max_model_len,
+            scale=scale,
+            speed=options.speed,
+        )
+        report |= {
+            "trace": options.trace_file.name,
+            "length_scale": scale._asdict(),
+            "speed": options.speed,
+        }
+        report["replays"] = measure_replay(model, engine_sizes, requests)
+        return report
+
+    def draw_round(number: int) -> list[Request]:
+        return draw(sizes, config.vocab_size, number)
+
+    report["sizes"] = sizes._asdict()
+    if "peers" in options.modes:
+        # First, while this process holds little memory.
+        report["peers"] = measure_peers(folder, options.dtype, engine_sizes, draw_round)
+    runs = make_runs(model, options.modes, engine_sizes, draw_round)
+    outcomes, rate = measure_all(
+        runs,
+        draw_round,
+        load=options.load,
+        num_warmup=options.warmup_runs,
+        num_rounds=options.runs,
+    )
+    report |= {"results": records(outcomes), "arrivals_per_s": round(rate, 3)}
+    rates = {name: [o.num_tokens / o.seconds for o in each] for name, each in outcomes.items()}
+    report["ratios_to_naive"] = ratios(rates)
+    if options.trace is not None and OFFLINE + BEST in runs:
+        unseen = draw_round(options.warmup_runs + options.runs)
+        _write_trace(options.trace, runs[OFFLINE + BEST], unseen)
+    return report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Serving with continuous batching, beside serving without.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", type=Path, metavar="FOLDER", help="default: the bundled model")
+    weights.add_argument("--shape", choices=SHAPES, help="random weights of that shape")
+    add("--dtype", choices=DTYPES, default="float32", help="of the weights")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=str(MODES))
+    add("--num-requests", type=int, default=64, help="of a round, or first ones of a trace")
+    add("--prefix-len", type=int, default=128, help="tokens that all prompts share")
+    add("--prompt-lens", type=int, nargs=2, default=[16, 64], help="tokens after the prefix")
+    add("--new-tokens", type=int, nargs=2, default=[16, 96], help="tokens to generate")
+    add("--load", type=float, default=2.0, help="online arrivals, as multiple of the offline rate")
+    add("--warmup-runs", type=int, default=1, help="rounds that do not count")
+    add("--runs", type=int, default=3, help="rounds that do")
+    add("--max-num-seqs", type=int, default=64, help="sequences that run at once")
+    add("--max-model-len", type=int, help="longest sequence; default: the context, at most 512")
+    add("--pool-tokens", type=int, help="tokens that K and V have room for; default: half of all")
+    add("--block-size", type=int, default=16, help="tokens in a block")
+    add("--max-num-batched-tokens", type=int, help="of a step; default: the engine's own")
+    add("--steps-per-dispatch", type=int, default=8, help="decode steps before the host looks")
+    add("--trace", type=Path, metavar="DIR", help="write a jax.profiler trace of an offline run")
+    add("--trace-file", type=Path, metavar="FILE", help="serve an Azure .csv or Mooncake .jsonl")
+    add(
+        "--length-scale",
+        type=float,
+        nargs=2,
+        metavar=("PROMPTS", "OUTPUTS"),
+        help="of a trace; default: so that the longest fit",
+    )
+    add("--speed", type=float, default=1.0, help="by what the times of a trace are divided")
+    add("--json", type=Path, metavar="FILE", help="write the results there")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write JSON on request."""
+    options = _parser().parse_args(arguments)
+    try:
+        with _model_folder(options) as folder:
+            report = run(options, folder)
+    except (ValueError, OSError) as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return 2
+    report["goals"] = [] if options.trace_file else goal_lines(report)
+    print(report["device"], report["versions"], sep="\n")
+    for lines in (result_lines, time_lines, peer_lines, replay_lines):
+        if text := lines(report):
+            print(*text, "", sep="\n")
+    print(*report["goals"], sep="\n")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Continuous batching of Hugging Face transformers and ours on the CPU, each in its own process.
+
+    python benchmarks/serving_peers.py JOB.json
+
+serves what a job file asks for with one engine and prints one JSON line: a process that has done
+nothing else is the only way to see an engine's peak memory. `measure` writes such files and starts
+the processes.
+
+transformers is driven as its own `generate_batch` drives it, one manager with a thread of its own,
+requests in the same order; only each request has its own number of new tokens, which
+`generate_batch` has no argument for. "as it comes" leaves all sizes to it: it then takes a share
+of the machine's memory. "sized" gives it the blocks and the batch that this workload needs.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bandwidth import num_cores
+from peers import PeerUnavailable, resident_bytes
+from serving_workloads import Request
+
+OURS = "paged_jax"
+PEERS = ("transformers, as it comes", "transformers, sized")
+# Tokens in one of their blocks.
+_PAGE_SIZE = 32
+_ENVIRONMENT = {
+    # All on the CPU, whatever else there is: only there do all of them run, and peaks compare.
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    # Threads that spin would hold up the ones that they wait for.
+    "OMP_WAIT_POLICY": "passive",
+}
+# Of the machine's memory, what must be available for the peer that takes 60% of it.
+_SHARE_OF_MEMORY = 0.7
+
+
+def measure(
+    engine: str,
+    folder: Path,
+    dtype: str,
+    requests: list[Request],
+    warmup: list[Request],
+    sizes: dict[str, Any],
+    timeout: float,
+) -> dict[str, Any]:
+    """Serve requests with one engine in a new process; all arrive at once.
+
+    Args:
+      engine: OURS or one of the PEERS.
+      folder: a Hugging Face model folder.
+      dtype: "float32" or "bfloat16".
+      requests: what is timed.
+      warmup: what is served before, to compile; other prompts than those of the requests.
+      sizes: the fields of `serving_engines.EngineSizes`.
+      timeout: seconds after which the process is ended.
+
+    Returns:
+      Seconds, generated tokens, the tokens of each request, and memory in bytes.
+
+    Raises:
+      PeerUnavailable: its packages are missing, it would not leave enough memory to others, or the
+        process failed or took too long.
+    """
+    if engine == PEERS[0] and _available_memory() < _SHARE_OF_MEMORY:
+        raise PeerUnavailable(
+            f"{engine}: takes 60% of the machine's memory, and {_available_memory():.0%} of it is "
+            "available"
+        )
+    job = {
+        "engine": engine,
+        "folder": str(folder),
+        "dtype": dtype,
+        "requests": _to_json(requests),
+        "warmup": _to_json(warmup),
+        "sizes": sizes,
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "job.json"
+        path.write_text(json.dumps(job))
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, str(path)],
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        except subprocess.TimeoutExpired as error:
+            raise PeerUnavailable(f"{engine}: took more than {timeout:.0f} s") from error
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise PeerUnavailable(f"{engine}: {reason}")
+    return json.loads(lines[-1])
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Serve a job in this process, which should have done nothing else; see `measure`."""
+    requests, warmup = (
+        [Request(prompt, num_new) for prompt, num_new in job[key]] for key in ("requests", "warmup")
+    )
+    run = _run_ours if job["engine"] == OURS else _run_transformers
+    return run(job, requests, warmup)
+
+
+def _run_ours(
+    job: dict[str, Any], requests: list[Request], warmup: list[Request]
+) -> dict[str, Any]:
+    from serving_engines import EngineSizes, make_engine, serve, warm_up
+
+    from paged_jax import Llama
+
+    before, _ = resident_bytes()
+    model = Llama.from_pretrained(job["folder"], dtype=job["dtype"], scan_layers=False)
+    engine = make_engine(model, EngineSizes(**job["sizes"]), "paged, prefix cache")
+    warm_up(engine, warmup)
+    outcome = serve(engine, requests)
+    return _record(outcome.seconds, outcome.token_ids, before)
+
+
+def _run_transformers(
+    job: dict[str, Any], requests: list[Request], warmup: list[Request]
+) -> dict[str, Any]:
+    torch, transformers = _import("torch"), _import("transformers")
+    before, _ = resident_bytes()
+    torch.set_num_threads(num_cores())
+    transformers.utils.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job["folder"], dtype=getattr(torch, job["dtype"]), local_files_only=True
+    ).eval()
+    options: dict[str, Any] = {}
+    if job["engine"] == "transformers, sized":
+        options = {
+            "page_size": _PAGE_SIZE,
+            "num_blocks": -(-job["sizes"]["pool_tokens"] // _PAGE_SIZE),
+            "max_batch_tokens": max(len(request.prompt_token_ids) for request in requests),
+        }
+    # No end-of-sequence token: every request generates all of its tokens.
+    generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
+    with model.continuous_batching_context_manager(
+        generation_config=generation,
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
+    ) as manager:
+        _serve_transformers(manager, warmup)
+        start = time.perf_counter()
+        token_ids = _serve_transformers(manager, requests)
+        seconds = time.perf_counter() - start
+        record = _record(seconds, token_ids, before)
+    return record
+
+
+def _serve_transformers(manager: Any, requests: list[Request]) -> list[list[int]]:
+    # In this order `generate_batch` adds them: prompts that share a beginning are neighbours.
+    order = sorted(range(len(requests)), key=lambda i: requests[i].prompt_token_ids, reverse=True)
+    indices = {
+        manager.add_request(requests[i].prompt_token_ids, max_new_tokens=requests[i].num_new): i
+        for i in order
+    }
+    token_ids: list[list[int]] = [[] for _ in requests]
+    num_left = len(requests)
+    while num_left:
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError("transformers: the generation thread must run, got none")
+            continue
+        if result.is_finished():
+            if result.error is not None:
+                raise RuntimeError(f"transformers: {result.error}")
+            token_ids[indices[result.request_id]] = result.generated_tokens
+            num_left -= 1
+    return token_ids
+
+
+def _record(seconds: float, token_ids: list[list[int]], before: int) -> dict[str, Any]:
+    _, peak = resident_bytes()
+    num_tokens = sum(map(len, token_ids))
+    return {
+        "seconds": round(seconds, 3),
+        "num_tokens": num_tokens,
+        "tokens_per_s": round(num_tokens / seconds, 1),
+        "imports_bytes": before,
+        "peak_bytes": peak,
+        "token_ids": token_ids,
+    }
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PeerUnavailable(f"serving_peers: {name} must be installed, got {error}.") from error
+
+
+def _available_memory() -> float:
+    """The share of the machine's memory that is available; 1 where the system does not say."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return 1.0
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    available, total = (int(fields[key].split()[0]) for key in ("MemAvailable", "MemTotal"))
+    return available / total
+
+
+def _to_json(requests: list[Request]) -> list[tuple[list[int], int]]:
+    return [(request.prompt_token_ids, request.num_new) for request in requests]
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the job of a file, and print one JSON line."""
+    try:
+        record = run_job(json.loads(Path(arguments[0]).read_text()))
+    except PeerUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

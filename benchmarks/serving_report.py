@@ -1,0 +1,177 @@
+"""What the records of `serving.py` say: tables, ratios within a round, and goals met or not.
+
+A report is what the JSON holds::
+
+    sizes, settings     what was run
+    results             name -> figures of `serving_outcome.median_summary`, "details", "rounds"
+    ratios_to_naive     name -> rate of generation over that of "naive", median over rounds
+    peers               name -> record of `serving_peers.measure`, without its tokens
+    replays             name -> figures of a trace
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from serving_peers import OURS, PEERS
+
+NAIVE = "naive"
+STATIC = "static batches"
+OFFLINE = "offline, "
+ONLINE = "online, "
+BEST = "paged, prefix cache"
+
+Report = dict[str, Any]
+
+
+class Goal(NamedTuple):
+    """A figure to reach.
+
+    Attributes:
+      text: what is asked.
+      bound: the figure.
+      is_most: whether `bound` is the largest allowed figure, not the smallest.
+      figure: what a report gives; None: it was not measured.
+    """
+
+    text: str
+    bound: float
+    is_most: bool
+    figure: Callable[[Report], float | None]
+
+
+def _over_naive(name: str) -> Callable[[Report], float | None]:
+    return lambda report: report["ratios_to_naive"].get(name)
+
+
+def _over_peer(key: str) -> Callable[[Report], float | None]:
+    def figure(report: Report) -> float | None:
+        ours, theirs = (report["peers"].get(name) for name in (OURS, PEERS[0]))
+        return ours[key] / theirs[key] if ours and theirs else None
+
+    return figure
+
+
+# The first two are what was published for a GPU, where a step went from 57 ms to 13 ms.
+GOALS = (
+    Goal(
+        "offline: 5.3x the rate of one request at a time", 5.3, False, _over_naive(OFFLINE + BEST)
+    ),
+    Goal("online: 4.0x the rate of one request at a time", 4.0, False, _over_naive(ONLINE + BEST)),
+    Goal(
+        "4x the rate of transformers' continuous batching", 4.0, False, _over_peer("tokens_per_s")
+    ),
+    Goal("in less than a tenth of its peak memory", 0.1, True, _over_peer("peak_bytes")),
+)
+"""What the engine is to reach on the workload with a shared prefix."""
+
+
+def goal_lines(report: Report) -> list[str]:
+    """A line for each goal: met, NOT met, or not measured."""
+    return [_goal_line(goal, goal.figure(report)) for goal in GOALS]
+
+
+def _goal_line(goal: Goal, figure: float | None) -> str:
+    if figure is None:
+        return f"not measured  {goal.text}"
+    is_met = figure < goal.bound if goal.is_most else figure >= goal.bound
+    return f"{'met' if is_met else 'NOT met':12s}  {goal.text}: {figure:.3g}"
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Of each name, the median over rounds of its rate over that of NAIVE in the same round.
+
+    Example:
+      >>> ratios({"naive": [10.0, 20.0, 10.0], "other": [20.0, 60.0, 50.0]})
+      {'naive': 1.0, 'other': 3.0}
+    """
+    naive = rates.get(NAIVE)
+    if naive is None:
+        return {}
+    return {
+        name: round(statistics.median(a / b for a, b in zip(each, naive, strict=True)), 3)
+        for name, each in rates.items()
+    }
+
+
+def result_lines(report: Report) -> list[str]:
+    """A table of all engines: rate, ratio, steps, and what a user waits for."""
+    if not report["results"]:
+        return []
+    lines = [
+        f"{'':30s}{'tokens/s':>9s}{'x naive':>8s}{'ms/token':>9s}{'ms/step':>8s}{'mean':>8s}"
+        f"{'first token, ms p50':>20s}{'p99':>8s}{'next, ms p50':>13s}{'p99':>8s}"
+        f"{'same tokens':>13s}"
+    ]
+    for name, figures in report["results"].items():
+        ratio = report["ratios_to_naive"].get(name)
+        same = figures.get("same_tokens")
+        lines.append(
+            f"{name:30s}{figures['tokens_per_s']:9.0f}{_cell(ratio, 8, 2)}"
+            f"{figures['ms_per_token']:9.3f}{_cell(figures.get('step_ms_p50'), 8, 2)}"
+            f"{_cell(figures.get('step_ms_mean'), 8, 2)}{_cell(figures['ttft_ms_p50'], 20, 1)}"
+            f"{_cell(figures['ttft_ms_p99'], 8, 0)}{_cell(figures.get('tpot_ms_p50'), 13, 2)}"
+            f"{_cell(figures.get('tpot_ms_p99'), 8, 2)}"
+            f"{'' if same is None else f'{same:.0%}':>13s}"
+        )
+    return [*lines, "An engine's step is a dispatch: prompts, and some tokens of each sequence."]
+
+
+def time_lines(report: Report) -> list[str]:
+    """Where the time of an engine's steps goes, and what it counted, by name."""
+    lines = []
+    for name, figures in (report["results"] | report["replays"]).items():
+        details = figures.get("details", {})
+        seconds = {key: value for key, value in details.items() if key.endswith("_seconds")}
+        if not seconds:
+            continue
+        shares = "  ".join(
+            f"{key.removesuffix('_seconds')} {value / figures['details_wall_seconds']:.1%}"
+            for key, value in seconds.items()
+        )
+        counts = "  ".join(
+            f"{key.removeprefix('num_')} {value:g}"
+            for key, value in details.items()
+            if value and key not in seconds
+        )
+        lines += [f"{name}: {shares}", f"{'':4s}{counts}"]
+    return lines
+
+
+def peer_lines(report: Report) -> list[str]:
+    """A line for each engine that ran in a process of its own."""
+    ours = report["peers"].get(OURS)
+    lines = []
+    for name, record in report["peers"].items():
+        peak, imports = record["peak_bytes"] / 1e6, record["imports_bytes"] / 1e6
+        line = f"{name:30s}{record['tokens_per_s']:9.0f} tokens/s{peak:9.0f} MB peak"
+        line += f" ({imports:.0f} after imports)"
+        if ours and name != OURS:
+            line += f"; ours {ours['tokens_per_s'] / record['tokens_per_s']:.2f}x the rate in "
+            line += f"{ours['peak_bytes'] / record['peak_bytes']:.3f} of the memory"
+            if "same_tokens" in record:
+                line += f", {record['same_tokens']:.0%} of the requests the same tokens"
+        lines.append(line)
+    return lines
+
+
+def replay_lines(report: Report) -> list[str]:
+    """A table of the engine's variants on a trace."""
+    if not report["replays"]:
+        return []
+    lines = [
+        f"{'':30s}{'tokens/s':>9s}{'seconds':>8s}{'first token, ms p50':>20s}{'p99':>8s}"
+        f"{'next, ms p50':>13s}{'p99':>8s}{'preemptions':>12s}{'hit rate':>9s}"
+    ]
+    for name, figures in report["replays"].items():
+        lines.append(
+            f"{name:30s}{figures['tokens_per_s']:9.0f}{figures['seconds']:8.1f}"
+            f"{figures['ttft_ms_p50']:20.1f}{figures['ttft_ms_p99']:8.0f}"
+            f"{_cell(figures.get('tpot_ms_p50'), 13, 2)}{_cell(figures.get('tpot_ms_p99'), 8, 2)}"
+            f"{figures['num_preemptions']:12.0f}{figures['hit_rate']:9.1%}"
+        )
+    return lines
+
+
+def _cell(figure: float | None, width: int, digits: int) -> str:
+    return " " * width if figure is None else f"{figure:{width}.{digits}f}"

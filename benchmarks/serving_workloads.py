@@ -1,0 +1,223 @@
+"""Requests to serve: drawn around a shared prefix, or made from traces of production services.
+
+A workload is a list of `Request`: token ids and a number of tokens to generate, so that every
+engine that is given the same list does the same work. Everything is drawn from seeds.
+"""
+
+import csv
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Below are the special tokens of most vocabularies.
+_FIRST_TOKEN = 3
+# Prompt tokens that one entry of `hash_ids` stands for (Mooncake, arXiv 2407.00079).
+MOONCAKE_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, how many tokens to generate from it, and when it arrives.
+
+    Attributes:
+      prompt_token_ids: at least one.
+      num_new: tokens to generate, at least one; whatever they are, none of them stops earlier.
+      arrival: seconds after the start of the run.
+    """
+
+    prompt_token_ids: list[int]
+    num_new: int
+    arrival: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the complete sequence."""
+        return len(self.prompt_token_ids) + self.num_new
+
+
+class Sizes(NamedTuple):
+    """How many requests, and how long they are.
+
+    Attributes:
+      num_requests: in the workload.
+      prefix_len: tokens at the start of every prompt that are the same in all of them.
+      prompt_lens: least and most tokens of each prompt after the prefix, drawn uniformly.
+      new_lens: least and most tokens to generate, drawn uniformly.
+    """
+
+    num_requests: int
+    prefix_len: int
+    prompt_lens: tuple[int, int]
+    new_lens: tuple[int, int]
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence that can be drawn."""
+        return self.prefix_len + self.prompt_lens[1] + self.new_lens[1]
+
+
+def draw(sizes: Sizes, vocab_size: int, seed: int) -> list[Request]:
+    """Requests that all arrive at once.
+
+    Lengths are the same for every seed and tokens are not: runs of different seeds do the same
+    amount of work, and none of them finds the prompts of another in a prefix cache.
+
+    Example:
+      >>> sizes = Sizes(num_requests=2, prefix_len=3, prompt_lens=(2, 2), new_lens=(4, 4))
+      >>> one, two = draw(sizes, vocab_size=100, seed=0)
+      >>> one.prompt_token_ids[:3] == two.prompt_token_ids[:3], one.num_tokens
+      (True, 9)
+    """
+    lengths = np.random.default_rng(0)
+    own = lengths.integers(*sizes.prompt_lens, sizes.num_requests, endpoint=True)
+    new = lengths.integers(*sizes.new_lens, sizes.num_requests, endpoint=True)
+    random = np.random.default_rng([1, seed])
+    prefix = _tokens(random, sizes.prefix_len, vocab_size)
+    return [
+        Request(prefix + _tokens(random, int(num_own), vocab_size), int(num_new))
+        for num_own, num_new in zip(own, new, strict=True)
+    ]
+
+
+def with_poisson_arrivals(requests: list[Request], rate: float, seed: int) -> list[Request]:
+    """The same requests, arriving in a Poisson process of `rate` a second; the first at once."""
+    gaps = np.random.default_rng([2, seed]).exponential(1 / rate, len(requests))
+    arrivals = np.cumsum(gaps) - gaps[0]
+    return [
+        dataclasses.replace(request, arrival=float(arrival))
+        for request, arrival in zip(requests, arrivals, strict=True)
+    ]
+
+
+class TraceRow(NamedTuple):
+    """One request of a trace.
+
+    Attributes:
+      seconds: of its arrival, after that of the first one.
+      prompt_len, new_len: tokens.
+      block_ids: names of the blocks of MOONCAKE_BLOCK tokens of the prompt, where the trace has
+        them: prompts share their beginnings as far as these are the same.
+    """
+
+    seconds: float
+    prompt_len: int
+    new_len: int
+    block_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, num_requests: int) -> list[TraceRow]:
+    """The first requests of a trace.
+
+    Args:
+      path: a CSV with TIMESTAMP, ContextTokens and GeneratedTokens (Azure LLM inference traces),
+        or JSON lines with timestamp (ms), input_length, output_length and hash_ids (Mooncake).
+      num_requests: most rows to read.
+
+    Raises:
+      ValueError: the file is neither.
+    """
+    read = {".csv": _read_azure, ".jsonl": _read_mooncake}.get(path.suffix)
+    if read is None:
+        raise ValueError(f"read_trace: path must end in .csv or .jsonl, got {path}.")
+    try:
+        rows = read(path, num_requests)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"read_trace: {path} must be an Azure or a Mooncake trace, got {error!r} in it."
+        ) from error
+    if not rows:
+        raise ValueError(f"read_trace: {path} must hold at least one request, got none.")
+    first = rows[0].seconds
+    return [row._replace(seconds=row.seconds - first) for row in rows]
+
+
+def _read_azure(path: Path, num_requests: int) -> list[TraceRow]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return [
+            TraceRow(
+                datetime.datetime.fromisoformat(row["TIMESTAMP"]).timestamp(),
+                int(row["ContextTokens"]),
+                int(row["GeneratedTokens"]),
+            )
+            for _, row in zip(range(num_requests), csv.DictReader(file), strict=False)
+        ]
+
+
+def _read_mooncake(path: Path, num_requests: int) -> list[TraceRow]:
+    def row(fields: dict[str, Any]) -> TraceRow:
+        return TraceRow(
+            fields["timestamp"] / 1000,
+            fields["input_length"],
+            fields["output_length"],
+            tuple(fields["hash_ids"]),
+        )
+
+    with path.open(encoding="utf-8") as file:
+        return [row(json.loads(line)) for _, line in zip(range(num_requests), file, strict=False)]
+
+
+class Scale(NamedTuple):
+    """What the lengths of a trace are multiplied by.
+
+    Attributes:
+      prompt: prompts, and the blocks of those that have named ones.
+      new: tokens to generate.
+    """
+
+    prompt: float
+    new: float
+
+
+def fitting_scale(rows: list[TraceRow], max_len: int) -> Scale:
+    """The scale, at most 1, at which prompts fit three quarters of a sequence and outputs one.
+
+    Prompts of today's services are tens of times as long as what is generated from them: one factor
+    for both, on a small model, would leave nothing to generate.
+    """
+    longest = max(row.prompt_len for row in rows), max(row.new_len for row in rows)
+    room = max_len - max_len // 4, max_len // 4
+    return Scale(*(min(1.0, most / length) for most, length in zip(room, longest, strict=True)))
+
+
+def from_trace(
+    rows: list[TraceRow], *, vocab_size: int, max_len: int, scale: Scale, speed: float
+) -> list[Request]:
+    """Requests with the lengths, times and shared beginnings of a trace.
+
+    Each named block is a run of tokens drawn with its name as the seed, so blocks of one name are
+    equal wherever they occur; a prompt without names is drawn by itself.
+
+    Args:
+      rows: see `read_trace`.
+      vocab_size: tokens are below it.
+      max_len: longest sequence; what is longer after scaling loses the end of its prompt.
+      scale: of lengths.
+      speed: divides the times.
+    """
+    block_len = max(1, round(MOONCAKE_BLOCK * scale.prompt))
+    requests = []
+    for index, row in enumerate(rows):
+        num_new = min(max(1, round(row.new_len * scale.new)), max_len - 1)
+        num_prompt = min(max(1, round(row.prompt_len * scale.prompt)), max_len - num_new)
+        if row.block_ids:
+            num_blocks = -(-num_prompt // block_len)
+            # Blocks are rounded too, and may hold less than the prompt: the last one repeats.
+            ids = row.block_ids + row.block_ids[-1:] * (num_blocks - len(row.block_ids))
+            blocks = [_block(block_id, block_len, vocab_size) for block_id in ids[:num_blocks]]
+            prompt = [token for block in blocks for token in block][:num_prompt]
+        else:
+            prompt = _tokens(np.random.default_rng([4, index]), num_prompt, vocab_size)
+        requests.append(Request(prompt, num_new, row.seconds / speed))
+    return requests
+
+
+def _block(block_id: int, length: int, vocab_size: int) -> list[int]:
+    return _tokens(np.random.default_rng([3, block_id]), length, vocab_size)
+
+
+def _tokens(random: np.random.Generator, count: int, vocab_size: int) -> list[int]:
+    return random.integers(_FIRST_TOKEN, vocab_size, count).tolist()
