@@ -3,7 +3,7 @@ it lies, a Flax Llama that threads it, and text generation on top.
 
 Each part is usable without the ones above it: the ops over bare pools (`paged_attention`,
 `paged_prefill_attention`, `paged_write`, `copy_blocks`), `PagedCache` and the functions of
-`paged_jax.cache` and `paged_jax.blocks`, `Llama`, and `LLM`.
+`paged_jax.cache` and `paged_jax.blocks`, `Llama`, `rollout`, `Engine`, and `LLM`.
 """
 
 from paged_jax.async_engine import AsyncEngine
@@ -23,6 +23,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.rollout import Rollout, rollout
 from paged_jax.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "LlamaConfig",
     "PagedCache",
     "RequestOutput",
+    "Rollout",
     "SamplingParams",
     "Tokenizer",
     "copy_blocks",
@@ -48,4 +50,5 @@ __all__ = [
     "paged_attention",
     "paged_prefill_attention",
     "paged_write",
+    "rollout",
 ]
