@@ -44,6 +44,8 @@ from paged_jax.scheduler import Plan, Preemption, PreemptionCosts, Scheduler, Se
 DEFAULT_CACHE_BYTES = 1 << 30
 # Of the memory that an accelerator has free once the weights are there; the rest is for the steps.
 CACHE_FRACTION = 0.85
+# Between host and device, until the first swap is measured.
+HOST_BYTES_PER_SECOND = 1e10
 # Of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {
     "float32": jnp.float32,
@@ -65,7 +67,9 @@ class EngineStats:
       num_decode_tokens: drawn in dispatches that did not compile.
       prefill_seconds: in programs that prefill.
       decode_seconds: in programs that decode, until their tokens were on the host.
-      host_seconds: of steps, outside of those programs.
+      host_seconds: of steps, outside of those programs; of which
+      schedule_seconds: planning, with what the plan asks of the cache, and
+      postprocess_seconds: tokens to text, ends of requests.
       compile_seconds: spent in compiling (first calls of programs).
       first_token_seconds: from the arrival of the first request to its first token, with the
         compilation that it waited for.
@@ -88,6 +92,8 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     host_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    postprocess_seconds: float = 0.0
     compile_seconds: float = 0.0
     first_token_seconds: float = 0.0
     peak_num_blocks: int = 0
@@ -241,7 +247,7 @@ class Engine:
             max_steps=steps_per_dispatch,
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
-            costs=PreemptionCosts(),
+            costs=PreemptionCosts(seconds_per_block=self._block_bytes() / HOST_BYTES_PER_SECOND),
         )
         self._requests: dict[str, Request] = {}
         self._ngrams: dict[Sequence, NgramIndex] = {}
@@ -250,6 +256,8 @@ class Engine:
         self._stats = EngineStats()
         # Blocks that sharing saved, and blocks without sharing, summed over steps.
         self._num_saved = 0
+        # Tokens that took the prefill_seconds of the stats.
+        self._num_prefilled = 0
         self._num_unshared = 0
 
     @property
@@ -370,24 +378,32 @@ class Engine:
 
     def advance(self) -> list[Request]:
         """As `step`, without making outputs."""
-        start, stats = time.perf_counter(), self._stats
-        busy = stats.prefill_seconds + stats.decode_seconds + self._runner.compile_seconds
+        stats = self._stats
         try:
-            plan = self._scheduler.schedule(self._runner, start)
-            tokens = self._run(plan)
-            touched = self._postprocess(plan, tokens)
+            with _Timer(self._runner) as scheduling:
+                plan = self._scheduler.schedule(self._runner, time.perf_counter())
+            busy = stats.prefill_seconds + stats.decode_seconds
+            with _Timer(self._runner) as running:
+                tokens = self._run(plan)
+            busy = stats.prefill_seconds + stats.decode_seconds - busy
+            with _Timer(self._runner) as postprocessing:
+                touched = self._postprocess(plan, tokens)
         except BaseException:  # Ctrl-C included
             self._recover()
             raise
         stats.num_steps += 1
-        busy = stats.prefill_seconds + stats.decode_seconds + self._runner.compile_seconds - busy
-        stats.host_seconds += time.perf_counter() - start - busy
+        stats.schedule_seconds += scheduling.seconds
+        stats.postprocess_seconds += postprocessing.seconds
+        if not running.has_compiled:
+            stats.host_seconds += running.seconds - busy
+        stats.host_seconds += scheduling.seconds + postprocessing.seconds
         return touched
 
     def _run(self, plan: Plan) -> StepTokens | None:
         with _Timer(self._runner) as timer:
             self._prefill(plan)
         self._stats.prefill_seconds += timer.seconds
+        self._update_costs(0 if timer.has_compiled else sum(n for _, n in plan.chunks))
         self._runner.fork(plan.forks)
         if not plan.decodes:
             return None
@@ -399,6 +415,15 @@ class Engine:
             return tokens
         self._stats.num_decode_tokens += int(tokens.num_new.sum())
         return tokens
+
+    def _update_costs(self, num_tokens: int) -> None:
+        """Tell the scheduler what preemption costs here, from all that was measured so far."""
+        costs, runner = self._scheduler.costs, self._runner
+        self._num_prefilled += num_tokens
+        if self._num_prefilled:
+            costs.seconds_per_token = self._stats.prefill_seconds / self._num_prefilled
+        if runner.num_swapped_blocks:
+            costs.seconds_per_block = runner.swap_seconds / runner.num_swapped_blocks
 
     def _prefill(self, plan: Plan) -> None:
         now = time.perf_counter()
@@ -421,8 +446,8 @@ class Engine:
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
         for row in range(count):
             position = sequence.num_computed + row + 1
-            # A sequence that was preempted comes by again.
-            if position == len(request.prompt_logprobs):
+            # A sequence that was preempted comes by again, with what it has generated since.
+            if position == len(request.prompt_logprobs) < sequence.num_prompt_tokens:
                 request.prompt_logprobs.append(
                     self._candidates(
                         (sequence.token_ids[position], scores.logprobs[row], scores.ranks[row]),
@@ -461,6 +486,7 @@ class Engine:
         touched: dict[Request, None] = {}
         for sequence in plan.expired:
             _sample_of(sequence).end("abort", "deadline")
+            self._ngrams.pop(sequence, None)
             touched[_request_of(sequence)] = None
         self._note_blocks(plan, tokens)
         if tokens is not None:

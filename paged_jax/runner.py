@@ -120,6 +120,8 @@ class ModelRunner:
         self._compiled: set[str] = set()
         self.sizes = sizes
         self.compile_seconds = 0.0
+        self.swap_seconds = 0.0
+        self.num_swapped_blocks = 0
         self._state: DecodeState | None = None
         self.reset()
 
@@ -196,10 +198,11 @@ class ModelRunner:
     def swap_out(self, sequence: Sequence) -> None:
         """Copy the blocks of the sequence to the host, and release them."""
         slot = np.int32(_slot_of(sequence))
-        sequence.host_blocks = [
-            jax.device_get(self._run(self._read_blocks(slot, first)))
-            for first in self._pieces(sequence)
-        ]
+        with self._swapping(sequence):
+            sequence.host_blocks = [
+                jax.device_get(self._run(self._read_blocks(slot, first)))
+                for first in self._pieces(sequence)
+            ]
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -207,10 +210,24 @@ class ModelRunner:
         slot = np.int32(_slot_of(sequence))
         num_tokens = np.zeros(self.sizes.num_slots, np.int32)
         num_tokens[slot] = sequence.num_computed
-        _check(self._run(self._reserve(num_tokens)))
-        for first, piece in zip(self._pieces(sequence), sequence.host_blocks, strict=True):
-            self._run(self._write_blocks(slot, first, piece))
+        with self._swapping(sequence):
+            _check(self._run(self._reserve(num_tokens)))
+            for first, piece in zip(self._pieces(sequence), sequence.host_blocks, strict=True):
+                self._run(self._write_blocks(slot, first, piece))
         sequence.host_blocks = None
+
+    @contextlib.contextmanager
+    def _swapping(self, sequence: Sequence) -> Iterator[None]:
+        """Measure what it takes to move the blocks of a sequence one way, unless it compiles."""
+        self._flush()
+        start, compiled = time.perf_counter(), self.compile_seconds
+        yield
+        jax.block_until_ready(self._state)
+        if self.compile_seconds == compiled:
+            self.swap_seconds += time.perf_counter() - start
+            self.num_swapped_blocks += num_blocks_needed(
+                sequence.num_computed, self.sizes.block_size
+            )
 
     def _pieces(self, sequence: Sequence) -> list[np.int32]:
         """The first columns of the pieces in which a sequence's blocks are moved."""
