@@ -36,7 +36,7 @@ from paged_jax.prefix import PrefixChain
 from paged_jax.request import Request
 from paged_jax.runner import ModelRunner
 from paged_jax.sampling_params import SamplingParams, is_int
-from paged_jax.scheduler import Sequence as SlotUser
+from paged_jax.sequence import Sequence as SlotUser
 
 # Lengths to this power stay far within the range of float.
 _MAX_LENGTH_PENALTY = 10.0

@@ -38,7 +38,8 @@ from paged_jax.prefix import PrefixChain
 from paged_jax.request import Request, Sample
 from paged_jax.runner import Draw, ModelRunner, Sizes
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduler import Plan, Preemption, PreemptionCosts, Scheduler, Sequence
+from paged_jax.scheduler import Plan, Preemption, PreemptionCosts, Scheduler
+from paged_jax.sequence import Sequence
 
 # Memory for K and V on a device that does not say how much it has.
 DEFAULT_CACHE_BYTES = 1 << 30

@@ -35,7 +35,7 @@ from paged_jax.decoding import DecodeState, StepTokens
 from paged_jax.models.llama import Llama
 from paged_jax.prefix import digest_words
 from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
-from paged_jax.scheduler import Sequence
+from paged_jax.sequence import Sequence
 
 # A chunk is padded to a power of two no smaller than this.
 MIN_CHUNK = 16

@@ -7,7 +7,8 @@ so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` 
 from dataclasses import dataclass
 
 from paged_jax.prefix import PrefixChain, root_digest
-from paged_jax.scheduler import Plan, Scheduler, Sequence
+from paged_jax.scheduler import Plan, Scheduler
+from paged_jax.sequence import Sequence
 
 EOS = 0
 VOCABULARY = 23

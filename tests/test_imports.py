@@ -14,7 +14,7 @@ LAYERS = [
     {"block_pool", "blocks"},
     {"cache", "sampling", "picture"},
     {"models"},
-    {"outputs", "decoding", "rollout", "scheduler", "ngram"},
+    {"outputs", "decoding", "rollout", "sequence", "scheduler", "ngram"},
     {"request", "inputs", "steps", "runner"},
     {"engine"},
     {"llm", "progress", "async_engine", "beam_search"},

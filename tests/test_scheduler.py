@@ -14,7 +14,8 @@ from fake_memory import (
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_jax.scheduler import Plan, PreemptionCosts, Scheduler, Sequence
+from paged_jax.scheduler import Plan, PreemptionCosts, Scheduler
+from paged_jax.sequence import Sequence
 
 C = 4
 PREEMPTIONS = ("auto", "recompute", "swap")
