@@ -35,6 +35,9 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/allocator.py
 	$(BIN)/python benchmarks/decode_attention.py --goals
 	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/kv_dtype.py
+	$(BIN)/python benchmarks/serving.py
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) build dist *.egg-info
