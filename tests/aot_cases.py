@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_step import LLAMA_3_8B, QWEN_3_1B7, DecodeStep
+from decode_step import LLAMA_3_8B, QWEN_3_1B7, DecodeLoop, DecodeStep
 from kernel_cases import Case
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
@@ -73,6 +73,7 @@ GPU_UPDATES: Mapping[str, Case] = {
 
 GPU_STEPS: Mapping[str, DecodeStep] = {
     "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
+    "loop of Llama 3 8B": DecodeLoop(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
 }
 
 GPU_CASES: Mapping[str, Case | DecodeStep] = {
