@@ -10,7 +10,7 @@ from paged_jax.async_engine import AsyncEngine
 from paged_jax.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from paged_jax.blocks import BlockPool, BlockTables
 from paged_jax.cache import PagedCache
-from paged_jax.engine import Engine
+from paged_jax.engine import Engine, EngineStats
 from paged_jax.kernels import (
     copy_blocks,
     merge_attention,
@@ -22,7 +22,7 @@ from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.sampling_params import SamplingParams
 
@@ -38,9 +38,12 @@ __all__ = [
     "BlockTables",
     "CompletionOutput",
     "Engine",
+    "EngineStats",
     "Llama",
     "LlamaConfig",
+    "Logprob",
     "PagedCache",
+    "RequestMetrics",
     "RequestOutput",
     "Rollout",
     "SamplingParams",

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from paged_jax.engine import Engine
 from paged_jax.inputs import Prompt
 from paged_jax.outputs import RequestOutput
 from paged_jax.sampling_params import SamplingParams
+
+# A step that fails may have lacked memory for a moment.
+_MAX_ATTEMPTS = 3
 
 
 class AsyncEngine:
@@ -47,6 +51,9 @@ class AsyncEngine:
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> "AsyncEngine":
+        if self._thread is not None:
+            raise RuntimeError("AsyncEngine: it must be entered once at a time.")
+        self._commands, self._failure = queue.SimpleQueue(), None
         self._thread = threading.Thread(target=self._work, name="paged_jax engine", daemon=True)
         self._is_running = True
         self._thread.start()
@@ -64,7 +71,7 @@ class AsyncEngine:
         self._thread = None
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt: yield what there is whenever there is more, the last one finished.
 
@@ -72,24 +79,25 @@ class AsyncEngine:
         blocks within a step.
 
         Args:
-          prompt, params, **options: as for `Engine.add_request`.
+          prompt: a text or a dict, as for `Engine.add_request`.
+          sampling_params: how tokens are chosen; by default as the model's authors recommend.
+          **options: request_id, priority, timeout, as for `Engine.add_request`.
 
         Raises:
           ValueError: as `Engine.add_request`.
-          RuntimeError: the engine has been closed, or a step of it has failed.
+          RuntimeError: the engine is closed, or has failed; the cause says how.
         """
         stream = _Stream(asyncio.get_running_loop())
-        request_id = await self._call(self._add, stream, prompt, params, options)
+        # The time until the thread gets to it is the request's, too.
+        options.setdefault("arrival_time", time.perf_counter())
         try:
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
+            await self._call(self._add, stream, prompt, sampling_params, options)
+            while not stream.is_done:
+                yield await stream.get()
         finally:
-            # Of no effect on one that has finished. A cancelled task must not wait for it.
-            with contextlib.suppress(RuntimeError):
-                self._leave(_Command(self._end, (request_id,)))
+            if not stream.is_done:  # nobody waits here: a cancelled task must not
+                with contextlib.suppress(RuntimeError):
+                    self._leave(_Command(self._end, (stream,)))
 
     async def abort(self, request_id: str) -> None:
         """End a request where it stands; whoever iterates over it gets what there is."""
@@ -111,7 +119,8 @@ class AsyncEngine:
             self._commands.put(command)
 
     def _closed(self) -> RuntimeError:
-        error = RuntimeError("AsyncEngine: it must be running, got a closed one.")
+        state = "a closed one" if self._failure is None else "one that has failed"
+        error = RuntimeError(f"AsyncEngine: it must be running, got {state}.")
         error.__cause__ = self._failure
         return error
 
@@ -120,8 +129,7 @@ class AsyncEngine:
     def _work(self) -> None:
         try:
             while self._obey():
-                for output in self._engine.step():
-                    self._deliver(output)
+                self._step()
         except BaseException as error:
             self._failure = error
         with self._lock:
@@ -130,8 +138,23 @@ class AsyncEngine:
             command = self._commands.get()
             if command is not None:
                 command.refuse(self._closed())
-        for request_id in list(self._streams):
+        for request_id, stream in list(self._streams.items()):
+            if self._failure is not None:
+                stream.fail(self._closed())
             self._abort(request_id)
+        self._streams.clear()
+
+    def _step(self) -> None:
+        """Run a step. The engine loses no request in one that fails, so it may try again."""
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                outputs = self._engine.step()
+                break
+            except Exception:
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+        for output in outputs:
+            self._deliver(output)
 
     def _obey(self) -> bool:
         """Carry out what has been asked for, waiting where there is nothing to run; False: stop."""
@@ -147,19 +170,24 @@ class AsyncEngine:
 
     def _add(
         self, stream: "_Stream", prompt: Prompt, params: SamplingParams | None, options: Any
-    ) -> str:
-        request_id = self._engine.add_request(prompt, params, **options)
-        self._streams[request_id] = stream
-        return request_id
+    ) -> None:
+        if stream.is_left:
+            return
+        stream.request_id = self._engine.add_request(prompt, params, **options)
+        self._streams[stream.request_id] = stream
+
+    def _end(self, stream: "_Stream") -> None:
+        """A task has left; its request may not have been added yet, or have ended, and its id may
+        be another's by now."""
+        stream.is_left = True
+        if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort(stream.request_id)
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
         if output is not None:
             self._deliver(output)
-
-    def _end(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self._engine.abort(request_id)
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -173,19 +201,33 @@ class _Stream:
     """The way of one request's outputs from the engine's thread into an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.is_done = False  # the task has all of it
+        # The thread's:
+        self.is_left = False
+        self.request_id: str | None = None
         self._loop = loop
-        self._queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     def put(self, output: RequestOutput) -> None:
+        self._pass_on(output)
+
+    def fail(self, error: Exception) -> None:
+        self._pass_on(error)
+
+    def _pass_on(self, item: RequestOutput | Exception) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     async def get(self) -> RequestOutput:
         """The next output; of several that wait, the newest, which holds the others."""
-        output = await self._queue.get()
-        while not self._queue.empty():
-            output = self._queue.get_nowait()
-        return output
+        item = await self._queue.get()
+        while not self._queue.empty() and not isinstance(item, Exception):
+            item = self._queue.get_nowait()
+        if isinstance(item, Exception):
+            self.is_done = True
+            raise item
+        self.is_done = item.finished
+        return item
 
 
 class _Command:

@@ -32,7 +32,6 @@ from paged_jax.blocks import num_blocks_needed
 from paged_jax.engine import Engine
 from paged_jax.inputs import Prompt
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.prefix import PrefixChain
 from paged_jax.request import Request
 from paged_jax.runner import ModelRunner
 from paged_jax.sampling_params import SamplingParams, is_int
@@ -169,7 +168,6 @@ def _as_request(engine: Engine, number: int, prompt: Prompt, params: BeamSearchP
         prompt,
         SamplingParams(temperature=0, max_tokens=params.max_tokens),
         arrival_time=time.perf_counter(),
-        weights_id=engine._weights_version.to_bytes(8, "little"),
     )
 
 
@@ -363,7 +361,7 @@ class _Batch:
         engine, statistics = self._engine, self._engine._scheduler.stats
         for sequence in sequences if engine.enable_prefix_caching else ():
             request: Any = sequence.request
-            sequence.chain = PrefixChain(request.root, engine.block_size)
+            sequence.chain = engine._chain_of(request)
             sequence.num_computed = self._runner.attach(sequence)
             statistics.num_queried_tokens += len(sequence.token_ids) - 1
             statistics.num_cached_tokens += sequence.num_computed

@@ -10,18 +10,21 @@ The tokens of requests on the host are the truth, and what the device holds can 
 them again. So a step that is cut short, by Ctrl-C or for lack of memory, loses no request.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tqdm import tqdm
 
 from paged_jax.blocks import check_positive, num_blocks_needed
 from paged_jax.cache import PagedCache
@@ -34,7 +37,7 @@ from paged_jax.models.pretrained import bundled_folder
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.ngram import NgramIndex
 from paged_jax.outputs import Logprob, RequestOutput
-from paged_jax.prefix import PrefixChain
+from paged_jax.prefix import PrefixChain, root_digest
 from paged_jax.request import Request, Sample
 from paged_jax.runner import Draw, ModelRunner, Sizes
 from paged_jax.sampling_params import SamplingParams
@@ -130,6 +133,7 @@ class Engine:
       enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
       preemption: what happens to a sequence that must leave for lack of blocks: ``"recompute"``,
         ``"swap"`` (to host memory), or ``"auto"``, what costs less.
+      swap_space: host memory for that, in GiB.
       num_speculative_tokens: most tokens that are guessed from earlier text and verified in one
         pass; 0 guesses none. Outputs are the same.
       seed: of requests that bring none.
@@ -165,6 +169,7 @@ class Engine:
         steps_per_dispatch: int = 8,
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
+        swap_space: float = 4.0,
         num_speculative_tokens: int = 0,
         seed: int = 0,
         backend: str | None = None,
@@ -183,16 +188,23 @@ class Engine:
         )
         if num_speculative_tokens != 0:
             check_positive("Engine", num_speculative_tokens=num_speculative_tokens)
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"Engine: max_num_batched_tokens must be at least max_num_seqs = {max_num_seqs}, "
+                f"so that all can decode, got {max_num_batched_tokens}."
+            )
+        if preemption not in get_args(Preemption):
+            raise ValueError(
+                f"Engine: preemption must be {', '.join(get_args(Preemption))}, got {preemption!r}."
+            )
         if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
             raise ValueError(
                 f"Engine: kv_dtype must be auto, {', '.join(KV_DTYPES)}, got {kv_dtype!r}."
             )
-        if isinstance(model, Llama):
-            self.model = model
-        else:
-            self.model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
         self.tokenizer = _load_tokenizer(model, tokenizer)
-        self.config = self.model.config
+        if not isinstance(model, Llama):
+            model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
+        self.config = model.config
         self.max_model_len = _max_model_len(self.config.max_position_embeddings, max_model_len)
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -206,27 +218,30 @@ class Engine:
         self._eos_token_ids = frozenset(
             token_id for token_id in eos_token_ids if 0 <= token_id < self.config.vocab_size
         )
-        self._inputs = Inputs(
-            tokenizer=self.tokenizer,
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.max_model_len,
-            seed=seed,
-        )
-        weights = jax.tree.leaves(nnx.state(self.model))
+        weights = jax.tree.leaves(nnx.state(model))
         self._device = next(iter(weights[0].devices()))
         check_backend_runs_on("Engine", backend, self._device.platform)
         self._cache_dtype = self._choose_cache_dtype(kv_dtype, weights[0].dtype)
         self._pool_head_dim = padded_head_dim(self.config.head_dim, self._device.platform)
         self.num_blocks = self._default_num_blocks() if num_blocks is None else num_blocks
         self._check_num_blocks()
+        self._inputs = Inputs(
+            tokenizer=self.tokenizer,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            # The last token that is drawn is never written.
+            max_length=min(self.max_model_len, self.num_blocks * block_size + 1),
+            seed=seed,
+        )
+        max_chunk = min(max_chunk, max_num_batched_tokens, self.max_model_len)
         self._runner = ModelRunner(
-            self.model,
+            model,
             Sizes(
                 block_size=block_size,
                 num_blocks=self.num_blocks,
                 num_slots=max_num_seqs,
                 max_model_len=self.max_model_len,
-                max_chunk=min(max_chunk, max_num_batched_tokens),
+                max_chunk=max_chunk,
                 max_steps=steps_per_dispatch,
                 num_drafts=num_speculative_tokens,
                 max_logit_bias=MAX_LOGIT_BIAS,
@@ -244,27 +259,39 @@ class Engine:
             self.num_blocks,
             block_size,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_chunk=min(max_chunk, max_num_batched_tokens),
+            max_chunk=max_chunk,
             max_steps=steps_per_dispatch,
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
-            costs=PreemptionCosts(seconds_per_block=self._block_bytes() / HOST_BYTES_PER_SECOND),
+            costs=PreemptionCosts(
+                seconds_per_block=self._block_bytes() / HOST_BYTES_PER_SECOND,
+                max_swapped_blocks=int(swap_space * 2**30) // self._block_bytes(),
+            ),
         )
         self._requests: dict[str, Request] = {}
         self._ngrams: dict[Sequence, NgramIndex] = {}
         self._num_requests = 0
         self._weights_version = 0
+        # Requests that ended in a step that was cut short, to be told of in the next.
+        self._ended: list[Request] = []
+        # Whether a change of state was begun and not finished.
+        self._is_broken = False
         self._stats = EngineStats()
-        # Blocks that sharing saved, and blocks without sharing, summed over steps.
-        self._num_saved = 0
         # Tokens that took the prefill_seconds of the stats.
         self._num_prefilled = 0
+        # Blocks that sharing saved, and blocks without sharing, summed over steps.
+        self._num_saved = 0
         self._num_unshared = 0
 
     @property
     def cache(self) -> PagedCache:
         """The paged cache as it is now. The next step donates it: copy what must be kept."""
         return self._runner.state.cache
+
+    @property
+    def model(self) -> Llama:
+        """The model with its weights as they are now."""
+        return self._runner.model
 
     @property
     def weights(self) -> list[jax.Array]:
@@ -294,7 +321,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._requests)
+        return bool(self._requests or self._ended)
 
     # Requests come and go
 
@@ -306,6 +333,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        arrival_time: float | None = None,
     ) -> str:
         """Queue a request; it runs in the steps that follow.
 
@@ -316,6 +344,7 @@ class Engine:
           request_id: its name; by default its number.
           priority: lower is served first, and may take the blocks of others.
           timeout: seconds after which it ends where it stands, with finish_reason ``"abort"``.
+          arrival_time: of ``time.perf_counter()``; by default now.
 
         Returns:
           The request's id.
@@ -325,17 +354,25 @@ class Engine:
             out of range; a parameter does not suit the model; the id is taken. The message names
             the field and the bound, and the engine is as before.
         """
+        if params is None:
+            params = self.get_default_sampling_params()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"request: params must be SamplingParams, got {params!r}.")
+        number = self._num_requests
         if request_id is None:
-            request_id = str(self._num_requests)
+            request_id = next(
+                name for i in itertools.count(number) if (name := str(i)) not in self._requests
+            )
+        elif not isinstance(request_id, str):
+            raise ValueError(f"request: request_id must be a text, got {request_id!r}.")
         request = self._inputs.request(
             request_id,
-            self._num_requests,
+            number,
             prompt,
-            self.get_default_sampling_params() if params is None else params,
+            params,
             priority=priority,
-            arrival_time=time.perf_counter(),
+            arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
             timeout=timeout,
-            weights_id=self._weights_version.to_bytes(8, "little"),
         )
         self._scheduler.add(self._sequences_of(request))
         self._requests[request_id] = request
@@ -350,8 +387,11 @@ class Engine:
         """
         request = self._requests.get(request_id)
         if request is None:
-            return None
-        self._drop(request, "abort")
+            ended = [request for request in self._ended if request.request_id == request_id]
+            self._ended = [request for request in self._ended if request not in ended]
+            return ended[0].output() if ended else None
+        with self._changing():
+            self._drop(request, "abort")
         return request.output()
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
@@ -380,7 +420,7 @@ class Engine:
     def advance(self) -> list[Request]:
         """As `step`, without making outputs."""
         stats = self._stats
-        try:
+        with self._changing():
             with _Timer(self._runner) as scheduling:
                 plan = self._scheduler.schedule(self._runner, time.perf_counter())
             busy = stats.prefill_seconds + stats.decode_seconds
@@ -389,9 +429,6 @@ class Engine:
             busy = stats.prefill_seconds + stats.decode_seconds - busy
             with _Timer(self._runner) as postprocessing:
                 touched = self._postprocess(plan, tokens)
-        except BaseException:  # Ctrl-C included
-            self._recover()
-            raise
         stats.num_steps += 1
         stats.schedule_seconds += scheduling.seconds
         stats.postprocess_seconds += postprocessing.seconds
@@ -401,10 +438,12 @@ class Engine:
         return touched
 
     def _run(self, plan: Plan) -> StepTokens | None:
-        with _Timer(self._runner) as timer:
-            self._prefill(plan)
-        self._stats.prefill_seconds += timer.seconds
-        self._update_costs(0 if timer.has_compiled else sum(n for _, n in plan.chunks))
+        self._note_start(plan)
+        if plan.chunks:
+            with _Timer(self._runner) as timer:
+                self._prefill(plan)
+            self._stats.prefill_seconds += timer.seconds
+            self._update_costs(0 if timer.has_compiled else sum(n for _, n in plan.chunks))
         self._runner.fork(plan.forks)
         if not plan.decodes:
             return None
@@ -426,13 +465,15 @@ class Engine:
         if runner.num_swapped_blocks:
             costs.seconds_per_block = runner.swap_seconds / runner.num_swapped_blocks
 
-    def _prefill(self, plan: Plan) -> None:
+    def _note_start(self, plan: Plan) -> None:
         now = time.perf_counter()
         for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.decodes]:
             request = _request_of(sequence)
             if request.metrics.first_scheduled_time is None:
                 request.mark(first_scheduled_time=now)
                 request.num_cached_tokens = sequence.num_computed
+
+    def _prefill(self, plan: Plan) -> None:
         scored = [chunk for chunk in plan.chunks if _is_scored(chunk[0])]
         self._runner.prefill([chunk for chunk in plan.chunks if not _is_scored(chunk[0])])
         for sequence, count in scored:
@@ -463,8 +504,10 @@ class Engine:
         if self._num_drafts:
             drafts = [self._draft(sequence) for sequence in plan.decodes]
             num_drafts = sum(map(len, drafts))
+            num_others = sum(count for _, count in plan.chunks) + len(drafts)
+            is_in_budget = num_drafts + num_others <= self._scheduler.max_num_batched_tokens
             # Fewer guesses than rows are not worth giving up several steps in one dispatch.
-            if num_drafts >= len(drafts):
+            if is_in_budget and num_drafts >= len(drafts):
                 tokens = self._runner.verify(plan.decodes, drafts, with_top=with_top)
                 if tokens.ok:
                     self._stats.num_draft_tokens += num_drafts
@@ -484,7 +527,7 @@ class Engine:
     # What a step has drawn
 
     def _postprocess(self, plan: Plan, tokens: StepTokens | None) -> list[Request]:
-        touched: dict[Request, None] = {}
+        touched = dict.fromkeys(self._ended)
         for sequence in plan.expired:
             _sample_of(sequence).end("abort", "deadline")
             self._ngrams.pop(sequence, None)
@@ -498,6 +541,7 @@ class Engine:
         for request in touched:
             if request.is_finished:
                 self._forget(request)
+        self._ended.clear()
         return list(touched)
 
     def _take(self, sequence: Sequence, tokens: StepTokens, row: int, now: float) -> None:
@@ -590,8 +634,27 @@ class Engine:
         request.mark(finished_time=time.perf_counter())
         self._requests.pop(request.request_id, None)
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around changes of state. One that is cut short, by Ctrl-C for example, is made good by
+        beginning anew: at once, or, should that be cut short too, before the next change."""
+        if self._is_broken:
+            self._recover()
+        self._is_broken = True
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+        self._is_broken = False
+
     def _recover(self) -> None:
-        """After a step that was cut short: empty the device, and let every request wait again."""
+        """Empty the device, and let every request wait again that has not finished."""
+        self._is_broken = True
+        for request in list(self._requests.values()):
+            if request.is_finished:
+                self._ended.append(request)
+                self._forget(request)
         self._runner.reset()
         self._ngrams.clear()
         self._scheduler.restart(
@@ -601,6 +664,7 @@ class Engine:
                 for sequence in self._sequences_of(request)
             ]
         )
+        self._is_broken = False
 
     def _sequences_of(self, request: Request) -> list[Sequence]:
         """What the scheduler sees of the samples of a request that have not finished."""
@@ -614,11 +678,16 @@ class Engine:
                     sample.index,
                     [*request.prompt_token_ids, *sample.token_ids],
                     len(request.prompt_token_ids) + request.max_tokens,
-                    PrefixChain(request.root, self.block_size) if is_cached else None,
+                    self._chain_of(request) if is_cached else None,
                 )
                 sequence.num_prompt_tokens = len(request.prompt_token_ids)
                 sequences.append(sequence)
         return sequences
+
+    def _chain_of(self, request: Request) -> PrefixChain:
+        # Neither yesterday's weights nor another tenant's prompts are found.
+        root = root_digest(self._weights_version.to_bytes(8, "little"), request.cache_salt)
+        return PrefixChain(root, self.block_size)
 
     # Before and between
 
@@ -626,14 +695,24 @@ class Engine:
         """Compile every program that requests may need, so that none of them waits for it.
 
         Args:
-          report: called with the number of programs done, how many there are, and the name of the
-            next.
+          report: called with the number of programs done, how many there are, and the name of one
+            that is done; by default a bar on stderr says so, on a terminal.
 
         Raises:
           RuntimeError: a request is unfinished.
         """
         self._check_idle("warmup")
-        self._runner.warmup(report)
+        if report is not None:
+            self._runner.warmup(report)
+            return
+        with tqdm(desc="compiling", unit="program", disable=None) as bar:
+
+            def show(done: int, total: int, name: str) -> None:
+                bar.total = total
+                bar.set_postfix_str(name, refresh=False)
+                bar.update(done - bar.n)
+
+            self._runner.warmup(show)
 
     def reset_prefix_cache(self) -> None:
         """Let requests to come find no block of earlier ones."""
@@ -646,14 +725,28 @@ class Engine:
         they have, and are computed again under the new weights.
 
         Args:
-          params: a `Llama`, its ``nnx.state``, or a list of its leaves; of the same structure and
-            shapes as the engine's. Copied, in the dtypes and to the places of the old weights.
+          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that, in their order; of
+            the same structure and shapes as the engine's. Copied, in the dtypes and to the places
+            of the old weights.
 
         Raises:
           ValueError: structure or shapes differ; nothing has changed then.
         """
         if isinstance(params, Llama):
             params = nnx.state(params)
+        if isinstance(params, nnx.State):
+            names, own = (_names_of(state) for state in (params, nnx.state(self.model)))
+            if names != own:
+                differing = sorted(set(names) ^ set(own))[:3]
+                raise ValueError(
+                    "update_params: params must have the names of the model's, got others: "
+                    f"{', '.join(differing)}."
+                )
+        elif not isinstance(params, list | tuple):
+            raise ValueError(
+                "update_params: params must be a Llama, its nnx.state, or a list of its leaves, "
+                f"got {type(params).__name__}."
+            )
         new, old = jax.tree.leaves(params), self._runner.weights
         shapes = [jnp.shape(x) for x in new], [x.shape for x in old]
         if shapes[0] != shapes[1]:
@@ -671,6 +764,9 @@ class Engine:
             ]
         )
         self._weights_version += 1
+        for request in self._requests.values():
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs = [None]  # not half of them from either
         if self._requests:
             self._recover()
         else:
@@ -742,6 +838,11 @@ class _Timer:
         compiled = self._runner.compile_seconds - self._compiled
         self.has_compiled = compiled > 0
         self.seconds = 0.0 if compiled else time.perf_counter() - self._start
+
+
+def _names_of(state: Any) -> list[str]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [jax.tree_util.keystr(path) for path, _ in paths]
 
 
 def _request_of(sequence: Sequence) -> Request:

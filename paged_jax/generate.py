@@ -143,8 +143,10 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
         kv_dtype=args.kv_dtype,
         block_size=args.block_size,
         num_blocks=args.num_blocks,
-        max_num_seqs=args.max_num_seqs or min(_MAX_NUM_SEQS, num_samples),
-        steps_per_dispatch=args.steps_per_dispatch or (1 if is_stream or args.show_blocks else 8),
+        max_num_seqs=_given(args.max_num_seqs, min(_MAX_NUM_SEQS, num_samples)),
+        steps_per_dispatch=_given(
+            args.steps_per_dispatch, 1 if is_stream or args.show_blocks else 8
+        ),
         enable_prefix_caching=not args.no_prefix_caching,
         num_speculative_tokens=args.num_speculative_tokens,
         backend=args.backend,
@@ -165,6 +167,7 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
         outputs = _counted(outputs, bar)
         for output in _in_order(outputs, partial=write is not _write_json and is_stream, draw=draw):
             progress.clear()
+            _raise_error(output)
             write(output, llm)
             if isinstance(write, _Streamer):
                 progress.mute()  # the line belongs to the text from here on
@@ -174,6 +177,10 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
         draw("after")
     progress.clear()
     print(_summary(llm), file=sys.stderr)
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
@@ -241,6 +248,12 @@ def _given_params(args: argparse.Namespace) -> dict[str, Any]:
     """What the user asks for; the rest is as the model's authors recommend."""
     names = ("max_tokens", "n", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _raise_error(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise FloatingPointError(completion.stop_reason)
 
 
 def _counted(

@@ -8,7 +8,6 @@ import numpy as np
 
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import RequestMetrics
-from paged_jax.prefix import root_digest
 from paged_jax.request import Request, Sample
 from paged_jax.sampling_params import SamplingParams
 
@@ -28,12 +27,14 @@ class Inputs:
       tokenizer: None accepts token ids only.
       vocab_size: V of the model.
       max_model_len: most tokens of a sequence, prompt included.
+      max_length: the same where a request names no bound: what the pool can hold.
       seed: of the engine, for requests that bring none.
     """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
+    max_length: int
     seed: int
 
     def request(
@@ -46,7 +47,6 @@ class Inputs:
         priority: int = 0,
         arrival_time: float,
         timeout: float | None = None,
-        weights_id: bytes = b"",
     ) -> Request:
         """Check a prompt and its parameters, and make a request of them.
 
@@ -59,7 +59,6 @@ class Inputs:
           priority: lower is served first.
           arrival_time: of a monotonic clock, in seconds.
           timeout: seconds after which the request ends where it stands.
-          weights_id: identity of the weights, for the prefix cache.
 
         Raises:
           ValueError: naming the field and the bound.
@@ -80,7 +79,10 @@ class Inputs:
                 f"leave room in the context of {self.max_model_len}, got {len(token_ids)}."
             )
         self._check_params(params)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        most = params.max_tokens
+        if most is None:
+            most = max(1, self.max_length - len(token_ids))
+        max_tokens = min(most, room)
         # A first word keeps the space in front of it, unless only a start token precedes it.
         continues_text = self.tokenizer is not None and not all(
             self.tokenizer.is_special(token_id) for token_id in token_ids
@@ -100,7 +102,7 @@ class Inputs:
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             deadline=None if timeout is None else arrival_time + timeout,
-            root=root_digest(weights_id, salt),
+            cache_salt=salt,
             # Of the first token nothing is known.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )

@@ -1,7 +1,7 @@
 """Text in, text out, offline: `LLM`, with the names and meanings of vLLM's class."""
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from paged_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
@@ -25,9 +25,10 @@ class LLM(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # By request, what a call of `generate` or `stream` waits for: None, or the request when a
-        # step has brought something for it, be it the step of another call.
-        self._awaited: dict[str, Request | None] = {}
+        # Who waits for a request: the step that brings its tokens may be that of another call.
+        self._runs: dict[str, _Run] = {}
+        # What nobody waits for, until `step` is called.
+        self._others: dict[str, Request] = {}
 
     def generate(
         self,
@@ -53,17 +54,18 @@ class LLM(Engine):
         Raises:
           ValueError: a prompt is empty, too long for the context or for the pool, or holds tokens
             out of range; a parameter does not suit the model. Nothing has been run then.
-          FloatingPointError: the model gave NaN.
+          FloatingPointError: the model gave NaN for every prompt. Where it did for some only, their
+            outputs have the finish_reason ``"error"``.
         """
-        requests = self._add(prompts, sampling_params, priority)
-        # disable=None: on a terminal only.
-        with (
-            Progress(self, len(requests), disable=None if use_tqdm else True) as progress,
-            contextlib.closing(self._drive(requests)) as running,
-        ):
-            for request in running:
-                progress.update(request.is_finished)
-        return [request.output() for request in requests]
+        with contextlib.closing(self._add(prompts, sampling_params, priority)) as run:
+            requests = list(run.requests.values())
+            # disable=None: on a terminal only.
+            with Progress(self, len(requests), disable=None if use_tqdm else True) as progress:
+                for _, request in run:
+                    progress.update(request.is_finished)
+        outputs = [request.output() for request in requests]
+        _raise_if_all_failed(outputs)
+        return outputs
 
     def chat(
         self,
@@ -106,22 +108,14 @@ class LLM(Engine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
+    ) -> "Stream":
         """As `generate`, but yields a request's index and output whenever it has new tokens.
 
         What is yielded is final: text that may turn out to be part of a stop string, or half a
         character, is held back. With ``steps_per_dispatch=1`` tokens come one by one. Closing the
         iterator ends the requests and frees their blocks.
         """
-        # Not a generator itself: mistakes are raised here rather than when it is first read.
-        requests = self._add(prompts, sampling_params, priority)
-        return self._stream(requests)
-
-    def _stream(self, requests: list[Request]) -> Generator[tuple[int, RequestOutput], None, None]:
-        indices = {request.request_id: index for index, request in enumerate(requests)}
-        with contextlib.closing(self._drive(requests)) as running:
-            for request in running:
-                yield indices[request.request_id], request.output()
+        return Stream(self._add(prompts, sampling_params, priority))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -152,24 +146,37 @@ class LLM(Engine):
 
     def step(self) -> list[RequestOutput]:
         """As `Engine.step`. Calls of `generate` and `stream` that are under way lose nothing."""
-        return [request.output() for request in self._advance_all()]
+        self._advance_all()
+        others, self._others = self._others, {}
+        return [request.output() for request in others.values()]
 
-    def _advance_all(self) -> list[Request]:
-        """Run a step; keep what it brings for calls under way, and return the rest."""
-        others = []
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """See `Engine.abort`. A call of `stream` that waits for the request gets what it has."""
+        output = super().abort(request_id)
+        if output is not None and request_id in self._runs:
+            run = self._runs[request_id]
+            run.arrive(run.requests[request_id])
+        return output
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs, or `step` has something to tell."""
+        return super().has_unfinished or bool(self._others)
+
+    def _advance_all(self) -> None:
+        """Run a step, and hand what it brings to the calls that wait for it, or keep it."""
         for request in self.advance():
-            if request.request_id in self._awaited:
-                self._awaited[request.request_id] = request
+            if request.request_id in self._runs:
+                self._runs[request.request_id].arrive(request)
             else:
-                others.append(request)
-        return others
+                self._others[request.request_id] = request
 
     def _add(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-    ) -> list[Request]:
+    ) -> "_Run":
         """Queue all prompts, or none of them."""
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
@@ -194,30 +201,77 @@ class LLM(Engine):
                 self.abort(request_id)
             self._num_requests = num_before
             raise
-        return [self._requests[request_id] for request_id in request_ids]
+        return _Run(self, [self._requests[request_id] for request_id in request_ids])
 
-    def _drive(self, requests: list[Request]) -> Generator[Request, None, None]:
-        """Yield a request whenever it has new tokens, until all are finished."""
-        running = {request.request_id: request for request in requests}
-        self._awaited.update(dict.fromkeys(running))
+
+class _Run:
+    """The requests of one call, each whenever it has new tokens, until all have finished."""
+
+    def __init__(self, llm: LLM, requests: list[Request]):
+        self.requests = {request.request_id: request for request in requests}
+        self._llm = llm
+        self._indices = {request.request_id: index for index, request in enumerate(requests)}
+        self._arrived: dict[str, Request] = {}
+        llm._runs.update(dict.fromkeys(self.requests, self))
+
+    def arrive(self, request: Request) -> None:
+        """Take note that a request has new tokens, or has ended."""
+        self._arrived[request.request_id] = request
+
+    def __iter__(self) -> Iterator[tuple[int, Request]]:
+        return self
+
+    def __next__(self) -> tuple[int, Request]:
+        while not self._arrived:
+            if not self.requests:
+                raise StopIteration
+            self._llm._advance_all()
+        request_id, request = next(iter(self._arrived.items()))
+        del self._arrived[request_id]
+        if request.is_finished:
+            del self.requests[request_id]
+            self._llm._runs.pop(request_id, None)
+        return self._indices[request_id], request
+
+    def close(self) -> None:
+        """End what has not finished."""
+        self._arrived.clear()
+        while self.requests:
+            request_id, _ = self.requests.popitem()
+            self._llm._runs.pop(request_id, None)
+            self._llm.abort(request_id)
+
+
+class Stream:
+    """Outputs of some requests as they come: ``(index, output)``. See `LLM.stream`.
+
+    Closing it ends the requests that have not finished, and frees their blocks; so does dropping
+    it, and leaving a ``with contextlib.closing(...)`` block.
+    """
+
+    def __init__(self, run: _Run):
+        self._run = run
+
+    def __iter__(self) -> Iterator[tuple[int, RequestOutput]]:
+        return self
+
+    def __next__(self) -> tuple[int, RequestOutput]:
         try:
-            while running:
-                arrived = [r for r in running.values() if self._awaited[r.request_id] is r]
-                if not arrived:
-                    self._advance_all()
-                for request in arrived:
-                    self._awaited[request.request_id] = None
-                    if request.is_finished:
-                        del running[request.request_id]
-                    _raise_error(request)
-                    yield request
-        finally:
-            for request in requests:
-                self._awaited.pop(request.request_id, None)
-                self.abort(request.request_id)
+            index, request = next(self._run)
+        except BaseException:
+            self.close()
+            raise
+        return index, request.output()
+
+    def close(self) -> None:
+        """End the requests that have not finished."""
+        self._run.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
-def _raise_error(request: Request) -> None:
-    for sample in request.samples:
-        if sample.finish_reason == "error":
-            raise FloatingPointError(f"LLM.generate: {sample.stop_reason}")
+def _raise_if_all_failed(outputs: list[RequestOutput]) -> None:
+    reasons = [c.stop_reason for o in outputs for c in o.outputs if c.finish_reason == "error"]
+    if reasons and len(reasons) == sum(len(output.outputs) for output in outputs):
+        raise FloatingPointError(f"LLM.generate: {reasons[0]}")

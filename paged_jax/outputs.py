@@ -54,7 +54,7 @@ class RequestOutput:
     """Everything about one request, so far.
 
     Attributes:
-      request_id: its number, as text, counted by the engine.
+      request_id: its name; where none was given, its number.
       prompt: the text; None if the request was given as token ids.
       prompt_token_ids: what the model read.
       outputs: one for each of the ``n`` samples.

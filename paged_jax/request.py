@@ -137,7 +137,7 @@ class Request:
       metrics: its times.
       priority: lower is served first.
       deadline: on the clock of the metrics; None for never.
-      root: of its digests in the prefix cache, see `paged_jax.prefix`.
+      cache_salt: it shares cached blocks only with requests that have the same.
       num_cached_tokens: of the prompt, found in the prefix cache.
       prompt_logprobs: as in `RequestOutput`; grows while the prompt is computed.
     """
@@ -153,7 +153,7 @@ class Request:
     metrics: RequestMetrics
     priority: int
     deadline: float | None
-    root: bytes
+    cache_salt: str
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 

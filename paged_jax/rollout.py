@@ -143,10 +143,10 @@ def _sampling(state: SlotSampling, **values: ArrayLike) -> SlotSampling:
     rows = {name: jnp.broadcast_to(jnp.asarray(value), (B,)) for name, value in values.items()}
     seeds = rows.pop("seed").astype(jnp.uint32)
     rows["temperature"] = jnp.where(
-        rows["temperature"] < sampling._SMALLEST_TEMPERATURE, 0.0, rows["temperature"]
+        rows["temperature"] < sampling.SMALLEST_TEMPERATURE, 0.0, rows["temperature"]
     )
     rows["top_k"] = jnp.maximum(rows["top_k"], 0)
     keys = jnp.stack([jnp.zeros_like(seeds), seeds], axis=1)
     samples = jnp.arange(B, dtype=jnp.uint32)
     rows = {name: row.astype(getattr(state, name).dtype) for name, row in rows.items()}
-    return dataclasses.replace(state, **rows, keys=jax.vmap(sampling._fold_in)(keys, samples))
+    return dataclasses.replace(state, **rows, keys=jax.vmap(sampling.fold_in)(keys, samples))

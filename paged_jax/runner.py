@@ -45,6 +45,7 @@ _SCORE_WIDTH = 128
 # would cost more than the padding.
 _PUBLISH_WIDTH = 32
 _SWAP_WIDTH = 16
+_MAX_COMPILERS = 8
 _ASSIGNMENT = "choice of tokens"
 
 
@@ -103,6 +104,7 @@ class ModelRunner:
     ):
         graphdef, weights = nnx.split(model)
         arrays, treedef = jax.tree.flatten(weights)
+        self._graphdef, self._treedef = graphdef, treedef
         # Bound to where they are (nothing is copied), as everything that comes later will be: a
         # program is compiled once for arrays that are bound to a device and once for others.
         self._weights = [jax.device_put(x, x.sharding) for x in arrays]
@@ -334,9 +336,7 @@ class ModelRunner:
         if sequence.chain is None:
             return
         C, slot = self.sizes.block_size, _slot_of(sequence)
-        # The device may have gone on after the token at which a text has stopped.
-        num_known = min(sequence.num_computed, len(sequence.token_ids))
-        for column in range(self._num_published[slot], num_known // C):
+        for column in range(self._num_published[slot], sequence.num_computed // C):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
             self._to_publish.append((slot, column, sequence.digests[column], token_ids))
             self._num_published[slot] = column + 1
@@ -349,6 +349,11 @@ class ModelRunner:
     def replace_weights(self, weights: list[jax.Array]) -> None:
         """Go on with other weights of the same shapes. Everything cached belongs to the old."""
         self._weights = weights
+
+    @property
+    def model(self) -> Llama:
+        """The model over the weights as they are now."""
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, self._weights))
 
     @property
     def weights(self) -> list[jax.Array]:
@@ -364,8 +369,10 @@ class ModelRunner:
         """
         new = [call for call in self.all_calls() if call.name not in self._compiled]
         start = time.perf_counter()
-        # Compilers leave Python's lock alone, so that threads make use of several cores.
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        # Compilers leave Python's lock alone, so that threads make use of several cores; each takes
+        # some 100 MB for a model of 30 layers.
+        num_threads = min(os.cpu_count() or 1, _MAX_COMPILERS)
+        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
             compiling = {threads.submit(self._compile, call): call for call in new}
             done = concurrent.futures.as_completed(compiling)
             for count, future in enumerate(done, 1):

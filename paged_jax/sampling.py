@@ -33,7 +33,7 @@ from paged_jax.sampling_params import SamplingParams, is_int
 
 # vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
 # denormal floats, which some backends flush to zero.
-_SMALLEST_TEMPERATURE = 1e-5
+SMALLEST_TEMPERATURE = 1e-5
 # Size of the groups in which a token is drawn, see _draw. A multiple of the vector width of every
 # backend that divides most vocabularies, which avoids a padded copy.
 _DRAW_GROUP = 128
@@ -201,7 +201,7 @@ def assign(
     bias_ids = _token_ids("logit_bias", tuple(bias), vocab_size)
     held_ids = _token_ids("stop_token_ids", held, vocab_size)
     bias_values = _to_float32(list(bias.values()))
-    is_greedy = params.temperature < _SMALLEST_TEMPERATURE
+    is_greedy = params.temperature < SMALLEST_TEMPERATURE
     row = SlotSampling(
         temperature=_row(0.0 if is_greedy else params.temperature, np.float32),
         top_k=_row(max(params.top_k, 0), np.int32),
@@ -226,7 +226,7 @@ def assign(
 def _write_row(
     state: SlotSampling, row: SlotSampling, slot: jax.Array, sample_index: jax.Array
 ) -> SlotSampling:
-    row = dataclasses.replace(row, keys=_fold_in(row.keys, sample_index))
+    row = dataclasses.replace(row, keys=fold_in(row.keys, sample_index))
     return jax.tree.map(lambda array, value: array.at[slot].set(value), state, row)
 
 
@@ -430,7 +430,7 @@ def _draw(
         top_k=jnp.where(is_drawn, state.top_k, 0),
         top_p=jnp.where(is_drawn, state.top_p, 1.0),
     )
-    return _categorical(log_weights, jax.vmap(_fold_in)(state.keys, positions))
+    return _categorical(log_weights, jax.vmap(fold_in)(state.keys, positions))
 
 
 def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
@@ -546,7 +546,7 @@ def _as_key(key_data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(key_data, impl="threefry2x32")
 
 
-def _fold_in(key_data: jax.Array, number: jax.Array) -> jax.Array:
+def fold_in(key_data: jax.Array, number: jax.Array) -> jax.Array:
     return jax.random.key_data(jax.random.fold_in(_as_key(key_data), number))
 
 

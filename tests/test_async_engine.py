@@ -117,19 +117,77 @@ def test_closing_ends_what_runs(engine) -> None:
     assert not engine.has_unfinished
 
 
-def test_a_failed_step_ends_every_task(engine, monkeypatch) -> None:
+def test_a_task_cancelled_while_it_waits_to_join_leaves_nothing(engine) -> None:
+    long = dataclasses.replace(GREEDY, max_tokens=40)
+
     async def main(engine):
-        results = await asyncio.gather(
+        for _ in range(5):
+            task = asyncio.create_task(complete(engine, PROMPTS[0], long))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert not await engine.call(lambda engine: engine.has_unfinished)
+
+    run(engine, main)
+
+
+def test_an_id_may_be_used_again(engine) -> None:
+    async def main(engine):
+        async for output in engine.generate(PROMPTS[0], GREEDY, request_id="x"):
+            if output.finished:
+                break
+        first = engine.generate(PROMPTS[0], GREEDY, request_id="x")
+        await anext(first)
+        await first.aclose()
+        return await complete(engine, PROMPTS[1], request_id="x")
+
+    assert len(run(engine, main)) == 12
+
+
+def test_a_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
+    original, calls = engine._runner.decode, []
+
+    def fail_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return original(*args, **kwargs)
+
+    async def main(engine):
+        return await asyncio.gather(*[complete(engine, prompt) for prompt in PROMPTS])
+
+    expected = run(engine, main)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "decode", fail_once)
+        assert run(engine, main) == expected
+    assert len(calls) > 2
+
+
+def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, monkeypatch) -> None:
+    async def main(engine):
+        errors = await asyncio.gather(
             *[complete(engine, prompt) for prompt in PROMPTS[:2]], return_exceptions=True
         )
-        with pytest.raises(RuntimeError, match="must be running") as raised:
+        with pytest.raises(RuntimeError, match="got one that has failed"):
             await complete(engine, PROMPTS[0])
-        assert isinstance(raised.value.__cause__, MemoryError)
-        return results
+        return errors
 
     def fail(*args, **kwargs):
         raise MemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "decode", fail)
-        assert run(engine, main) == [[], []]
+        for error in run(engine, main):
+            assert isinstance(error, RuntimeError)
+            assert isinstance(error.__cause__, MemoryError)
+
+    async def twice():
+        asynchronous = AsyncEngine(engine)
+        for _ in range(2):
+            async with asynchronous:
+                with pytest.raises(RuntimeError, match="once at a time"):
+                    await asynchronous.__aenter__()
+                assert len(await complete(asynchronous, PROMPTS[0])) == 12
+
+    asyncio.run(twice())

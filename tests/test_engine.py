@@ -259,6 +259,15 @@ def test_update_params_amid_requests_keeps_their_tokens(engine) -> None:
     assert after == tokens + complete(Engine(other, **SIZES), prompt, rest).outputs[0].token_ids
 
 
+def test_the_model_is_that_of_the_current_weights(engine) -> None:
+    other = noisy(engine.model)
+    engine.update_params(other)
+    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (engine.model, other))
+    assert all((x == y).all() for x, y in zip(ours, theirs, strict=True))
+    with pytest.raises(ValueError, match="a Llama, its nnx.state, or a list .* got dict"):
+        engine.update_params({"embed_tokens": theirs[0]})
+
+
 def test_update_params_refuses_other_shapes(engine) -> None:
     expected = complete(engine, LONG).outputs
     leaves = jax.tree.leaves(nnx.state(engine.model))
@@ -290,6 +299,79 @@ def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
             while engine.has_unfinished:
                 engine.step()
     assert list(finish(engine).values()) == list(expected.values()) and len(again) == len(requests)
+
+
+def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=3)
+    expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
+    first = engine.add_request(OTHER, params)
+    second = engine.add_request(LONG, params)
+    original, finished = engine._take, []
+
+    def fail(sequence, *args):
+        if sequence.request.request_id == second:
+            raise KeyboardInterrupt
+        original(sequence, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_take", fail)
+        with pytest.raises(KeyboardInterrupt):
+            while engine.has_unfinished:
+                finished += [o for o in engine.step() if o.finished]
+    while engine.has_unfinished:
+        finished += [o for o in engine.step() if o.finished]
+    outputs = {output.request_id: output.outputs[0].token_ids for output in finished}
+    assert len(finished) == 2 and [outputs[first], outputs[second]] == expected
+    check_empty(engine)
+
+
+def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
+    params = dataclasses.replace(SEEDED, max_tokens=20)
+    expected = complete(engine, LONG, params).outputs[0].token_ids
+    request_id = engine.add_request(LONG, params)
+    engine.step()
+    engine.step()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "decode", interrupt)
+        patch.setattr(engine._scheduler, "restart", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert finish(engine) == {request_id: expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": {"max_tokens": 4}}, "params must be SamplingParams"),
+        ({"request_id": ["a"]}, "request_id must be a text"),
+    ],
+)
+def test_types_of_arguments_are_checked(engine, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(OTHER, **options)
+    assert not engine.has_unfinished
+
+
+def test_automatic_ids_step_aside(engine) -> None:
+    assert engine.add_request(OTHER, GREEDY, request_id="1") == "1"
+    assert engine.add_request(OTHER, GREEDY) == "2"
+    finish(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
+        ({"preemption": "drop"}, "preemption must be auto, recompute, swap, got 'drop'"),
+    ],
+)
+def test_bad_options_are_refused(model, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(model, **SIZES, **options)
 
 
 def test_warmup_waits_for_nobody(engine) -> None:

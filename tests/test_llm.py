@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -327,14 +328,45 @@ def test_interruption_anywhere_releases_everything(llm, monkeypatch, owner, name
 def test_generations_may_overlap(llm) -> None:
     expected = [tokens_of(generate(llm, prompt, GREEDY)) for prompt in PROMPTS[:3]]
     params = dataclasses.replace(GREEDY, max_tokens=30)
+    unread = llm.stream(PROMPTS[1], GREEDY)
     with contextlib.closing(llm.stream(PROMPTS[3], params)) as stream:
         next(stream)
         request_id = llm.add_request(PROMPTS[2], GREEDY)
         assert tokens_of(generate(llm, PROMPTS[0], GREEDY)) == expected[0]
-        assert tokens_of(generate(llm, PROMPTS[1], GREEDY)) == expected[1]
         rest = [output for _, output in stream]
     assert tokens_of(rest[-1:]) == tokens_of(generate(llm, PROMPTS[3], params))
-    assert not llm.has_unfinished, request_id
+    # What the steps of others have brought is kept for whoever asks.
+    assert tokens_of([[*unread][-1][1]]) == expected[1]
+    told = []
+    while llm.has_unfinished:
+        told += llm.step()
+    assert [output.request_id for output in told if output.finished] == [request_id]
+    assert tokens_of(told[-1:]) == expected[2]
+
+
+def test_requests_may_be_aborted_in_a_stream(llm) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=40)
+    last = {}
+    for index, output in llm.stream(PROMPTS[:2], params):
+        last[index] = output.outputs[0]
+        if index == 0:
+            llm.abort(output.request_id)
+    assert [last[index].finish_reason for index in (0, 1)] == ["abort", "length"]
+
+
+def test_a_stream_that_is_never_read_ends_its_requests(llm) -> None:
+    llm.stream(PROMPTS, GREEDY).close()
+    assert not llm.has_unfinished
+    llm.stream(PROMPTS, GREEDY)
+    gc.collect()
+    assert not llm.has_unfinished
+
+
+def test_no_bound_on_tokens_means_what_the_pool_holds(llm) -> None:
+    small = LLM(llm.model, tokenizer=llm.tokenizer, **{**SIZES, "num_blocks": 12})
+    completion = complete(small, "ab", max_tokens=None)
+    assert completion.finish_reason == "length"
+    assert len(completion.token_ids) == 12 * 4 + 1 - len(llm.tokenizer.encode("ab"))
 
 
 # What is reported

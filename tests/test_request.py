@@ -201,7 +201,7 @@ def request(num_prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
         metrics=RequestMetrics(arrival_time=1.0),
         priority=0,
         deadline=None,
-        root=b"",
+        cache_salt="",
     )
 
 
