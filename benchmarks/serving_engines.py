@@ -144,6 +144,6 @@ def _numbers(stats: Any) -> dict[str, float]:
         field.name: value
         for field in dataclasses.fields(stats)
         if isinstance(value := getattr(stats, field.name), int | float)
-        # Of the first request that the engine ever had.
-        and field.name != "first_token_seconds"
+        # Of the first request that the engine ever had; and a ratio, which has no differences.
+        and field.name not in ("first_token_seconds", "sharing")
     }

@@ -201,6 +201,38 @@ def _write_rows(rows, values, slot):
     return jax.tree.map(lambda array, value: array.at[slot].set(value), rows, values)
 
 
+def fork(
+    state: DecodeState, parents: jax.Array, sample_indices: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Make empty slots into copies of running ones, to go on from there in other ways.
+
+    For tree search: blocks are shared until one of them writes, see `paged_jax.blocks.fork`. Pure;
+    donate the state.
+
+    Args:
+      state: the state.
+      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
+      sample_indices: i32[S], of the random draws of the children, by which they differ from their
+        parents and from each other. (Greedy ones do not differ.)
+
+    Returns:
+      `(state, ok)`. Where `ok`, bool[], is False the state is unchanged.
+
+    Raises:
+      ValueError: `parents` or `sample_indices` is not i32[S].
+    """
+    bind("fork", parents=(parents, "S"), sample_indices=(sample_indices, "S"))
+    cache, ok = paged_cache.fork(state.cache, parents)
+    is_child = ok & (parents >= 0)
+    source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
+    rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
+    rows = jax.tree.map(lambda x: x[source], rows)
+    keys = jax.vmap(sampling.fold_in)(rows[0].keys, sample_indices)
+    keys = jnp.where(is_child[:, None], keys, rows[0].keys)
+    drawn = dataclasses.replace(rows[0], keys=keys)
+    return DecodeState(cache, drawn, *rows[1:]), ok
+
+
 def decode_steps(
     model: Llama,
     state: DecodeState,

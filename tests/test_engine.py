@@ -384,7 +384,10 @@ def test_warmup_waits_for_nobody(engine) -> None:
 # The type of the cache
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["int8", *(pytest.param(t, marks=pytest.mark.slow) for t in ("bfloat16", "float16", "fp8"))],
+)
 def test_narrow_caches_change_log_probabilities_a_little(model, engine, kv_dtype) -> None:
     narrow = Engine(model, **SIZES, kv_dtype=kv_dtype)
     itemsize = {"bfloat16": 2, "float16": 2}.get(kv_dtype, 1)

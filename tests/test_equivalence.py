@@ -80,9 +80,9 @@ QUICK = {
         happens=(PREEMPTED, "num_recomputed_tokens"),
     ),
     "swapped": Variant({"preemption": "swap"}, happens=(SWAPPED, CACHED)),
-    "everything but guesses": EVERYTHING,
 }
 SLOW = {
+    "everything but guesses": EVERYTHING,
     "room for all": Variant({"num_blocks": 64, "enable_prefix_caching": False}),
     "room for all and cached": Variant({"num_blocks": 64}, num_rounds=2, happens=(CACHED,)),
     "chunks of 5": Variant({"max_chunk": 5}),

@@ -111,7 +111,7 @@ def test_tokens_do_not_depend_on_batch_mates_or_order(llm, params) -> None:
 @pytest.mark.parametrize(
     ("block_size", "max_num_seqs", "max_chunk"),
     [
-        (16, 2, 5),
+        pytest.param(16, 2, 5, marks=pytest.mark.slow),
         pytest.param(1, 4, 512, marks=pytest.mark.slow),
         pytest.param(8, 5, 7, marks=pytest.mark.slow),
     ],
@@ -537,6 +537,7 @@ def test_more_requests_than_slots_and_blocks_all_finish(llm) -> None:
     assert tokens_of(finished[index] for index in range(len(prompts))) == alone
 
 
+@pytest.mark.slow
 def test_a_request_may_use_the_whole_pool(llm) -> None:
     # 20 blocks of 4: the last token is never written.
     llm = LLM(llm.model, tokenizer=llm.tokenizer, **{**SIZES, "num_blocks": 12})
