@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # Tests are run by as many processes as there are cores; a few, since each of them holds about 2 GB.
-PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+# Whole files, because the tests of a file share compiled programs.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 # The compilers for GPU and TPU live apart: beside them plain `import jax` looks for the devices.
 AOT_VENV ?= .venv-aot

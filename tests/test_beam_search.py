@@ -137,7 +137,9 @@ def test_beams_are_those_of_the_plain_forward(llm, log_softmax, width) -> None:
         assert {s.stop_reason for s in sequences} == {None}
 
 
-@pytest.mark.parametrize("penalty", [-2.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize(
+    "penalty", [1.0, *(pytest.param(p, marks=pytest.mark.slow) for p in (-2.0, 0.0, 2.0))]
+)
 def test_sequences_complete_and_are_ranked_by_length(ending_llm, log_softmax, penalty) -> None:
     num_steps, num_complete = ending_llm.stats.num_steps, 0
     for prompt in PROMPTS:
@@ -324,7 +326,16 @@ def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
 # When something fails
 
 
-@pytest.mark.parametrize("name", ["attach", "prefill", "beam", "publish", "release"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "beam",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("attach", "prefill", "publish", "release")
+        ),
+    ],
+)
 def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
     first = search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
     for is_after in (False, True):

@@ -74,14 +74,12 @@ def _everything(happens: tuple[str, ...], **options: Any) -> Variant:
     )
 
 
-QUICK = {
+VARIANTS = {
     "recomputed": Variant(
         {"preemption": "recompute", "enable_prefix_caching": False},
         happens=(PREEMPTED, "num_recomputed_tokens"),
     ),
     "swapped": Variant({"preemption": "swap"}, happens=(SWAPPED, CACHED)),
-}
-SLOW = {
     "everything but guesses": EVERYTHING,
     "room for all": Variant({"num_blocks": 64, "enable_prefix_caching": False}),
     "room for all and cached": Variant({"num_blocks": 64}, num_rounds=2, happens=(CACHED,)),
@@ -207,12 +205,10 @@ def expected(plain, jobs) -> dict[str, RequestOutput]:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    [
-        *(pytest.param(variant, id=name) for name, variant in QUICK.items()),
-        *(pytest.param(v, id=name, marks=pytest.mark.slow) for name, v in SLOW.items()),
-    ],
+    [pytest.param(variant, id=name) for name, variant in VARIANTS.items()],
 )
 def test_outputs_do_not_depend_on(model, tokenizer, jobs, expected, variant: Variant) -> None:
     engine = Engine(model, tokenizer=tokenizer, **{**USUAL, **variant.options})

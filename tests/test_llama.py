@@ -75,7 +75,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    "scan_layers",
+    [
+        pytest.param(False, id="unrolled"),
+        pytest.param(True, id="scanned", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_prefill_and_decode_match_the_plain_forward(variant, scan_layers) -> None:
     config = dataclasses.replace(CONFIG, **variant)

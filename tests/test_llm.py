@@ -100,7 +100,10 @@ def test_greedy_tokens_are_those_of_transformers(data_dir, block_size, max_num_s
 # What tokens depend on
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(SEEDED, id="seeded")],
+)
 def test_tokens_do_not_depend_on_batch_mates_or_order(llm, params) -> None:
     alone = [tokens_of(generate(llm, prompt, params))[0] for prompt in PROMPTS]
     assert tokens_of(generate(llm, PROMPTS, params)) == alone

@@ -92,6 +92,7 @@ def lowers_to_kernel(function: Callable[..., Any], shapes: Any, platform: str) -
     return KERNEL[platform] in lower(function, *shapes, platform=platform).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "case"), supported(one_change_each))
 def test_op_lowers(platform, case) -> None:
     assert lowers_to_kernel(case.function(), case.shapes(), platform)

@@ -135,6 +135,7 @@ def search(model: Llama, requests: Requests) -> memory_sharing.Beams:
     return memory_sharing.search_beams(model, PROMPTS, num_prompt, num_output, **sizes)
 
 
+@pytest.mark.slow
 def test_search_finds_the_beams_of_the_plain_forward(model) -> None:
     beams = search(model, REQUESTS)
     assert beams.ok
@@ -295,6 +296,7 @@ def test_tables_have_columns_of_the_width_of_their_heads() -> None:
         assert len(lines[0]) == len(lines[1])
 
 
+@pytest.mark.slow
 def test_main_prints_and_saves(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(memory, "load_model", lambda: None)
     monkeypatch.setattr(memory, "run", lambda sizes, model, seed: RECORDS | {"seed": seed})

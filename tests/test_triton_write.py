@@ -22,6 +22,7 @@ def lowered(case: Case) -> str:
     return lower(case.function(), *case.shapes(), platform="cuda", donate_argnums=0).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [8, 80, 96, 128, 256])
 @pytest.mark.parametrize(("dtype", "pool_dtype"), list(itertools.product(NEW_DTYPES, POOL_DTYPES)))
 def test_write_lowers_to_one_kernel(D, dtype, pool_dtype):
