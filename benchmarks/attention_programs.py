@@ -176,7 +176,7 @@ def torch_on_gpu() -> Any:
       PeerUnavailable: it is not installed, or has no GPU.
     """
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise PeerUnavailable("torch is not installed") from error
     if not torch.cuda.is_available():
