@@ -33,7 +33,7 @@ from paged_jax.engine import Engine
 from paged_jax.inputs import Prompt
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.request import Request
-from paged_jax.runner import ModelRunner
+from paged_jax.runner import ModelRunner, slot_of
 from paged_jax.sampling_params import SamplingParams, is_int
 from paged_jax.sequence import Sequence as SlotUser
 
@@ -376,7 +376,7 @@ class _Batch:
         """Feed the last token of every beam, and choose among the tokens that may come next."""
         rows = []
         for search in self._running:
-            slots = [_slot_of(user) for user in search.slot_users]
+            slots = [slot_of(user) for user in search.slot_users]
             for slot, beam in zip(slots, search.beams, strict=False):
                 rows.append((slots[beam.parent], slot, search.last_token(beam)))
         num_rows = self._width * len(self._running)
@@ -392,27 +392,18 @@ class _Batch:
     def _note_blocks(self) -> None:
         """Count blocks that are held, and that would be if beams shared none, as a step does."""
         engine = self._engine
-        num_held = engine.num_blocks - self._runner.num_free
         num_unshared = sum(
             len(search.beams) * num_blocks_needed(search.num_cached, engine.block_size)
             for search in self._running
         )
-        statistics = engine._stats
-        statistics.num_steps += 1
-        statistics.peak_num_blocks = max(statistics.peak_num_blocks, num_held)
-        engine._num_saved += num_unshared - num_held
-        engine._num_unshared += num_unshared
+        engine._stats.num_steps += 1
+        engine._count_blocks(num_unshared)
 
     def _release(self, search: _Search) -> None:
         for user in search.slot_users:
             self._runner.release(user)
-            self._free_slots.append(_slot_of(user))
+            self._free_slots.append(slot_of(user))
         self._running.remove(search)
-
-
-def _slot_of(user: SlotUser) -> int:
-    assert user.slot is not None
-    return user.slot
 
 
 def _require(is_ok: bool, name: str, rule: str, value: object) -> None:

@@ -430,8 +430,7 @@ class _Rows:
             ok=ok,
         )
         if num_top:
-            chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)
-            ranks = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=1)
+            ranks = sampling.ranks(logits, ids)
             top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
             tokens = tokens._replace(
                 ranks=done.ranks.at[i].set(jnp.where(active, ranks, 0)),

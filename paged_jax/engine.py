@@ -609,13 +609,15 @@ class Engine:
         return self.tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
 
     def _note_blocks(self, plan: Plan, tokens: StepTokens | None) -> None:
-        """Count the blocks that are held, and those that would be if none were shared."""
-        num_held = self.num_blocks - self._runner.num_free
         lengths = {sequence: sequence.num_computed for sequence in self._scheduler.residents}
         if tokens is not None:
             for sequence, num_new in zip(plan.decodes, tokens.num_new, strict=False):
                 lengths[sequence] += int(num_new)
-        num_unshared = sum(num_blocks_needed(n, self.block_size) for n in lengths.values())
+        self._count_blocks(sum(num_blocks_needed(n, self.block_size) for n in lengths.values()))
+
+    def _count_blocks(self, num_unshared: int) -> None:
+        """Count the blocks that are held, and those that would be if none were shared."""
+        num_held = self.num_blocks - self._runner.num_free
         self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_held)
         self._num_saved += num_unshared - num_held
         self._num_unshared += num_unshared

@@ -182,7 +182,7 @@ class ModelRunner:
         digests, token_ids = np.zeros((M, 8), np.uint32), np.zeros((M, C), np.int32)
         digests[:count] = digest_words(found)
         token_ids[:count] = np.reshape(sequence.token_ids[: count * C], (count, C))
-        slot = _slot_of(sequence)
+        slot = slot_of(sequence)
         call = self._attach(np.int32(slot), digests, token_ids, np.int32(count))
         num_found = int(self._run(call))
         self._num_published[slot] = num_found
@@ -191,7 +191,7 @@ class ModelRunner:
     def release(self, sequence: Sequence) -> None:
         """Give the blocks of the sequence's slot back; full ones stay cached until reused."""
         self.publish(sequence)
-        slot = _slot_of(sequence)
+        slot = slot_of(sequence)
         self._to_release.append(slot)
         self._owners[slot] = None
         self._num_published[slot] = 0
@@ -199,7 +199,7 @@ class ModelRunner:
 
     def swap_out(self, sequence: Sequence) -> None:
         """Copy the blocks of the sequence to the host, and release them."""
-        slot = np.int32(_slot_of(sequence))
+        slot = np.int32(slot_of(sequence))
         with self._swapping(sequence):
             sequence.host_blocks = [
                 jax.device_get(self._run(self._read_blocks(slot, first)))
@@ -209,7 +209,7 @@ class ModelRunner:
 
     def swap_in(self, sequence: Sequence) -> None:
         """Bring the blocks of the sequence back into its slot."""
-        slot = np.int32(_slot_of(sequence))
+        slot = np.int32(slot_of(sequence))
         num_tokens = np.zeros(self.sizes.num_slots, np.int32)
         num_tokens[slot] = sequence.num_computed
         with self._swapping(sequence):
@@ -246,14 +246,15 @@ class ModelRunner:
             slots, num_tokens = _no_slots(num_rows), np.zeros(num_rows, np.int32)
             for row, index in enumerate(indices):
                 sequence, count = chunks[index]
-                token_ids[row, :count] = sequence.token_ids[sequence.num_computed :][:count]
-                slots[row], num_tokens[row] = _slot_of(sequence), count
+                start = sequence.num_computed
+                token_ids[row, :count] = sequence.token_ids[start : start + count]
+                slots[row], num_tokens[row] = slot_of(sequence), count
             _check(self._run(self._prefill(token_ids, slots, num_tokens)))
 
     def score(self, sequence: Sequence, count: int) -> steps.Scores:
         """As `prefill` of one sequence, and how probable each of the following tokens was."""
         width, end = self._score_width, sequence.num_computed + count
-        slots, parts = np.array([_slot_of(sequence)], np.int32), []
+        slots, parts = np.array([slot_of(sequence)], np.int32), []
         for start in range(sequence.num_computed, end, width):
             size = min(width, end - start)
             token_ids, targets = np.zeros((1, width), np.int32), np.zeros(width, np.int32)
@@ -272,8 +273,8 @@ class ModelRunner:
         parents = _no_slots(self.sizes.num_slots)
         for parent, children in forks:
             for child in children:
-                parents[_slot_of(child)] = _slot_of(parent)
-                self._num_published[_slot_of(child)] = self._num_published[_slot_of(parent)]
+                parents[slot_of(child)] = slot_of(parent)
+                self._num_published[slot_of(child)] = self._num_published[slot_of(parent)]
         _check(self._run(self._fork(parents)))
 
     def decode(
@@ -324,18 +325,18 @@ class ModelRunner:
     def _decode_slots(self, sequences: Rows[Sequence], with_top: bool) -> np.ndarray:
         """The slots of the sequences, padded with -1, and told to the device where it is new."""
         for sequence in sequences:
-            if self._owners[_slot_of(sequence)] is not sequence:
+            if self._owners[slot_of(sequence)] is not sequence:
                 self._assign(sequence)
         size = row_bucket(len(sequences), self.sizes.num_slots, with_top)
         slots = _no_slots(size)
-        slots[: len(sequences)] = [_slot_of(sequence) for sequence in sequences]
+        slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots
 
     def publish(self, sequence: Sequence) -> None:
         """Let other sequences find the full blocks of this one."""
         if sequence.chain is None:
             return
-        C, slot = self.sizes.block_size, _slot_of(sequence)
+        C, slot = self.sizes.block_size, slot_of(sequence)
         for column in range(self._num_published[slot], sequence.num_computed // C):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
             self._to_publish.append((slot, column, sequence.digests[column], token_ids))
@@ -527,7 +528,7 @@ class ModelRunner:
 
     def _assign(self, sequence: Sequence) -> None:
         """Tell the device how the sequence that has this slot now is drawn."""
-        draw, slot, state = self._draw_of(sequence), _slot_of(sequence), self.state
+        draw, slot, state = self._draw_of(sequence), slot_of(sequence), self.state
         with self._compiling(_ASSIGNMENT):
             self._state = decoding.assign(
                 state,
@@ -636,7 +637,8 @@ def _no_slots(count: int) -> np.ndarray:
     return np.full(count, -1, np.int32)
 
 
-def _slot_of(sequence: Sequence) -> int:
+def slot_of(sequence: Sequence) -> int:
+    """The slot of a resident sequence."""
     assert sequence.slot is not None
     return sequence.slot
 

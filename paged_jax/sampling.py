@@ -369,6 +369,20 @@ def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values - jax.nn.logsumexp(logits, axis=-1, keepdims=True), ids
 
 
+def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """The rank of one token of each row, i32[S]; 1 is the most probable.
+
+    Args:
+      logits: [S, V], as they came from the model.
+      token_ids: i32[S].
+
+    Example:
+      >>> ranks(jnp.array([[0.2, 0.7, 0.1]]), jnp.array([0])).tolist()
+      [2]
+    """
+    return 1 + _count(logits > _at(logits, token_ids)[:, None])
+
+
 def _edit(
     logits: jax.Array, state: SlotSampling, positions: jax.Array, active: jax.Array
 ) -> jax.Array:

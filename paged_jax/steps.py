@@ -169,7 +169,7 @@ def _score(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
     top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
     return Scores(
         logprobs=chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1),
-        ranks=1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=1),
+        ranks=sampling.ranks(logits, targets),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
