@@ -12,6 +12,7 @@ from paged_jax.blocks import BlockPool, BlockTables
 from paged_jax.cache import PagedCache
 from paged_jax.engine import Engine, EngineStats
 from paged_jax.kernels import (
+    cascade_attention,
     copy_blocks,
     merge_attention,
     paged_attention,
@@ -48,6 +49,7 @@ __all__ = [
     "Rollout",
     "SamplingParams",
     "Tokenizer",
+    "cascade_attention",
     "copy_blocks",
     "merge_attention",
     "paged_attention",

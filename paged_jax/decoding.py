@@ -242,6 +242,7 @@ def decode_steps(
     *,
     max_steps: int,
     num_top: int = 0,
+    cascade: bool = False,
     backend: str | None = None,
 ) -> tuple[StepTokens, DecodeState]:
     """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
@@ -260,6 +261,7 @@ def decode_steps(
       max_steps: N, the size of the result (static).
       num_top: how many of the most probable tokens to report, with the ranks of the drawn ones
         (static); 0 reports neither.
+      cascade: whether blocks that all rows begin with are read once, see `Llama.decode` (static).
       backend: of the attention, see `paged_attention`.
 
     Returns:
@@ -305,7 +307,9 @@ def decode_steps(
         # The barrier ties the weights to this step. Else XLA moves what it does to them out of the
         # loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
         weights, running = lax.optimization_barrier((model, running))
-        logits, cache, ok = weights.decode(cache, rows.token_ids, running, backend=backend)
+        logits, cache, ok = weights.decode(
+            cache, rows.token_ids, running, cascade=cascade, backend=backend
+        )
         positions = cache.lengths.at[_drop(slots, cache)].get(mode="fill", fill_value=0)
         return cache, rows.draw(logits, positions, rows.is_running & ok, ok, num_top)
 

@@ -136,6 +136,8 @@ class Engine:
       swap_space: host memory for that, in GiB.
       num_speculative_tokens: most tokens that are guessed from earlier text and verified in one
         pass; 0 guesses none. Outputs are the same.
+      cascade_attention: whether decoding reads blocks that all running sequences begin with once
+        for all of them; by default on CPUs, for models without a sliding window.
       seed: of requests that bring none.
       backend: of the attention, see `paged_attention`.
       sharding: where the weights go, see `Llama.from_pretrained`.
@@ -171,6 +173,7 @@ class Engine:
         preemption: Preemption = "auto",
         swap_space: float = 4.0,
         num_speculative_tokens: int = 0,
+        cascade_attention: bool | None = None,
         seed: int = 0,
         backend: str | None = None,
         sharding: Any = None,
@@ -249,6 +252,7 @@ class Engine:
             ),
             cache_dtype=self._cache_dtype,
             pool_head_dim=self._pool_head_dim,
+            cascade=self._choose_cascade(cascade_attention),
             backend=backend,
             eos_token_ids=self._eos_token_ids,
             draw_of=_draw_of,
@@ -788,6 +792,16 @@ class Engine:
             return KV_DTYPES[kv_dtype]
         # On CPU, XLA scatters into a bfloat16 pool through a float32 copy of all of it.
         return jnp.float32 if self._device.platform == "cpu" else weights_dtype
+
+    def _choose_cascade(self, cascade_attention: bool | None) -> bool:
+        has_window = self.config.sliding_window is not None
+        if cascade_attention and has_window:
+            raise ValueError(
+                "Engine: cascade_attention must be False for a model with a sliding window."
+            )
+        if cascade_attention is None:
+            return self._device.platform == "cpu" and not has_window
+        return cascade_attention
 
     def _default_num_blocks(self) -> int:
         """Enough for all slots at full length, if memory allows."""

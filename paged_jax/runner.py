@@ -84,6 +84,7 @@ class ModelRunner:
       sizes: of the programs.
       cache_dtype: of K and V.
       pool_head_dim: D of the pools, see `kernels.padded_head_dim`.
+      cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: of the attention.
       eos_token_ids: the model's end tokens.
       draw_of: how the tokens of a sequence are drawn.
@@ -97,6 +98,7 @@ class ModelRunner:
         *,
         cache_dtype: DTypeLike,
         pool_head_dim: int,
+        cascade: bool,
         backend: str | None,
         eos_token_ids: frozenset[int],
         draw_of: Callable[[Sequence], Draw],
@@ -108,7 +110,7 @@ class ModelRunner:
         # Bound to where they are (nothing is copied), as everything that comes later will be: a
         # program is compiled once for arrays that are bound to a device and once for others.
         self._weights = [jax.device_put(x, x.sharding) for x in arrays]
-        self._programs = steps.programs(graphdef, treedef, backend)
+        self._programs = steps.programs(graphdef, treedef, cascade, backend)
         self._device = next(iter(self._weights[0].devices()))
         self._config = model.config
         self._cache_dtype = cache_dtype

@@ -77,11 +77,12 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def programs(graphdef: Any, treedef: Any, backend: str | None) -> Programs:
+def programs(graphdef: Any, treedef: Any, cascade: bool, backend: str | None) -> Programs:
     """Build the steps of a model; each is compiled at its first call with a shape.
 
     Args:
       graphdef, treedef: the structure of a `Llama`: of its module, and of its weights.
+      cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: of the attention, see `paged_attention`.
     """
 
@@ -104,7 +105,7 @@ def programs(graphdef: Any, treedef: Any, backend: str | None) -> Programs:
     def decode(weights, state, slots, num_steps, leave_on_stop, *, max_steps, num_top):
         tokens, state = decoding.decode_steps(
             model(weights), state, slots, num_steps, leave_on_stop,
-            max_steps=max_steps, num_top=num_top, backend=backend,
+            max_steps=max_steps, num_top=num_top, cascade=cascade, backend=backend,
         )  # fmt: skip
         return state, tokens
 
@@ -116,7 +117,9 @@ def programs(graphdef: Any, treedef: Any, backend: str | None) -> Programs:
 
     def beam(weights, state, parents, token_ids, slots, *, num_top):
         cache, are_slots = paged_cache.reorder(state.cache, parents)
-        logits, cache, ok = model(weights).decode(cache, token_ids, slots, backend=backend)
+        logits, cache, ok = model(weights).decode(
+            cache, token_ids, slots, cascade=cascade, backend=backend
+        )
         top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
         num_free = cache.tables.pool.num_free
         tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots)

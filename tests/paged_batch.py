@@ -79,6 +79,19 @@ class PagedBatch:
             lengths=self.lengths[rows],
         )
 
+    def sharing(self, num_blocks: int) -> "PagedBatch":
+        """All sequences that are not empty begin with these blocks of the longest one."""
+        tables, n = self.block_tables.copy(), num_blocks * self.pools.k.shape[3]
+        first = int(np.argmax(self.lengths))
+        used = np.flatnonzero(self.lengths)
+        assert self.lengths[used].min(initial=n) >= n, "a shared block must be full"
+        tables[used, :num_blocks] = tables[first, :num_blocks]
+        k, v = (
+            [np.concatenate([values[first][:n], x[n:]]) if len(x) else x for x in values]
+            for values in (self.k, self.v)
+        )
+        return dataclasses.replace(self, k=k, v=v, block_tables=tables)
+
     def decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
         """Run `paged_attention`, ``(out, lse)``."""
         out, lse = paged_attention(

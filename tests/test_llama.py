@@ -192,7 +192,7 @@ def test_decode_copies_on_write_after_a_fork() -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("step", ["decode", "prefill"])
+@pytest.mark.parametrize("step", ["decode", "cascade", "prefill"])
 def test_step_copies_no_pool(step, scan_layers) -> None:
     """Temporary memory stays far below one pool, and both pools are updated in place."""
     model = build(scan_layers=scan_layers)
@@ -201,8 +201,8 @@ def test_step_copies_no_pool(step, scan_layers) -> None:
 
     def run(state, cache, ids, slots):
         model = nnx.merge(graphdef, state)
-        if step == "decode":
-            return model.decode(cache, ids[:, 0], slots)
+        if step != "prefill":
+            return model.decode(cache, ids[:, 0], slots, cascade=step == "cascade")
         return model.prefill(cache, ids, slots, jnp.full_like(slots, 16))
 
     compiled = (

@@ -4,6 +4,7 @@ And what puts them there: writes of new tokens, and copies of blocks.
 """
 
 from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
+from paged_jax.kernels.cascade import cascade_attention, num_shared_blocks
 from paged_jax.kernels.dispatch import (
     BACKENDS,
     check_backend_runs_on,
@@ -17,10 +18,12 @@ from paged_jax.kernels.writing import copy_blocks, paged_write
 __all__ = [
     "BACKENDS",
     "Pools",
+    "cascade_attention",
     "check_backend_runs_on",
     "choose_backend",
     "copy_blocks",
     "merge_attention",
+    "num_shared_blocks",
     "padded_head_dim",
     "paged_attention",
     "paged_prefill_attention",

@@ -1,6 +1,7 @@
 """The Llama family as one Flax module: a plain forward, prefill and decode over a paged cache."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from jax import lax
 
 from paged_jax import cache as paged_cache
 from paged_jax.cache import PagedCache
-from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention, paged_write
+from paged_jax.kernels import (
+    Pools,
+    cascade_attention,
+    num_shared_blocks,
+    paged_attention,
+    paged_prefill_attention,
+    paged_write,
+)
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.rope import inverse_frequencies, rotate, rotations
@@ -278,6 +286,7 @@ class Llama(nnx.Module):
         token_ids: jax.Array,
         slots: jax.Array,
         *,
+        cascade: bool = False,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """Append one token to each of some slots and score what follows it.
@@ -290,11 +299,16 @@ class Llama(nnx.Module):
           cache: the cache.
           token_ids: i32 ``[B]``.
           slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
+          cascade: whether blocks that all slots begin with are read once for all of them, see
+            `cascade_attention` (static).
           backend: of the attention, see `paged_attention`.
 
         Returns:
           float32 logits ``[B, V]`` (of no meaning in rows left out), the new cache, and ``ok``,
           bool ``[]``.
+
+        Raises:
+          ValueError: the model has a sliding window, with which there is no `cascade`.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -308,11 +322,19 @@ class Llama(nnx.Module):
           >>> logits.shape, bool(ok), cache.lengths.tolist()
           ((2, 32), True, [1, 1])
         """
+        if cascade and self.config.sliding_window is not None:
+            raise ValueError("Llama.decode: cascade must be False with a sliding window.")
         cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1)
+        if cascade:
+            num_shared = num_shared_blocks(rows.block_tables, rows.lengths, cache.block_size)
+            attention = functools.partial(cascade_attention, num_shared=num_shared)
+        else:
+            window = self.config.sliding_window
+            attention = functools.partial(paged_attention, sliding_window=window)
 
         def attend(layer, q, k, v, pools):
             pools = rows.write(pools, k, v, layer)
-            out = paged_attention(
+            out = attention(
                 q,
                 pools.k,
                 pools.v,
@@ -321,7 +343,6 @@ class Llama(nnx.Module):
                 layer=layer,
                 k_scale=pools.k_scale,
                 v_scale=pools.v_scale,
-                sliding_window=self.config.sliding_window,
                 backend=backend,
             )
             return out, pools
