@@ -243,9 +243,9 @@ def test_copy_blocks_any_shape(backend, K, C, D):
     assert_same_bits(copied, expected)
 
 
-def abstract_pools(dtype) -> Pools:
+def abstract_pools(dtype, K: int = 4) -> Pools:
     """The shapes of larger pools; compiling for them takes no memory."""
-    pool = jax.ShapeDtypeStruct((4, 4096, 4, 16, 64), dtype)
+    pool = jax.ShapeDtypeStruct((4, 4096, K, 16, 64), dtype)
     scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
     return Pools(pool, pool, scale, scale)
 
@@ -264,12 +264,14 @@ def nbytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.int8])
-def test_donated_pools_are_updated_in_place(dtype):
-    pools = abstract_pools(dtype)
+def test_donated_pools_are_updated_in_place(dtype, K):
+    pools = abstract_pools(dtype, K)
+    new = jax.ShapeDtypeStruct((16, K, 64), jnp.float32)
     write = jax.jit(functools.partial(write_layers, num_layers=4), donate_argnums=0)
     for lowered in (
-        write.lower(pools, NEW, NEW, PLACES, PLACES),
+        write.lower(pools, new, new, PLACES, PLACES),
         jax.jit(run_copy, donate_argnums=0).lower(pools, PLACES, PLACES),
     ):
         memory = lowered.compile().memory_analysis()

@@ -39,7 +39,7 @@ def write(
     def put(pool: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(pool.dtype).reshape(-1, new.shape[-1])
         new = jnp.pad(new, ((0, 0), (0, pool.shape[-1] - new.shape[-1])))
-        return set_rows(_as_rows(pool), index, new).reshape(pool.shape)
+        return _set_pool_rows(pool, index, new)
 
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
         # Flat, as the pools are, these would be laid out anew on TPU, where P is their fastest
@@ -78,19 +78,37 @@ def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: O
 
     def copy(i: jax.Array, state: Pools) -> Pools:
         source, target = sources[order[i]], targets[order[i]]
-        k, v = (set_rows(x, rows_of(target), x[rows_of(source)]) for x in (state.k, state.v))
+        k, v = (
+            _set_pool_rows(pool, rows_of(target), _as_rows(pool)[rows_of(source)])
+            for pool in (state.k, state.v)
+        )
         scales = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), state[2:])
         return Pools(k, v, *scales)
 
     num_copies = jnp.sum(is_copy, dtype=jnp.int32)
-    state = pools._replace(k=_as_rows(pools.k), v=_as_rows(pools.v))
-    state = lax.fori_loop(jnp.int32(0), num_copies, copy, state)
-    return state._replace(k=state.k.reshape(pools.k.shape), v=state.v.reshape(pools.v.shape))
+    return lax.fori_loop(jnp.int32(0), num_copies, copy, pools)
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
     """A pool ``[L, P, K, C, D]`` as ``[L * P * K * C, D]``."""
     return pool.reshape(-1, pool.shape[-1])
+
+
+def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+    """`set_rows` of the pool seen as rows."""
+
+    def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+        return set_rows(_as_rows(pool), index, new).reshape(pool.shape)
+
+    def whole(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+        P, _, C, _ = pool.shape[1:]
+        place = index // (P * C), index // C % P, jnp.zeros_like(index), index % C
+        return set_rows(pool, place, new)
+
+    if pool.shape[2] > 1:
+        return flat(pool, index, new)
+    # Of a single KV head, XLA's CPU backend lays the rows out anew as a pool, which copies them.
+    return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 
 def _token_rows(
@@ -119,8 +137,12 @@ BITS = {
 }
 
 
+# Where rows go: one index of the first axis, or one of each of the leading axes.
+_Index = jax.Array | tuple[jax.Array, ...]
+
+
 @jax.custom_jvp
-def set_rows(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """Scatter `new` [N, ...] to `rows` at distinct `index` i32[N]; those past the end are dropped.
 
     XLA's CPU backend computes a bfloat16 scatter (or dynamic_update_slice) in float32, converting
@@ -135,11 +157,11 @@ def set_rows(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
 
 
-def _set_rows_as_is(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+def _set_rows_as_is(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     return rows.at[index].set(new, mode="drop", unique_indices=True)
 
 
-def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+def _set_rows_as_bits(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     dtype = BITS[rows.dtype]
     bits = lax.bitcast_convert_type(rows, dtype)
     bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, dtype))
