@@ -23,7 +23,15 @@ from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged_jax.outputs import (
+    CompletionOutput,
+    Explanation,
+    Logprob,
+    PreemptionNote,
+    RequestMetrics,
+    RequestOutput,
+    Wait,
+)
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.sampling_params import SamplingParams
 
@@ -40,15 +48,18 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineStats",
+    "Explanation",
     "Llama",
     "LlamaConfig",
     "Logprob",
     "PagedCache",
+    "PreemptionNote",
     "RequestMetrics",
     "RequestOutput",
     "Rollout",
     "SamplingParams",
     "Tokenizer",
+    "Wait",
     "cascade_attention",
     "copy_blocks",
     "merge_attention",

@@ -6,10 +6,11 @@ given outputs through queues of their own event loops.
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from paged_jax.engine import Engine
@@ -20,12 +21,17 @@ from paged_jax.sampling_params import SamplingParams
 # A step that fails may have lacked memory for a moment.
 _MAX_ATTEMPTS = 3
 
+_logger = logging.getLogger(__name__)
+
 
 class AsyncEngine:
     """Runs an `Engine` in the background. Use it in an ``async with`` statement.
 
     Args:
       engine: which nobody else uses from now on.
+      on_step: called as ``on_step(engine, outputs)`` in the engine's thread, after each step with
+        what the step brought, and after each abort with what the request had. Tasks get these
+        outputs afterwards. The first exception in it is logged, later ones are ignored.
 
     Example:
       >>> async def main():
@@ -39,8 +45,15 @@ class AsyncEngine:
       (True, 4)
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[Engine, list[RequestOutput]], None] | None = None,
+    ):
         self._engine = engine
+        self._on_step = on_step
+        self._is_on_step_reported = False
         # What the thread shall do next; None asks it to stop.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
@@ -72,7 +85,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Complete a prompt: yield what there is whenever there is more, the last one finished.
 
         A task that is cancelled, or that leaves the iteration, ends its request and frees its
@@ -81,7 +94,7 @@ class AsyncEngine:
         Args:
           prompt: a text or a dict, as for `Engine.add_request`.
           sampling_params: how tokens are chosen; by default as the model's authors recommend.
-          **options: request_id, priority, timeout, as for `Engine.add_request`.
+          **options: request_id, priority, timeout, explain, as for `Engine.add_request`.
 
         Raises:
           ValueError: as `Engine.add_request`.
@@ -98,6 +111,11 @@ class AsyncEngine:
             if not stream.is_done:  # nobody waits here: a cancelled task must not
                 with contextlib.suppress(RuntimeError):
                     self._leave(_Command(self._end, (stream,)))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread before it was closed."""
+        return self._failure
 
     async def abort(self, request_id: str) -> None:
         """End a request where it stands; whoever iterates over it gets what there is."""
@@ -153,8 +171,20 @@ class AsyncEngine:
             except Exception:
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
+        self._tell(outputs)
         for output in outputs:
             self._deliver(output)
+
+    def _tell(self, outputs: list[RequestOutput]) -> None:
+        """Let `on_step` know. Its mistakes are not the requests': they must go on."""
+        if self._on_step is None:
+            return
+        try:
+            self._on_step(self._engine, outputs)
+        except Exception:
+            if not self._is_on_step_reported:
+                _logger.exception("AsyncEngine: on_step failed. This is reported only once.")
+            self._is_on_step_reported = True
 
     def _obey(self) -> bool:
         """Carry out what has been asked for, waiting where there is nothing to run; False: stop."""
@@ -182,11 +212,12 @@ class AsyncEngine:
         stream.is_left = True
         if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
-            self._engine.abort(stream.request_id)
+            self._abort(stream.request_id)
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
         if output is not None:
+            self._tell([output])
             self._deliver(output)
 
     def _deliver(self, output: RequestOutput) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,12 +25,14 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from paged_jax import memory
 from paged_jax.blocks import check_positive, num_blocks_needed
 from paged_jax.cache import PagedCache
 from paged_jax.decoding import StepTokens
+from paged_jax.history import History, describe_match
 from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
 from paged_jax.kernels import check_backend_runs_on, padded_head_dim
-from paged_jax.kernels.interface import is_quantised
+from paged_jax.memory import KV_DTYPES, Footprint
 from paged_jax.models.llama import Llama
 from paged_jax.models.pretrained import bundled_folder
 from paged_jax.models.tokenizer import Tokenizer
@@ -50,14 +51,6 @@ DEFAULT_CACHE_BYTES = 1 << 30
 CACHE_FRACTION = 0.85
 # Between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10
-# Of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
-KV_DTYPES = {
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-    "int8": jnp.int8,
-    "fp8": jnp.float8_e4m3fn,
-}
 
 
 @dataclasses.dataclass
@@ -124,6 +117,9 @@ class Engine:
         ``"bfloat16"``, ``"float16"``, or quantised ``"int8"``, ``"fp8"``.
       block_size: tokens in a block of KV memory.
       num_blocks: blocks in the pool; by default what the slots can use, within the free memory.
+      memory_fraction: instead of `num_blocks`, how much of the device's memory the engine may take
+        in all, weights and steps included, above 0 to 1: the pool gets what these leave, as
+        ``python -m paged_jax.plan`` foretells, but no more than the slots can use.
       max_num_seqs: samples that run at once, each in a slot.
       max_model_len: longest sequence in tokens, prompt included; by default the model's context.
       max_chunk: most prompt tokens of a sequence that one step reads.
@@ -164,6 +160,7 @@ class Engine:
         kv_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
+        memory_fraction: float | None = None,
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
         max_chunk: int = 512,
@@ -191,6 +188,7 @@ class Engine:
         )
         if num_speculative_tokens != 0:
             check_positive("Engine", num_speculative_tokens=num_speculative_tokens)
+        _check_memory_fraction(memory_fraction, num_blocks)
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"Engine: max_num_batched_tokens must be at least max_num_seqs = {max_num_seqs}, "
@@ -224,10 +222,29 @@ class Engine:
         weights = jax.tree.leaves(nnx.state(model))
         self._device = next(iter(weights[0].devices()))
         check_backend_runs_on("Engine", backend, self._device.platform)
-        self._cache_dtype = self._choose_cache_dtype(kv_dtype, weights[0].dtype)
-        self._pool_head_dim = padded_head_dim(self.config.head_dim, self._device.platform)
-        self.num_blocks = self._default_num_blocks() if num_blocks is None else num_blocks
-        self._check_num_blocks()
+        cache_dtype = memory.resolve_kv_dtype(kv_dtype, weights[0].dtype, self._device.platform)
+        max_chunk = min(max_chunk, max_num_batched_tokens, self.max_model_len)
+        sizes = Sizes(
+            block_size=block_size,
+            num_blocks=0,  # not known yet
+            num_slots=max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_chunk=max_chunk,
+            max_steps=steps_per_dispatch,
+            num_drafts=num_speculative_tokens,
+            max_logit_bias=MAX_LOGIT_BIAS,
+            max_stop_ids=len(self._eos_token_ids) + MAX_STOP_TOKEN_IDS,
+        )
+        footprint = memory.footprint(
+            self.config,
+            sizes,
+            weights=_bytes_on(self._device, weights),
+            dtype=weights[0].dtype,
+            kv_dtype=cache_dtype,
+            platform=self._device.platform,
+        )
+        self.num_blocks = num_blocks or self._choose_num_blocks(footprint, memory_fraction)
+        self._check_num_blocks(footprint)
         self._inputs = Inputs(
             tokenizer=self.tokenizer,
             vocab_size=self.config.vocab_size,
@@ -236,22 +253,11 @@ class Engine:
             max_length=min(self.max_model_len, self.num_blocks * block_size + 1),
             seed=seed,
         )
-        max_chunk = min(max_chunk, max_num_batched_tokens, self.max_model_len)
         self._runner = ModelRunner(
             model,
-            Sizes(
-                block_size=block_size,
-                num_blocks=self.num_blocks,
-                num_slots=max_num_seqs,
-                max_model_len=self.max_model_len,
-                max_chunk=max_chunk,
-                max_steps=steps_per_dispatch,
-                num_drafts=num_speculative_tokens,
-                max_logit_bias=MAX_LOGIT_BIAS,
-                max_stop_ids=len(self._eos_token_ids) + MAX_STOP_TOKEN_IDS,
-            ),
-            cache_dtype=self._cache_dtype,
-            pool_head_dim=self._pool_head_dim,
+            sizes._replace(num_blocks=self.num_blocks),
+            cache_dtype=cache_dtype,
+            pool_head_dim=padded_head_dim(self.config.head_dim, self._device.platform),
             cascade=self._choose_cascade(cascade_attention),
             backend=backend,
             eos_token_ids=self._eos_token_ids,
@@ -268,8 +274,8 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
             costs=PreemptionCosts(
-                seconds_per_block=self._block_bytes() / HOST_BYTES_PER_SECOND,
-                max_swapped_blocks=int(swap_space * 2**30) // self._block_bytes(),
+                seconds_per_block=footprint.block / HOST_BYTES_PER_SECOND,
+                max_swapped_blocks=int(swap_space * 2**30) // footprint.block,
             ),
         )
         self._requests: dict[str, Request] = {}
@@ -323,6 +329,19 @@ class Engine:
         return 1 - self._runner.num_free / self.num_blocks
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """The samples that have not finished, the most senior first, for reading only.
+
+        Those with a ``slot`` are resident, the others wait. Valid until the next step.
+        """
+        return self._scheduler.sequences
+
+    @property
+    def num_cache_resets(self) -> int:
+        """How often all that was cached was given up: for new weights, or after a failure."""
+        return self._runner.num_resets
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._requests or self._ended)
@@ -338,6 +357,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         arrival_time: float | None = None,
+        explain: bool = False,
     ) -> str:
         """Queue a request; it runs in the steps that follow.
 
@@ -349,6 +369,7 @@ class Engine:
           priority: lower is served first, and may take the blocks of others.
           timeout: seconds after which it ends where it stands, with finish_reason ``"abort"``.
           arrival_time: of ``time.perf_counter()``; by default now.
+          explain: whether its outputs carry an `Explanation` of what it waited for.
 
         Returns:
           The request's id.
@@ -378,6 +399,8 @@ class Engine:
             arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
             timeout=timeout,
         )
+        if explain:
+            request.history = History(request.metrics.arrival_time)
         self._scheduler.add(self._sequences_of(request))
         self._requests[request_id] = request
         self._num_requests += 1
@@ -476,6 +499,17 @@ class Engine:
             if request.metrics.first_scheduled_time is None:
                 request.mark(first_scheduled_time=now)
                 request.num_cached_tokens = sequence.num_computed
+                if request.history is not None:
+                    request.history.prefix_match = self._describe_match(request)
+
+    def _describe_match(self, request: Request) -> str:
+        if not self.enable_prefix_caching:
+            return "nothing was looked up: the engine runs without prefix caching"
+        if request.prompt_logprobs is not None:
+            return "nothing was looked up: log-probabilities of a prompt need all of it computed"
+        return describe_match(
+            len(request.prompt_token_ids), request.num_cached_tokens, self.block_size
+        )
 
     def _prefill(self, plan: Plan) -> None:
         scored = [chunk for chunk in plan.chunks if _is_scored(chunk[0])]
@@ -685,6 +719,7 @@ class Engine:
                     [*request.prompt_token_ids, *sample.token_ids],
                     len(request.prompt_token_ids) + request.max_tokens,
                     self._chain_of(request) if is_cached else None,
+                    request.history,
                 )
                 sequence.num_prompt_tokens = len(request.prompt_token_ids)
                 sequences.append(sequence)
@@ -787,12 +822,6 @@ class Engine:
 
     # Sizes
 
-    def _choose_cache_dtype(self, kv_dtype: str, weights_dtype: Any) -> Any:
-        if kv_dtype != "auto":
-            return KV_DTYPES[kv_dtype]
-        # On CPU, XLA scatters into a bfloat16 pool through a float32 copy of all of it.
-        return jnp.float32 if self._device.platform == "cpu" else weights_dtype
-
     def _choose_cascade(self, cascade_attention: bool | None) -> bool:
         has_window = self.config.sliding_window is not None
         if cascade_attention and has_window:
@@ -803,39 +832,48 @@ class Engine:
             return self._device.platform == "cpu" and not has_window
         return cascade_attention
 
-    def _default_num_blocks(self) -> int:
+    def _choose_num_blocks(self, footprint: Footprint, memory_fraction: float | None) -> int:
         """Enough for all slots at full length, if memory allows."""
+        wanted = self.max_num_seqs * num_blocks_needed(self.max_model_len, self.block_size)
+        if memory_fraction is not None:
+            return min(wanted, self._num_fitting(footprint, memory_fraction))
         statistics = self._device.memory_stats()
         budget = DEFAULT_CACHE_BYTES
         if statistics and "bytes_limit" in statistics:
             free = statistics["bytes_limit"] - statistics["bytes_in_use"]
             budget = int(CACHE_FRACTION * free)
-        wanted = self.max_num_seqs * num_blocks_needed(self.max_model_len, self.block_size)
-        num_blocks = min(wanted, budget // self._block_bytes())
+        num_blocks = min(wanted, budget // footprint.block)
         if num_blocks < 1:
             raise ValueError(
                 f"Engine: a block of {self.block_size} tokens must fit the {budget} bytes of "
-                f"memory for K and V, got {self._block_bytes()} bytes. Use a smaller block_size."
+                f"memory for K and V, got {footprint.block} bytes. Use a smaller block_size."
             )
         return num_blocks
 
-    def _check_num_blocks(self) -> None:
-        """Refuse a pool that the host can never hold: the system would end the process for it."""
-        if self._device.platform != "cpu" or not hasattr(os, "sysconf"):
-            return
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.num_blocks * self._block_bytes() > memory:
+    def _num_fitting(self, footprint: Footprint, memory_fraction: float) -> int:
+        """Blocks that fit a fraction of the device's memory, beside all that the engine needs."""
+        device = memory.device_memory(self._device)
+        if device is None:
             raise ValueError(
-                f"Engine: num_blocks must fit the memory of {memory} bytes, got {self.num_blocks} "
-                f"blocks of {self._block_bytes()} bytes. Use fewer."
+                "Engine: memory_fraction must be None on a device that does not say how much "
+                f"memory it has, got {memory_fraction}. Give num_blocks."
             )
+        # What others hold, such as a training loop in this process, is not there to be taken.
+        left = device.total - max(0, device.in_use - footprint.weights)
+        budget = min(int(memory_fraction * device.total), left)
+        footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)
+        return footprint.num_blocks(budget)
 
-    def _block_bytes(self) -> int:
-        """Bytes of K and V in one block, all layers together, scales included."""
-        config, dtype = self.config, jnp.dtype(self._cache_dtype)
-        rows = 2 * config.num_hidden_layers * config.num_key_value_heads * self.block_size
-        scale_bytes = 4 if is_quantised(dtype) else 0
-        return rows * (self._pool_head_dim * dtype.itemsize + scale_bytes)
+    def _check_num_blocks(self, footprint: Footprint) -> None:
+        """Refuse a pool that the host can never hold: the system would end the process for it."""
+        total = memory.host_memory()
+        if self._device.platform != "cpu" or total is None:
+            return
+        if self.num_blocks * footprint.block > total:
+            raise ValueError(
+                f"Engine: num_blocks must fit the memory of {total} bytes, got {self.num_blocks} "
+                f"blocks of {footprint.block} bytes. Use fewer."
+            )
 
 
 class _Timer:
@@ -890,6 +928,25 @@ def _load_tokenizer(
         return None
     folder = bundled_folder() if model is None else Path(model)
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def _check_memory_fraction(memory_fraction: float | None, num_blocks: int | None) -> None:
+    if memory_fraction is None:
+        return
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(
+            f"Engine: memory_fraction must be above 0 and at most 1, got {memory_fraction}."
+        )
+    if num_blocks is not None:
+        raise ValueError(
+            f"Engine: memory_fraction must be None where num_blocks is given, got "
+            f"{memory_fraction} and {num_blocks}. Give one of them."
+        )
+
+
+def _bytes_on(device: Any, arrays: list[jax.Array]) -> int:
+    shards = [shard for array in arrays for shard in array.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
 def _max_model_len(context: int, wanted: int | None) -> int:

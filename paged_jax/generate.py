@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import jax
 
-from paged_jax.engine import KV_DTYPES
+from paged_jax.command_line import Parser, add_engine_arguments, engine_options, one_line
 from paged_jax.inputs import Prompt
-from paged_jax.kernels import BACKENDS
 from paged_jax.llm import LLM
 from paged_jax.outputs import RequestOutput
 from paged_jax.picture import draw_tables
@@ -48,27 +47,19 @@ def main(argv: list[str] | None = None) -> int:
         return _BROKEN_PIPE
     except _EXPECTED_ERRORS as error:
         progress.clear()
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"paged_jax.generate: error: {message}", file=sys.stderr)
+        print(f"paged_jax.generate: error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"paged_jax.generate: error: {message}\n")
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m paged_jax.generate",
         description="Generate text from a Llama-family checkpoint through a paged KV cache.",
     )
-    parser.add_argument(
-        "--model", metavar="DIR", help="checkpoint folder; the small bundled model if not given"
-    )
+    add_engine_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the prompt; - reads it from standard input")
     source.add_argument(
@@ -87,39 +78,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--seed", type=int, metavar="N", help="default: 0")
     sampling.add_argument("--n", type=int, default=1, help="samples for each prompt")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    engine.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block")
-    engine.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool")
-    engine.add_argument(
-        "--kv-dtype",
-        default="auto",
-        choices=("auto", *KV_DTYPES),
-        help="of the cache; int8 and fp8 quantise it",
-    )
-    engine.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="samples that run at once; default: 16"
-    )
-    engine.add_argument(
-        "--steps-per-dispatch",
-        type=int,
-        metavar="N",
-        help="tokens of a sequence that the device makes at a time; default: 1 where text is "
-        "streamed or blocks are drawn, else 8",
-    )
-    engine.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens guessed from earlier text and verified at once; the text is the same",
-    )
-    engine.add_argument(
-        "--no-prefix-caching", action="store_true", help="compute what prompts have in common anew"
-    )
-    engine.add_argument("--backend", choices=tuple(BACKENDS), help="of the attention")
     output = parser.add_argument_group("input and output")
     output.add_argument("--chat", action="store_true", help="put prompts in the chat template")
     output.add_argument("--json", action="store_true", help="one JSON object for each prompt")
@@ -128,30 +86,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace, progress: "_Progress") -> None:
-    if args.model == "":
-        raise ValueError("--model must not be empty. Leave it out for the bundled model.")
+    options = engine_options(args)
     prompts = _read_prompts(args)
     # Once for their mistakes, before the model is loaded.
     given = _given_params(args)
     SamplingParams(**given)
     progress.say("loading the model")
     is_stream = len(prompts) == args.n == 1
-    num_samples = args.n * len(prompts)
-    llm = LLM(
-        args.model,
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        max_num_seqs=_given(args.max_num_seqs, min(_MAX_NUM_SEQS, num_samples)),
-        steps_per_dispatch=_given(
-            args.steps_per_dispatch, 1 if is_stream or args.show_blocks else 8
-        ),
-        enable_prefix_caching=not args.no_prefix_caching,
-        num_speculative_tokens=args.num_speculative_tokens,
-        backend=args.backend,
-        on_compile=progress.say,
-    )
+    options.setdefault("max_num_seqs", min(_MAX_NUM_SEQS, args.n * len(prompts)))
+    if is_stream or args.show_blocks:
+        options.setdefault("steps_per_dispatch", 1)
+    llm = LLM(args.model, **options, on_compile=progress.say)
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
     params = _recommended_params(llm, given)
@@ -177,10 +122,6 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
         draw("after")
     progress.clear()
     print(_summary(llm), file=sys.stderr)
-
-
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:

@@ -36,6 +36,7 @@ class LLM(Engine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        explain: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, batched; returns when all are complete.
@@ -46,6 +47,7 @@ class LLM(Engine):
           sampling_params: for all prompts, or one for each; by default those of
             `get_default_sampling_params`.
           priority: of each prompt; lower is served first.
+          explain: whether outputs carry an `Explanation` of what they waited for.
           use_tqdm: show progress on stderr if that is a terminal.
 
         Returns:
@@ -57,7 +59,7 @@ class LLM(Engine):
           FloatingPointError: the model gave NaN for every prompt. Where it did for some only, their
             outputs have the finish_reason ``"error"``.
         """
-        with contextlib.closing(self._add(prompts, sampling_params, priority)) as run:
+        with contextlib.closing(self._add(prompts, sampling_params, priority, explain)) as run:
             requests = list(run.requests.values())
             # disable=None: on a terminal only.
             with Progress(self, len(requests), disable=None if use_tqdm else True) as progress:
@@ -108,6 +110,7 @@ class LLM(Engine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        explain: bool = False,
     ) -> "Stream":
         """As `generate`, but yields a request's index and output whenever it has new tokens.
 
@@ -115,7 +118,7 @@ class LLM(Engine):
         character, is held back. With ``steps_per_dispatch=1`` tokens come one by one. Closing the
         iterator ends the requests and frees their blocks.
         """
-        return Stream(self._add(prompts, sampling_params, priority))
+        return Stream(self._add(prompts, sampling_params, priority, explain))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -176,6 +179,7 @@ class LLM(Engine):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        explain: bool,
     ) -> "_Run":
         """Queue all prompts, or none of them."""
         if isinstance(prompts, str | Mapping):
@@ -195,7 +199,7 @@ class LLM(Engine):
         num_before, request_ids = self._num_requests, []
         try:
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True):
-                request_ids.append(self.add_request(prompt, params, priority=rank))
+                request_ids.append(self.add_request(prompt, params, priority=rank, explain=explain))
         except BaseException:
             for request_id in request_ids:
                 self.abort(request_id)

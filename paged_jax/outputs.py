@@ -1,6 +1,11 @@
 """What a generation call returns, with the names and meanings of vLLM's offline API."""
 
 import dataclasses
+from typing import Literal
+
+# Why a sequence is not resident. "turn": behind another that waits; "fork": for the prompt that it
+# shares with another sample; "same prefix": for a resident that is just computing its next block.
+WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,65 @@ class RequestMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wait:
+    """A time in which a sample did not run.
+
+    Attributes:
+      reason: what it waited for: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,
+        ``"same prefix"``, ``"fork"`` or ``"preempted"``.
+      start: seconds from the arrival of the request.
+      seconds: how long it took; so far, if it goes on.
+      detail: the same as a sentence, with the numbers of the moment when it began.
+      sample: the index of the sample.
+    """
+
+    reason: WaitReason
+    start: float
+    seconds: float
+    detail: str
+    sample: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PreemptionNote:
+    """A moment in which a sample lost its slot and its blocks to others.
+
+    Attributes:
+      seconds: from the arrival of the request.
+      kind: ``"recompute"``: the blocks were released; ``"swap"``: they were copied to host memory.
+      num_tokens: whose K and V were in them: lost or held.
+      detail: why it came to that, and why it was this sample.
+      sample: the index of the sample.
+    """
+
+    seconds: float
+    kind: Literal["recompute", "swap"]
+    num_tokens: int
+    detail: str
+    sample: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Why a request waited, and what the prefix cache did for it: one for all of its samples.
+
+    ``dataclasses.asdict`` makes JSON of it.
+
+    Attributes:
+      waits: in the order in which they began.
+      preemptions: in the order of time.
+      num_cached_tokens: of the prompt, found in the prefix cache.
+      prefix_match: where the match in the prefix cache ended and why, in a sentence; None until
+        the request runs.
+    """
+
+    waits: list[Wait]
+    preemptions: list[PreemptionNote]
+    num_cached_tokens: int
+    prefix_match: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class RequestOutput:
     """Everything about one request, so far.
 
@@ -63,6 +127,7 @@ class RequestOutput:
       num_cached_tokens: of the prompt, found in the prefix cache.
       prompt_logprobs: for each token of the prompt, the first (None) included, it and the most
         probable ones; None if not asked for.
+      explanation: why it waited, where its prefix match ended; None if not asked for.
     """
 
     request_id: str
@@ -73,3 +138,4 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    explanation: Explanation | None = None

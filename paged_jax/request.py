@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from paged_jax.history import History
 from paged_jax.models.tokenizer import Detokenizer, Tokenizer
 from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.sampling_params import SamplingParams
@@ -140,6 +141,7 @@ class Request:
       cache_salt: it shares cached blocks only with requests that have the same.
       num_cached_tokens: of the prompt, found in the prefix cache.
       prompt_logprobs: as in `RequestOutput`; grows while the prompt is computed.
+      history: of its waits, for the explanation of the outputs; None if nobody asked.
     """
 
     request_id: str
@@ -156,6 +158,7 @@ class Request:
     cache_salt: str
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    history: History | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -177,4 +180,7 @@ class Request:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            explanation=(
+                None if self.history is None else self.history.explanation(self.num_cached_tokens)
+            ),
         )

@@ -40,11 +40,11 @@ from paged_jax.sequence import Sequence
 # A chunk is padded to a power of two no smaller than this.
 MIN_CHUNK = 16
 # Tokens of a prompt that one call scores: rarely asked for, so one program must do.
-_SCORE_WIDTH = 128
+SCORE_WIDTH = 128
 # Blocks that one call publishes, and that one call moves to or from the host: a call for each block
 # would cost more than the padding.
 _PUBLISH_WIDTH = 32
-_SWAP_WIDTH = 16
+SWAP_WIDTH = 16
 _MAX_COMPILERS = 8
 _ASSIGNMENT = "choice of tokens"
 
@@ -119,18 +119,20 @@ class ModelRunner:
         self._draw_of = draw_of
         self._on_compile = on_compile or (lambda line: None)
         self._num_top = min(MAX_LOGPROBS, model.config.vocab_size)
-        self._score_width = min(_SCORE_WIDTH, sizes.max_chunk)
-        self._swap_width = min(_SWAP_WIDTH, sizes.max_blocks_per_slot)
+        self._score_width = min(SCORE_WIDTH, sizes.max_chunk)
+        self._swap_width = min(SWAP_WIDTH, sizes.max_blocks_per_slot)
         self._compiled: set[str] = set()
         self.sizes = sizes
         self.compile_seconds = 0.0
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
+        self.num_resets = 0
         self._state: DecodeState | None = None
         self.reset()
 
     def reset(self) -> None:
         """Start with an empty cache: whatever was resident or cached is not there any more."""
+        self.num_resets += 1
         self._state = None  # gives its memory back before as much is taken again
         with jax.default_device(self._device):
             cache = PagedCache.create(
@@ -346,6 +348,7 @@ class ModelRunner:
 
     def reset_prefix_cache(self) -> None:
         """Let no block be found any more."""
+        self.num_resets += 1
         self._run(self._forget())
         self._num_published = [0] * self.sizes.num_slots
 

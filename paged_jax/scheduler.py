@@ -25,7 +25,8 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from paged_jax.sequence import Request, Sequence, WaitReason
+from paged_jax.outputs import WaitReason
+from paged_jax.sequence import Request, Sequence
 
 Preemption = Literal["auto", "recompute", "swap"]
 
@@ -238,7 +239,7 @@ class Scheduler:
             assert sequence.request is request and sequence.token_ids == leader.token_ids
         leader._siblings = siblings
         for sibling in siblings:
-            sibling.waits_for = "fork"
+            self._wait(sibling, "fork")
         self._track(sequences)
         self._queue(leader)
 
@@ -269,6 +270,12 @@ class Scheduler:
             self._queue(sequence)
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All that have not finished, the most senior first. Those with a slot are resident."""
+        unfinished = [s for sequences in self._unfinished.values() for s in sequences]
+        return sorted(unfinished, key=lambda s: s.seniority)
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or is resident."""
         return bool(self._unfinished)
@@ -294,7 +301,8 @@ class Scheduler:
         self._plan_chunks(plan, room)
         while self.residents and not plan.decodes and not plan.chunks:
             # All prefill, and none has a block left: the most senior gets those of another.
-            self._preempt(memory, self._victim(self.residents[1:]))
+            cause = "no block was free for any of the prompts that were being computed"
+            self._preempt(memory, self.residents[1:], cause)
             room, is_calm = self._room(memory), False
             self._plan_chunks(plan, room)
         # In a step that preempted nobody is admitted: it would take what was just made free.
@@ -324,10 +332,16 @@ class Scheduler:
 
         Decodes go before prefill: they are nearest to giving their blocks back.
         """
-        while sum(self._num_claimed(s) for s in self.residents if not s.num_prefill) > (
-            memory.num_free
-        ):
-            self._preempt(memory, self._victim(self.residents[1:]))
+        while True:
+            claims = [self._num_claimed(s) for s in self.residents if not s.num_prefill]
+            num_wanted, num_free = sum(claims), memory.num_free
+            if num_wanted <= num_free:
+                return
+            cause = (
+                f"the next tokens of {_count(len(claims), 'sample')} wanted "
+                f"{_count(num_wanted, 'more block')}, {num_free} were free"
+            )
+            self._preempt(memory, self.residents[1:], cause)
 
     def _plan_decodes(self, plan: Plan, room: _Room) -> None:
         ready = [s for s in self.residents if not s.num_prefill]
@@ -379,6 +393,7 @@ class Scheduler:
         for sibling in leader._siblings:
             if self._free_slots and self._spare(room) >= 1:
                 sibling.num_computed = len(leader.token_ids) - 1
+                sibling.is_fork = True
                 self._take_slot(sibling)
                 room.num_tokens -= 1
                 room.num_free -= 1
@@ -398,23 +413,24 @@ class Scheduler:
 
         Returns whether the next step could admit more, though nothing leaves in this one.
         """
-        for sequence in self._refused:
-            if sequence.waits_for:
-                sequence.waits_for = "turn"
-        self._refused = []
+        refused, self._refused = self._refused, []
         computing = self._prefixes_being_computed()
         passed = 0
         while passed < len(self.waiting):
             sequence = self.waiting[passed]
-            sequence.waits_for = self._obstacle(memory, room, sequence, computing)
-            if not sequence.waits_for:
+            reason = self._obstacle(memory, room, sequence, computing)
+            if not reason:
                 self._plan_chunk(plan, room, sequence)
                 computing += self._next_prefix(sequence)
                 continue
+            self._wait(sequence, reason, room)
             self._refused.append(sequence)
-            if sequence.waits_for != "same prefix":
+            if reason != "same prefix":
                 break
             passed += 1
+        for sequence in set(refused) - set(self._refused):
+            if sequence.waits_for:
+                self._wait(sequence, "turn")
         is_brief = any(s.waits_for in ("budget", "same prefix") for s in self._refused)
         return is_brief and bool(self._free_slots)
 
@@ -504,9 +520,9 @@ class Scheduler:
                     return False
             if not juniors:
                 return False
-            victim = self._victim(juniors)
-            juniors.remove(victim)
-            self._preempt(memory, victim)
+            request = sequence.request
+            cause = f"request {request.request_id} came with the better priority {request.priority}"
+            juniors.remove(self._preempt(memory, juniors, cause))
 
     def _prefixes_being_computed(self) -> list[tuple[int, bytes]]:
         """Number and digest of the block that each prefilling resident computes next.
@@ -547,21 +563,28 @@ class Scheduler:
     # Preemption
 
     def _victim(self, candidates: list[Sequence]) -> Sequence:
-        """Who loses its blocks: of the worst priority the one that loses least, then the newest.
+        """Who loses its blocks: of the worst priority the one that loses least, then the newest."""
+        return min(candidates, key=self._expendability)
+
+    def _expendability(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
+        """Ranks sequences: the smaller, the sooner it is preempted.
 
         One that came back and has not got any further since is left alone if another can be had:
         else the same two might push each other out again and again.
         """
+        has_progressed = len(sequence.token_ids) > sequence._length_before
+        priority, arrival, index = sequence.seniority
+        return -priority, not has_progressed, self._cost(sequence), -arrival, -index
 
-        def rank(sequence: Sequence) -> tuple[int, bool, float, int, int]:
-            has_progressed = len(sequence.token_ids) > sequence._length_before
-            priority, arrival, index = sequence.seniority
-            return -priority, not has_progressed, self._cost(sequence), -arrival, -index
-
-        return min(candidates, key=rank)
-
-    def _preempt(self, memory: Memory, sequence: Sequence) -> None:
-        if self._is_swap_better(sequence):
+    def _preempt(self, memory: Memory, candidates: list[Sequence], cause: str) -> Sequence:
+        """Take slot and blocks from the candidate that can best spare them, and return it."""
+        sequence = self._victim(candidates)
+        is_swapped = self._is_swap_better(sequence)
+        if sequence.history is not None:
+            kind = "swap" if is_swapped else "recompute"
+            detail = f"{cause}; {self._describe_choice(sequence, candidates)}"
+            sequence.history.preempt(sequence.index, kind, sequence.num_computed, detail)
+        if is_swapped:
             memory.swap_out(sequence)
             sequence.is_swapped = True
             self.stats.num_swap_preemptions += 1
@@ -571,10 +594,11 @@ class Scheduler:
             sequence.num_computed = 0
             self.stats.num_recompute_preemptions += 1
         sequence.num_preemptions += 1
+        sequence.is_fork = False
         sequence._length_before = len(sequence.token_ids)
         self._give_slot(sequence)
-        self._queue(sequence)
-        sequence.waits_for = "preempted"
+        self._queue(sequence, "preempted")
+        return sequence
 
     def _is_swap_better(self, sequence: Sequence) -> bool:
         if self.preemption == "recompute" or not sequence.num_computed:
@@ -604,6 +628,66 @@ class Scheduler:
             return True
         swapped = sum(self._num_blocks(s.num_computed) for s in self.waiting if s.is_swapped)
         return swapped + self._num_blocks(sequence.num_computed) <= most
+
+    # Reasons, for those who asked
+
+    def _describe(self, reason: WaitReason, sequence: Sequence, room: _Room | None) -> str:
+        """A reason to wait as a sentence, with the numbers of this moment."""
+        match reason:
+            case "turn":
+                ahead = sum(s.seniority < sequence.seniority for s in self.waiting)
+                if not ahead:
+                    return "it was the first in the queue, for a step to take it in"
+                return f"{_count(ahead, 'sample')} stood before it in the queue"
+            case "slots":
+                return f"no slot of {self.num_slots} was free"
+            case "budget":
+                return f"a step had no tokens left of {self.max_num_batched_tokens}"
+            case "blocks":
+                assert room is not None
+                # Where nothing can be spared, nobody has looked up what it would find.
+                most = _count(self._num_blocks(len(sequence.token_ids)), "block")
+                is_known = sequence._num_wanted > 0
+                wanted = _count(sequence._num_wanted, "block") if is_known else f"up to {most}"
+                kept = min(room.num_free, room.num_free - self._spare(room))
+                return (
+                    f"it wanted {wanted}, {room.num_free} were free, {kept} of these kept for the "
+                    "samples that run"
+                )
+            case "same prefix":
+                return f"{self._describe_owner(sequence)} was computing the same prefix"
+            case "fork":
+                return "another sample of the request was to compute the prompt for all of them"
+            case _:
+                return "it had lost its blocks and waited for its return"
+
+    def _describe_owner(self, sequence: Sequence) -> str:
+        """The resident that is computing the prefix for which this sequence waits."""
+        request = next(
+            resident.request
+            for resident in self.residents
+            if self._is_being_computed(sequence, self._next_prefix(resident))
+        )
+        if request is sequence.request:
+            return "another sample of the request"
+        return f"request {request.request_id}"
+
+    def _describe_choice(self, victim: Sequence, candidates: list[Sequence]) -> str:
+        """Why the victim was preempted, rather than the one that would have been the next."""
+        others = [s for s in candidates if s is not victim]
+        if not others:
+            return "no other could give way"
+        other = self._victim(others)
+        pairs = zip(self._expendability(victim), self._expendability(other), strict=True)
+        decisive = next(index for index, (own, its) in enumerate(pairs) if own != its)
+        why = (
+            "had the worse priority",
+            "had not just come back",
+            "had less to lose",
+            "was newer",
+            "was the later sample",
+        )[decisive]
+        return f"it gave way before request {other.request.request_id} because it {why}"
 
     # Sizes
 
@@ -671,14 +755,19 @@ class Scheduler:
                 heapq.heappush(self._deadlines, entry)
             self._unfinished.setdefault(request.request_id, []).append(sequence)
 
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.waits_for = "turn"
+    def _queue(self, sequence: Sequence, reason: WaitReason = "turn") -> None:
         sequence._num_wanted = 0
         bisect.insort(self.waiting, sequence, key=lambda s: s.seniority)
+        self._wait(sequence, reason)
+
+    def _wait(self, sequence: Sequence, reason: WaitReason, room: _Room | None = None) -> None:
+        sequence.waits_for = reason
+        if sequence.history is not None:
+            sequence.history.wait(sequence.index, reason, self._describe(reason, sequence, room))
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot = self._free_slots.pop()
-        sequence.waits_for = ""
+        self._end_wait(sequence)
         self.stats.num_admitted += not sequence.num_preemptions
         bisect.insort(self.residents, sequence, key=lambda s: s.seniority)
 
@@ -687,6 +776,11 @@ class Scheduler:
         self.residents.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
+
+    def _end_wait(self, sequence: Sequence) -> None:
+        sequence.waits_for = ""
+        if sequence.history is not None:
+            sequence.history.run(sequence.index)
 
     def _leave(self, memory: Memory, sequence: Sequence) -> None:
         if sequence.slot is not None:
@@ -697,11 +791,16 @@ class Scheduler:
         for sibling in sequence._siblings:
             self._queue(sibling)
         sequence._siblings = []
-        sequence.is_swapped, sequence.host_blocks, sequence.waits_for = False, None, ""
+        sequence.is_swapped, sequence.host_blocks = False, None
+        self._end_wait(sequence)
         left = self._unfinished[sequence.request.request_id]
         left.remove(sequence)
         if not left:
             del self._unfinished[sequence.request.request_id]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -1,13 +1,11 @@
 """What the scheduler knows of a request: its samples as sequences of tokens. Imports no jax."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from paged_jax.history import History
+from paged_jax.outputs import WaitReason
 from paged_jax.prefix import PrefixChain
-
-# Why a sequence is not resident. "turn": behind another that waits; "fork": for the prompt that it
-# shares with another sample; "same prefix": for a resident that is just computing its next block.
-WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
 
 
 class Request(Protocol):
@@ -36,11 +34,13 @@ class Sequence:
       token_ids: prompt and generated tokens.
       max_length: number of tokens at which it is complete; above the number of known ones.
       chain: names its full blocks for the prefix cache; None if it takes no part in that.
+      history: where its waits are noted; None if nobody asked.
       num_prompt_tokens: how many of the tokens were given.
       num_computed: how many of the tokens are in the cache, or in its copy in host memory.
       slot: its row of the block tables; None unless it is resident.
       is_swapped: whether its blocks are in host memory.
       host_blocks: what `Memory` keeps there. On the sequence, so that it goes when that goes.
+      is_fork: whether its slot began as a copy of that of another sample.
       waits_for: why it is not resident; empty if it is.
       num_preemptions: how often it was.
     """
@@ -50,11 +50,13 @@ class Sequence:
     token_ids: list[int] = field(repr=False)
     max_length: int
     chain: PrefixChain | None = field(default=None, repr=False)
+    history: History | None = field(default=None, repr=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(default=0, init=False)
     slot: int | None = field(default=None, init=False)
     is_swapped: bool = field(default=False, init=False)
     host_blocks: Any = field(default=None, init=False, repr=False)
+    is_fork: bool = field(default=False, init=False)
     waits_for: WaitReason = field(default="", init=False)
     num_preemptions: int = field(default=0, init=False)
     # Samples that become forks of this one when its prompt is computed.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,47 @@ def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, mon
                 assert len(await complete(asynchronous, PROMPTS[0])) == 12
 
     asyncio.run(twice())
+
+
+def test_on_step_sees_each_step_and_each_abort(engine) -> None:
+    seen, told = [], []
+
+    def on_step(stepped: Engine, outputs) -> None:
+        assert stepped is engine
+        seen.extend((output.request_id, output.finished) for output in outputs)
+
+    async def main():
+        async with AsyncEngine(engine, on_step=on_step) as asynchronous:
+            async for output in asynchronous.generate(PROMPTS[0], GREEDY, request_id="whole"):
+                told.append(("whole", output.finished))
+                assert seen[-1] == told[-1], "tasks hear of it afterwards"
+            long = dataclasses.replace(GREEDY, max_tokens=40)
+            async for _ in asynchronous.generate(PROMPTS[1], long, request_id="aborted"):
+                await asynchronous.abort("aborted")
+            stream = asynchronous.generate(PROMPTS[2], long, request_id="left")
+            await anext(stream)
+            await stream.aclose()
+            await asynchronous.generate(PROMPTS[3], long, request_id="closed").__anext__()
+
+    asyncio.run(main())
+    assert set(told) <= set(seen)
+    assert [name for name, finished in seen if finished] == ["whole", "aborted", "left", "closed"]
+
+
+def test_a_mistake_in_on_step_is_logged_once_and_hurts_nobody(engine, caplog) -> None:
+    calls = []
+
+    def on_step(engine: Engine, outputs) -> None:
+        calls.append(outputs)
+        raise ZeroDivisionError
+
+    async def main():
+        async with AsyncEngine(engine, on_step=on_step) as asynchronous:
+            return await complete(asynchronous, PROMPTS[0])
+
+    with caplog.at_level(logging.ERROR):
+        assert len(asyncio.run(main())) == 12
+    assert len(calls) > 1
+    [record] = caplog.records
+    assert record.name == "paged_jax.async_engine" and "on_step failed" in record.message
+    assert record.exc_info is not None and record.exc_info[0] is ZeroDivisionError

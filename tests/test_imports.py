@@ -14,11 +14,12 @@ LAYERS = [
     {"block_pool", "blocks"},
     {"cache", "sampling", "picture"},
     {"models"},
-    {"outputs", "decoding", "rollout", "sequence", "scheduler", "ngram"},
-    {"request", "inputs", "steps", "runner"},
+    {"outputs", "history", "decoding", "rollout", "sequence", "scheduler", "ngram"},
+    {"request", "inputs", "steps", "runner", "memory"},
     {"engine"},
-    {"llm", "progress", "async_engine", "beam_search"},
-    {"generate", "serve"},
+    {"llm", "progress", "async_engine", "beam_search", "cache_map"},
+    {"command_line", "server"},
+    {"generate", "plan", "serve"},
     {""},
 ]
 

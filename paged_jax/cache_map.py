@@ -1,0 +1,437 @@
+"""What a picture of the cache needs, as plain data: who holds which block, and what has changed.
+
+Call these between two steps, in the thread that runs the engine: through `AsyncEngine.call`, or in
+`on_step`. `dataclasses.asdict` makes JSON of all that they return. A beam search is not shown: it
+holds blocks, but is no request of the engine.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import jax
+import numpy as np
+
+from paged_jax.engine import Engine
+from paged_jax.outputs import WaitReason
+from paged_jax.request import Request
+from paged_jax.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class ResidentSample:
+    """A sample that has a slot.
+
+    Attributes:
+      request_id, sample: which one: the request, and the index among its samples.
+      num_samples: how many the request has, finished ones included.
+      slot: its row of the block tables.
+      priority: of the request; lower is served first.
+      num_prompt_tokens: how many of the tokens were given.
+      num_tokens: known, generated ones included.
+      num_computed: of these, in the cache.
+      num_preemptions: how often it lost its slot.
+      is_fork: whether its slot began as a copy of that of another sample.
+      block_ids: its blocks, in the order of its tokens.
+      state: ``"prefill"`` while its prompt is computed, then ``"decode"``.
+    """
+
+    request_id: str
+    sample: int
+    num_samples: int
+    slot: int
+    priority: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed: int
+    num_preemptions: int
+    is_fork: bool
+    block_ids: list[int]
+    state: Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class WaitingSample:
+    """A sample that has no slot. Attributes as of `ResidentSample`, and
+
+    Attributes:
+      reason: what it waits for, see `Wait`.
+      is_swapped: whether its blocks are in host memory.
+    """
+
+    request_id: str
+    sample: int
+    priority: int
+    num_tokens: int
+    num_preemptions: int
+    reason: WaitReason
+    is_swapped: bool
+
+
+@dataclass(frozen=True)
+class CacheMap:
+    """The cache at one moment.
+
+    Attributes:
+      block_size: tokens in a block.
+      num_blocks: P, blocks in the pool.
+      ref_counts: of each block, how many samples hold it.
+      is_cached: of each block, whether it can be found in the prefix cache.
+      digests: of each block the name of its content there, 16 hex digits; ``""`` if not cached.
+      sequences: samples that have a slot, the most senior first.
+      waiting: the others that have not finished, the most senior first.
+      num_free: blocks that nobody holds, cached ones included.
+      num_used: blocks that somebody holds.
+      num_shared: blocks that several samples hold.
+      num_cached_only: blocks that nobody holds and that can be found.
+      num_preemptions: since the engine was built.
+      num_queried_tokens: looked up in the prefix cache since then.
+      num_cached_tokens: of these, found.
+      hit_rate: the fraction found, 0 to 1.
+      num_cache_resets: how often all that was cached was given up.
+    """
+
+    block_size: int
+    num_blocks: int
+    ref_counts: list[int]
+    is_cached: list[bool]
+    digests: list[str]
+    sequences: list[ResidentSample]
+    waiting: list[WaitingSample]
+    num_free: int
+    num_used: int
+    num_shared: int
+    num_cached_only: int
+    num_preemptions: int
+    num_queried_tokens: int
+    num_cached_tokens: int
+    hit_rate: float
+    num_cache_resets: int
+
+
+@dataclass(frozen=True)
+class BlockText:
+    """What lies in a block, for one of its holders.
+
+    Attributes:
+      request_id, sample: the holder; None for a block that is only cached.
+      start: position of the first of the tokens in the holder's sequence; None without a holder.
+      token_ids: that lie there, from `start` on; fewer than block_size while it is not full.
+      text: these tokens decoded, special ones included; ``""`` without a tokenizer.
+      is_cached: whether the block can be found in the prefix cache.
+    """
+
+    request_id: str | None
+    sample: int | None
+    start: int | None
+    token_ids: list[int]
+    text: str
+    is_cached: bool
+
+
+@dataclass(frozen=True)
+class CacheEvent:
+    """Something that happened between two maps.
+
+    Attributes:
+      kind: ``"preempt"`` (a sample lost its slot), ``"admit"`` (one got a slot), ``"evict"``
+        (cached blocks were taken for other tokens), ``"copy_on_write"`` (a sample was about to
+        write into a block that others held, and got a copy), ``"finish"`` (one has ended).
+      request_id: whose sample it was; of an eviction, for whom; None if that is not known any more.
+      block_ids: those concerned: lost, got, evicted, given back; of a copy the source, where it is
+        known, and the copy.
+      text: the same in words.
+    """
+
+    kind: Literal["preempt", "admit", "evict", "copy_on_write", "finish"]
+    request_id: str | None
+    block_ids: list[int]
+    text: str
+
+
+def snapshot(engine: Engine) -> CacheMap:
+    """Return who holds what, and who waits, now.
+
+    Costs one transfer from the device, of P digests and the block tables.
+
+    Example:
+      >>> engine = Engine(num_blocks=8, max_num_seqs=2)
+      >>> cache_map = snapshot(engine)
+      >>> cache_map.num_free, cache_map.ref_counts
+      (8, [0, 0, 0, 0, 0, 0, 0, 0])
+    """
+    tables = engine.cache.tables
+    pool = tables.pool
+    counts, is_cached, digests, rows = jax.device_get(
+        (pool.ref_counts, pool.is_cached, pool.digests, tables.block_tables)
+    )
+    names = np.ascontiguousarray(digests[:, :2], "<u4")
+    stats = engine.stats
+
+    def held(slot: int) -> list[int]:
+        return rows[slot][rows[slot] < engine.num_blocks].tolist()
+
+    return CacheMap(
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+        ref_counts=counts.tolist(),
+        is_cached=is_cached.tolist(),
+        digests=[
+            name.tobytes().hex() if found else ""
+            for name, found in zip(names, is_cached, strict=True)
+        ],
+        sequences=[_resident(s, held(s.slot)) for s in engine.sequences if s.slot is not None],
+        waiting=[_waiting(s) for s in engine.sequences if s.slot is None],
+        num_free=int((counts == 0).sum()),
+        num_used=int((counts > 0).sum()),
+        num_shared=int((counts > 1).sum()),
+        num_cached_only=int(((counts == 0) & is_cached).sum()),
+        num_preemptions=stats.num_preemptions,
+        num_queried_tokens=stats.num_queried_tokens,
+        num_cached_tokens=stats.num_cached_tokens,
+        hit_rate=stats.num_cached_tokens / max(1, stats.num_queried_tokens),
+        num_cache_resets=engine.num_cache_resets,
+    )
+
+
+def block_text(engine: Engine, block_id: int) -> list[BlockText]:
+    """Return what lies in a block: an entry for each holder, or one if it is only cached.
+
+    Empty if the block is free and not cached. Costs one transfer from the device.
+
+    Raises:
+      ValueError: there is no such block.
+
+    Example:
+      >>> engine = Engine(num_blocks=8, max_num_seqs=2)
+      >>> _ = engine.add_request({"prompt_token_ids": list(range(20))})
+      >>> _ = engine.step()
+      >>> [entry] = block_text(engine, 0)
+      >>> entry.request_id, entry.start, entry.token_ids[-1]
+      ('0', 0, 15)
+    """
+    if not 0 <= block_id < engine.num_blocks:
+        raise ValueError(
+            f"block_text: block_id must be 0..{engine.num_blocks - 1}, got {block_id}."
+        )
+    tables = engine.cache.tables
+    rows, all_cached, all_token_ids = jax.device_get(
+        (tables.block_tables, tables.pool.is_cached, tables.pool.token_ids)
+    )
+    is_cached = bool(all_cached[block_id])
+    entries = []
+    for sequence in engine.sequences:
+        columns = [] if sequence.slot is None else np.flatnonzero(rows[sequence.slot] == block_id)
+        for column in columns:
+            start = int(column) * engine.block_size
+            end = min(start + engine.block_size, sequence.num_computed)
+            token_ids = sequence.token_ids[start:end]
+            text = _decode(engine, token_ids, continues_text=start > 0)
+            request_id = sequence.request.request_id
+            entries.append(BlockText(request_id, sequence.index, start, token_ids, text, is_cached))
+    if not entries and is_cached:
+        token_ids = all_token_ids[block_id].tolist()
+        text = _decode(engine, token_ids, continues_text=True)
+        entries.append(BlockText(None, None, None, token_ids, text, is_cached))
+    return entries
+
+
+def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
+    """Return what happened between two maps of one engine, in the order in which a step does it.
+
+    What came and went between the two is not told, so take a map after every step to miss little.
+
+    Example:
+      >>> engine = Engine(num_blocks=8, max_num_seqs=2)
+      >>> before = snapshot(engine)
+      >>> _ = engine.add_request("It is")
+      >>> _ = engine.step()
+      >>> [event.kind for event in changes(before, snapshot(engine))]
+      ['admit']
+    """
+    comparison = _Comparison(before, after)
+    return [
+        *comparison.preemptions(),
+        *comparison.admissions(),
+        *comparison.evictions(),
+        *comparison.copies_on_write(),
+        *comparison.ends(),
+    ]
+
+
+# The parts of a map
+
+_Sample = ResidentSample | WaitingSample
+
+
+def _resident(sequence: Sequence, block_ids: list[int]) -> ResidentSample:
+    assert sequence.slot is not None
+    request = cast(Request, sequence.request)
+    return ResidentSample(
+        request_id=request.request_id,
+        sample=sequence.index,
+        num_samples=len(request.samples),
+        slot=sequence.slot,
+        priority=request.priority,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_tokens=len(sequence.token_ids),
+        num_computed=sequence.num_computed,
+        num_preemptions=sequence.num_preemptions,
+        is_fork=sequence.is_fork,
+        block_ids=block_ids,
+        state="prefill" if sequence.num_prefill else "decode",
+    )
+
+
+def _waiting(sequence: Sequence) -> WaitingSample:
+    return WaitingSample(
+        request_id=sequence.request.request_id,
+        sample=sequence.index,
+        priority=sequence.request.priority,
+        num_tokens=len(sequence.token_ids),
+        num_preemptions=sequence.num_preemptions,
+        reason=sequence.waits_for,
+        is_swapped=sequence.is_swapped,
+    )
+
+
+def _decode(engine: Engine, token_ids: list[int], *, continues_text: bool) -> str:
+    if engine.tokenizer is None:
+        return ""
+    return engine.tokenizer.decode(
+        token_ids, skip_special_tokens=False, continues_text=continues_text
+    )
+
+
+# What has changed
+
+
+class _Comparison:
+    """Two maps of one engine, their samples by request and index."""
+
+    def __init__(self, before: CacheMap, after: CacheMap):
+        self._before = before
+        self._after = after
+        self._old_residents = {_key(s): s for s in before.sequences}
+        self._old = {_key(s): s for s in (*before.sequences, *before.waiting)}
+        self._new = {_key(s): s for s in (*after.sequences, *after.waiting)}
+
+    def preemptions(self) -> list[CacheEvent]:
+        events = []
+        for key, sample in self._new.items():
+            waits = isinstance(sample, WaitingSample)
+            if self._is_preempted(sample) or (waits and key in self._old_residents):
+                block_ids = self._old_blocks(key)
+                text = f"{_name(sample)} lost its slot" + _counted(block_ids, " and {}")
+                if waits and sample.is_swapped and block_ids:
+                    text += ", which went to host memory"
+                events.append(CacheEvent("preempt", sample.request_id, block_ids, text))
+        return events
+
+    def admissions(self) -> list[CacheEvent]:
+        events = []
+        for sample in self._newcomers():
+            text = f"{_name(sample)} got slot {sample.slot}" + self._origin(sample)
+            events.append(CacheEvent("admit", sample.request_id, sample.block_ids, text))
+        return events
+
+    def evictions(self) -> list[CacheEvent]:
+        if self._before.num_cache_resets != self._after.num_cache_resets:
+            return []
+        holders = {b: s.request_id for s in self._after.sequences for b in s.block_ids}
+        evicted: dict[str | None, list[int]] = {}
+        for block, digest in enumerate(self._before.digests):
+            if digest and not self._is_kept(block):
+                evicted.setdefault(holders.get(block), []).append(block)
+        events = []
+        for request_id, block_ids in evicted.items():
+            for_whom = "" if request_id is None else f" for request {request_id}"
+            text = _counted(block_ids, "the cache gave up {}") + for_whom
+            events.append(CacheEvent("evict", request_id, block_ids, text))
+        return events
+
+    def copies_on_write(self) -> list[CacheEvent]:
+        forked = dict.fromkeys(s.request_id for s in self._newcomers() if s.is_fork)
+        return [event for request_id in forked for event in self._copies_of(request_id)]
+
+    def ends(self) -> list[CacheEvent]:
+        events = []
+        for key, sample in self._old.items():
+            if key not in self._new:
+                block_ids = self._old_blocks(key)
+                text = f"{_name(sample)} has ended" + _counted(block_ids, " and gave {} back")
+                events.append(CacheEvent("finish", sample.request_id, block_ids, text))
+        return events
+
+    def _origin(self, sample: ResidentSample) -> str:
+        """Where the first blocks of a newcomer came from."""
+        old = self._old.get(_key(sample))
+        if sample.is_fork:
+            return " as a copy of another sample's"
+        if isinstance(old, WaitingSample) and old.is_swapped:
+            return ", with its blocks from host memory"
+        found = [block for block in sample.block_ids if self._is_kept(block)]
+        return _counted(found, " and found {} in the cache")
+
+    def _copies_of(self, request_id: str) -> list[CacheEvent]:
+        """The copies that the samples of a request made when they became forks of the first.
+
+        Each feeds the last token of the prompt in that very step. Where that does not begin a
+        block, all of them write into the same one, and all but the one in the last slot get a copy.
+        """
+        present = [s for s in self._new.values() if s.request_id == request_id]
+        settled = [s for s in present if not self._is_preempted(s)]
+        residents = [s for s in settled if isinstance(s, ResidentSample)]
+        writers = sorted((s for s in residents if s.is_fork or not s.sample), key=lambda s: s.slot)
+        column, offset = divmod(writers[0].num_prompt_tokens - 1, self._after.block_size)
+        if not offset:
+            return []
+        blocks = [writer.block_ids[column] for writer in writers]
+        shared: list[int] = []
+        if len(settled) == len(present):
+            shared = self._old_blocks((request_id, 0))[column : column + 1]
+            if not shared and len(present) == writers[0].num_samples:
+                shared = blocks[-1:]
+        # If the one in the last slot has ended since, the others have copies all the same.
+        [kept] = shared or blocks[-1:]
+        events = []
+        for writer, block in zip(writers, blocks, strict=True):
+            if block != kept:
+                origin = f" of block {kept}" if shared else ""
+                text = f"{_name(writer)} got a copy{origin} to write into, block {block}"
+                events.append(CacheEvent("copy_on_write", request_id, [*shared, block], text))
+        return events
+
+    def _newcomers(self) -> list[ResidentSample]:
+        """Who has a slot, and had none at some time since `before`."""
+        return [
+            sample
+            for sample in self._after.sequences
+            if _key(sample) not in self._old_residents or self._is_preempted(sample)
+        ]
+
+    def _is_preempted(self, sample: _Sample) -> bool:
+        old = self._old.get(_key(sample))
+        return sample.num_preemptions > (0 if old is None else old.num_preemptions)
+
+    def _is_kept(self, block: int) -> bool:
+        """Whether the cache holds now what it held there before."""
+        digest = self._before.digests[block]
+        return bool(digest) and self._after.digests[block] == digest
+
+    def _old_blocks(self, key: tuple[str, int]) -> list[int]:
+        old = self._old_residents.get(key)
+        return [] if old is None else old.block_ids
+
+
+def _key(sample: _Sample) -> tuple[str, int]:
+    return sample.request_id, sample.sample
+
+
+def _name(sample: _Sample) -> str:
+    return f"sample {sample.sample} of request {sample.request_id}"
+
+
+def _counted(block_ids: list[int], text: str) -> str:
+    """The text with the number of blocks in it, or nothing if there are none."""
+    count = len(block_ids)
+    return text.format("1 block" if count == 1 else f"{count} blocks") if count else ""

@@ -1,0 +1,95 @@
+"""What the command lines have in common: one-line errors, and the arguments of an engine."""
+
+import argparse
+from typing import Any, NoReturn, get_args
+
+from paged_jax.kernels import BACKENDS
+from paged_jax.memory import KV_DTYPES
+from paged_jax.scheduler import Preemption
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: error: {message}\n")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and what shapes the engine; `engine_options` reads them."""
+    parser.add_argument(
+        "--model", metavar="DIR", help="checkpoint folder; the small bundled model if not given"
+    )
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool")
+    group.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="X",
+        help="of the device's memory, for weights, steps and pool together; see paged_jax.plan",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        default="auto",
+        choices=("auto", *KV_DTYPES),
+        help="of the cache; int8 and fp8 quantise it",
+    )
+    group.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="samples that run at once; default: 16"
+    )
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="longest sequence; default: the context"
+    )
+    group.add_argument(
+        "--max-chunk", type=int, metavar="N", help="prompt tokens that a step reads of a sequence"
+    )
+    group.add_argument(
+        "--steps-per-dispatch",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence that the device makes at a time; default: 8, and 1 where text "
+        "is streamed to a terminal or blocks are drawn",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens guessed from earlier text and verified at once; the text is the same",
+    )
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute what prompts have in common anew"
+    )
+    group.add_argument(
+        "--preemption",
+        choices=get_args(Preemption),
+        help="what happens to a sequence that must leave for lack of blocks; default: auto",
+    )
+    group.add_argument("--swap-space", type=float, metavar="GIB", help="host memory for that")
+    group.add_argument("--backend", choices=tuple(BACKENDS), help="of the attention")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `Engine` and `LLM`: those that were given, as defaults stay there.
+
+    Raises:
+      ValueError: the model's folder is named by an empty text.
+    """
+    if args.model == "":
+        raise ValueError("--model must not be empty. Leave it out for the bundled model.")
+    names = (
+        "dtype", "block_size", "num_blocks", "memory_fraction", "kv_dtype", "max_num_seqs",
+        "max_model_len", "max_chunk", "steps_per_dispatch", "num_speculative_tokens",
+        "preemption", "swap_space", "backend",
+    )  # fmt: skip
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return options | {"enable_prefix_caching": not args.no_prefix_caching}

@@ -1,0 +1,336 @@
+"""The planner: its numbers against what is allocated, what is compiled, and what is published."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from tiny_model import CONFIG, SIZES
+
+from paged_jax import generate, memory
+from paged_jax.engine import Engine
+from paged_jax.memory import DeviceMemory, block_bytes, record_bytes, weight_bytes
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.pretrained import bundled_folder
+from paged_jax.plan import main, make_plan
+
+BUNDLED = LlamaConfig.from_file(bundled_folder())
+# Large enough that what a step holds follows its terms, and not what any program holds anyway.
+MID = LlamaConfig(
+    vocab_size=65536,
+    hidden_size=256,
+    intermediate_size=1408,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    eos_token_ids=(2,),
+)
+# A model of the family's smaller ones: attention is wider than the MLP.
+WIDE_HEADS = LlamaConfig(
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    qk_norm=True,
+)
+
+
+def tiny_llama() -> Llama:
+    return Llama(CONFIG, rngs=nnx.Rngs(0))
+
+
+def set_memory(monkeypatch, total: int, in_use: int = 0) -> None:
+    monkeypatch.setattr(memory, "device_memory", lambda device: DeviceMemory(total, in_use))
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main(list(arguments))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+# What is allocated
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "int8"])
+@pytest.mark.parametrize("model", ["bundled", "tiny"])
+def test_plan_is_what_an_engine_allocates(model, kv_dtype) -> None:
+    config = BUNDLED if model == "bundled" else CONFIG
+    engine = Engine(
+        None if model == "bundled" else tiny_llama(),
+        kv_dtype=kv_dtype,
+        max_num_seqs=3,
+        num_blocks=7,
+        block_size=4,
+    )
+    plan = make_plan(config, 1 << 30, "cpu", kv_dtype=kv_dtype, max_num_seqs=3, block_size=4)
+    footprint, cache = plan.footprint, engine.cache
+    assert footprint.weights == sum(x.nbytes for x in engine.weights)
+    assert footprint.block * 7 == cache.nbytes
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine._runner.state))
+    assert footprint.state + 7 * (footprint.block + record_bytes(4)) == state_bytes
+
+
+def test_blocks_of_tpus_are_padded_to_whole_registers() -> None:
+    assert block_bytes(CONFIG, 4, "bfloat16", "gpu") == 2 * 2 * 2 * 4 * 8 * 2
+    assert block_bytes(CONFIG, 4, "bfloat16", "tpu") == 2 * 2 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    "name, num_parameters, token_bytes",
+    [
+        ("Meta-Llama-3-8B-Instruct", 8_030_261_248, 128 * 1024),
+        ("Llama-2-7b-hf", 6_738_415_616, 512 * 1024),
+        ("Llama-3.2-1B", 1_235_814_400, 32 * 1024),
+        ("TinyLlama-1.1B-Chat-v1.0", 1_100_048_384, 22 * 1024),
+        ("SmolLM2-135M", 134_515_008, 22_5 * 1024 // 10),
+        ("Mistral-7B-v0.1", 7_241_732_096, 128 * 1024),
+        ("Qwen2.5-0.5B-Instruct", 494_032_768, 12 * 1024),
+        ("Qwen3-0.6B", 596_049_920, 112 * 1024),
+    ],
+)
+def test_weights_and_tokens_of_known_models(data_dir, name, num_parameters, token_bytes) -> None:
+    config = LlamaConfig.from_file(data_dir / "configs" / name)
+    assert weight_bytes(config, "bfloat16") == 2 * num_parameters
+    assert block_bytes(config, 16, "bfloat16", "gpu") == 16 * token_bytes
+
+
+# What is compiled
+
+
+def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
+    """What the largest program of each kind holds while it runs, results included."""
+    runner, sizes = engine._runner, engine._runner.sizes
+    names = {
+        f"prefill of 1 x {sizes.max_chunk} tokens": "prefill",
+        f"decode of {sizes.num_slots} samples": "decode",
+        f"verification of {sizes.num_slots} samples": "verify",
+        "score of 128 tokens": "score",
+        "copy of blocks from the host": "swap",
+    }
+    held = {}
+    for call in runner.all_calls():
+        if names.get(call.name) not in kinds:
+            continue
+        lowered = call.program.lower(runner._weights, runner.state, *call.args, **call.static)
+        analysis = lowered.compile().memory_analysis()
+        new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        arguments = sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(call.args))
+        held[names[call.name]] = analysis.temp_size_in_bytes + new + arguments
+    return held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, dtype, kv_dtype, kinds",
+    [
+        (MID, "float32", "auto", ("prefill", "score", "decode", "verify", "swap")),
+        (MID, "bfloat16", "int8", ("prefill", "decode", "swap")),
+        (MID, "float16", "float16", ("decode",)),
+        (WIDE_HEADS, "float32", "auto", ("prefill", "decode", "swap")),
+    ],
+)
+def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, kinds) -> None:
+    sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_chunk": 1024}
+    sizes |= {"num_speculative_tokens": 3, "kv_dtype": kv_dtype}
+    model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
+    held = compiled_bytes(Engine(model, num_blocks=64, **sizes), *kinds)
+    plan = make_plan(config, 1 << 30, "cpu", dtype=dtype, **sizes)
+    assert held.keys() == set(kinds)
+    for program, num_bytes in held.items():
+        assert plan.footprint.steps[program] / 3 <= num_bytes <= plan.footprint.steps[program]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_pools_that_cpus_copy_are_planned_with_their_copies(kv_dtype) -> None:
+    model = Llama(MID, rngs=nnx.Rngs(0))
+    sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_chunk": 64, "kv_dtype": kv_dtype}
+    engine = Engine(model, num_blocks=1024, **sizes)
+    footprint = make_plan(MID, 1 << 30, "cpu", **sizes).footprint
+    taken = compiled_bytes(engine, "decode")["decode"] + engine.cache.nbytes
+    planned = footprint.steps["decode"] + 1024 * (footprint.block + footprint.block_overhead)
+    assert planned / 2 < taken <= planned
+
+
+# memory_fraction
+
+
+def test_memory_fraction_gives_the_pool_what_is_planned(monkeypatch) -> None:
+    total = 40 << 20
+    set_memory(monkeypatch, total)
+    engine = Engine(tiny_llama(), block_size=4, max_num_seqs=4096, memory_fraction=0.5,
+                    max_num_batched_tokens=4096)  # fmt: skip
+    plan = make_plan(CONFIG, total // 2, "cpu", block_size=4, max_num_seqs=4096)
+    assert engine.num_blocks == plan.sizes.num_blocks
+    held = sum(x.nbytes for x in jax.tree.leaves((engine.weights, engine._runner.state)))
+    assert held + plan.footprint.step <= total // 2
+    assert held + plan.footprint.step + plan.footprint.block * 50 > total // 2
+
+
+def test_memory_fraction_takes_no_more_than_the_slots_can_use(monkeypatch) -> None:
+    set_memory(monkeypatch, 1 << 30)
+    engine = Engine(tiny_llama(), block_size=4, max_num_seqs=2, memory_fraction=0.9)
+    assert engine.num_blocks == 2 * CONFIG.max_position_embeddings // 4
+
+
+def test_memory_fraction_leaves_others_what_they_hold(monkeypatch) -> None:
+    sizes = {"block_size": 4, "max_num_seqs": 2048, "memory_fraction": 1}
+    set_memory(monkeypatch, 32 << 20)
+    alone = Engine(tiny_llama(), **sizes)
+    set_memory(monkeypatch, 40 << 20, in_use=8 << 20)
+    beside = Engine(tiny_llama(), **sizes)
+    own = sum(x.nbytes for x in alone.weights)
+    footprint = make_plan(CONFIG, 32 << 20, "cpu", block_size=4, max_num_seqs=2048).footprint
+    assert beside.num_blocks == footprint.num_blocks((32 << 20) + own) > alone.num_blocks
+
+
+def test_memory_fraction_that_leaves_no_block_is_refused_with_numbers(monkeypatch) -> None:
+    set_memory(monkeypatch, 8 << 20)
+    match = r"memory_fraction 0.5 must leave room for .* of weights, .* step .*, got 4.00 MiB"
+    with pytest.raises(ValueError, match=match):
+        Engine(tiny_llama(), memory_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"memory_fraction": 0.0}, "memory_fraction must be above 0 and at most 1, got 0.0"),
+        ({"memory_fraction": 1.5}, "memory_fraction must be above 0 and at most 1, got 1.5"),
+        (SIZES | {"memory_fraction": 0.5}, "must be None where num_blocks is given"),
+    ],
+)
+def test_memory_fraction_out_of_bounds_is_refused(options, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        Engine(tiny_llama(), **options)
+
+
+def test_generate_passes_the_memory_fraction_on(capsys) -> None:
+    assert generate.main(["--prompt", "It is", "--memory-fraction", "2"]) == 1
+    assert "memory_fraction must be above 0 and at most 1, got 2.0" in capsys.readouterr().err
+
+
+def test_memory_fraction_wants_a_device_that_says_what_it_has(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "device_memory", lambda device: None)
+    with pytest.raises(ValueError, match="does not say how much memory it has"):
+        Engine(tiny_llama(), memory_fraction=0.5)
+
+
+# The host's memory
+
+
+@pytest.mark.parametrize(
+    "own, limits",
+    [
+        ("0::/app/worker\n", {"app/memory.max": "4096", "app/worker/memory.max": "max"}),
+        ("0::/\n", {"memory.max": "4096"}),
+        (
+            "8:memory:/app\n3:cpuset:/\n0::/\n",
+            {
+                "memory/app/memory.limit_in_bytes": "4096",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "cpuset/memory.limit_in_bytes": "1",
+            },
+        ),
+    ],
+    ids=["version 2", "version 2 in a namespace", "version 1"],
+)
+def test_host_memory_is_what_the_container_may_have(monkeypatch, tmp_path, own, limits) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(limit + "\n")
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    assert memory.host_memory() == 4096
+    assert memory.device_memory(jax.devices("cpu")[0]) == DeviceMemory(4096, 0)
+
+
+def test_host_memory_without_containers_is_the_machines(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "none")
+    assert (memory.host_memory() or 0) > 1 << 28
+
+
+# The command line
+
+
+def test_main_counts_sequences_beside_a_contiguous_cache(capsys, data_dir) -> None:
+    status, out, err = run(
+        capsys, "--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"),
+        "--memory", "24GiB", "--platform", "gpu", "--lengths", "500", "8192", "--json",
+    )  # fmt: skip
+    plan = json.loads(out)
+    assert (status, err) == (0, "")
+    assert plan["num_parameters"] == 8_030_261_248
+    assert plan["weight_bytes"] == 16_060_522_496
+    assert (plan["dtype"], plan["kv_dtype"]) == ("bfloat16", "bfloat16")
+    assert (plan["token_bytes"], plan["block_bytes"]) == (131072, 16 * 131072)
+    taken = plan["weight_bytes"] + plan["state_bytes"] + plan["step_bytes"]
+    a_block = plan["block_bytes"] + plan["block_overhead_bytes"]
+    assert 0 <= (24 << 30) - taken - plan["num_blocks"] * a_block < a_block
+    num_contiguous = ((24 << 30) - taken) // (8192 * 131072)
+    assert plan["lengths"] == [
+        {
+            "length": length,
+            "num_paged": plan["num_blocks"] // num_blocks,
+            "num_contiguous": num_contiguous,
+            "ratio": plan["num_blocks"] // num_blocks / num_contiguous,
+        }
+        for length, num_blocks in ((500, 32), (8192, 512))
+    ]
+
+
+def test_main_prints_what_fits(capsys) -> None:
+    status, out, _ = run(capsys, "--memory", "64MiB", "--platform", "cpu", "--lengths", "64")
+    plan = make_plan(BUNDLED, 64 << 20, "cpu")
+    assert status == 0
+    assert "memory     64.00 MiB  on cpu" in out
+    assert f"{plan.num_parameters:,} parameters in {plan.dtype}" in out
+    assert f"{plan.sizes.num_blocks:,} of 16 tokens in float32" in out
+    row = [64, plan.sizes.num_blocks // 4, plan.num_contiguous]
+    assert [int(number) for number in out.split("ratio\n")[1].split()[:3]] == row
+    assert "16 sequences run at once" in out
+
+
+def test_main_plans_for_this_machine(capsys) -> None:
+    status, out, _ = run(capsys, "--memory-fraction", "0.5", "--json")
+    assert status == 0
+    assert json.loads(out)["memory_bytes"] == (memory.host_memory() or 0) // 2
+
+
+def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:
+    folder = str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct")
+    status, out, err = run(capsys, "--model", folder, "--memory", "12GiB", "--platform", "gpu")
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "14.96 GiB of weights" in err and "got 12.00 GiB" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--lengths", "513"], "--lengths must be positive and at most max_model_len = 512"),
+        (["--max-model-len", "513"], "max_model_len must be positive and at most"),
+        (["--memory-fraction", "2"], "--memory-fraction must be above 0"),
+        (["--block-size", "0"], "block_size must be a positive integer"),
+        (["--num-speculative-tokens", "-1"], "num_speculative_tokens must be a positive integer"),
+        (["--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_main_refuses_mistakes_in_one_line(capsys, arguments, message) -> None:
+    status, out, err = run(capsys, "--memory", "1GiB", *arguments)
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("size", ["lots", "12XB", "-1", "GiB"])
+def test_main_refuses_a_size_that_is_none(capsys, size) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([f"--memory={size}"])
+    assert exit.value.code == 2
+    assert "KiB" in capsys.readouterr().err
