@@ -13,7 +13,7 @@ AOT_VENV ?= .venv-aot
 AOT_JAX ?= jax
 AOT_TESTS ?= tests/test_aot_gpu.py tests/test_aot_tpu.py
 
-.PHONY: demo test quick lint aot bench clean
+.PHONY: demo test quick lint docs aot bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
@@ -28,6 +28,12 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The reference from the docstrings, and all pictures; what comes out is committed.
+docs: $(VENV)/.test
+	JAX_PLATFORMS=cpu $(BIN)/python docs/make_reference.py
+	JAX_PLATFORMS=cpu $(BIN)/python docs/make_pictures.py
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/plots.py
 
 aot: $(AOT_VENV)/.aot
 	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest $(AOT_TESTS)

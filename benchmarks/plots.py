@@ -1,0 +1,257 @@
+"""Draw the results of the benchmarks: one PNG for each JSON file.
+
+    python benchmarks/plots.py                       # from results/*.json into plots/
+    python benchmarks/plots.py serving.json --out .  # others
+
+Each figure says below itself on what, at which commit and by which command it was measured.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attention_report
+import memory_report
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
+
+Report = dict[str, Any]
+
+OURS, OTHERS = "#4c8dd6", "#b8b8b8"
+_COLORS = {"paged_jax": OURS, "transformers": "#e5904a", "llama.cpp": "#57a773"}
+
+
+def plot_serving(pyplot: Any, report: Report) -> Any:
+    """Rates and first tokens of every schedule, and the peers beside us."""
+    figure, (rates, waits, peers) = pyplot.subplots(
+        1, 3, figsize=(15, 4.2), layout="constrained", width_ratios=(3, 2, 3)
+    )
+    labels = [name.replace("naive", "one request at a time") for name in report["results"]]
+    colors = [OURS if "paged" in name else OTHERS for name in report["results"]]
+    runs = list(report["results"].values())
+    _bars(rates, labels, [run["tokens_per_s"] for run in runs], colors)
+    rates.set(title="Tokens/s", xlabel="tokens/s")
+    _ranges(waits, [(run["ttft_ms_p50"], run["ttft_ms_p99"]) for run in runs], colors)
+    waits.set(title="First token: median and p99", xlabel="ms", yticklabels=[])
+    labels = [
+        f"{name}\n{peer['peak_bytes'] / 1e9:.1f} GB at the peak"
+        for name, peer in report["peers"].items()
+    ]
+    values = [peer["tokens_per_s"] for peer in report["peers"].values()]
+    _bars(peers, labels, values, [OURS, *[OTHERS] * (len(values) - 1)])
+    peers.set(title="The same requests in another engine", xlabel="tokens/s")
+    figure.suptitle("Serving requests that share a prefix")
+    return figure
+
+
+def plot_replay(pyplot: Any, report: Report) -> Any:
+    """A trace replayed: rate, time to the first token, time between tokens."""
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 2.6), layout="constrained")
+    runs = report["replays"]
+    colors = [OURS] * len(runs)
+    _bars(axes[0], list(runs), [run["tokens_per_s"] for run in runs.values()], colors)
+    axes[0].set(title="Tokens/s", xlabel="tokens/s")
+    for each, key, title in (
+        (axes[1], "ttft", "First token"),
+        (axes[2], "tpot", "Each further token"),
+    ):
+        spans = [(run[f"{key}_ms_p50"], run[f"{key}_ms_p99"]) for run in runs.values()]
+        _ranges(each, spans, colors)
+        each.set(title=f"{title}: median and p99", xlabel="ms", yticklabels=[])
+    scale = report["length_scale"]
+    figure.suptitle(
+        f"Replay of {report['trace']}: {report['speed']:g} times as fast, "
+        f"prompts {scale['prompt']:.2g} and outputs {scale['new']:.2g} times as long"
+    )
+    return figure
+
+
+def plot_generate(pyplot: Any, report: Report) -> Any:
+    """Decoding and prefill beside other libraries, a row for each model."""
+    shapes = list(dict.fromkeys(result["shape"] for result in report["results"]))
+    figure, axes = pyplot.subplots(
+        len(shapes), 3, figsize=(12, 3 * len(shapes)), squeeze=False, layout="constrained"
+    )
+    for row, shape in zip(axes, shapes, strict=True):
+        results = [result for result in report["results"] if result["shape"] == shape]
+        dtypes = [result["dtype"] for result in results]
+        for place, each in enumerate(row[:2]):
+            batch = results[0]["decode"][place]["batch"]
+            rates = [result["decode"][place]["tokens_per_s"] for result in results]
+            _groups(each, dtypes, [_better_caches(rate) for rate in rates])
+            each.set(title=f"{shape}, decoding, batch {batch}")
+        rates = [_better_caches(result["prefill_tokens_per_s"]) for result in results]
+        _groups(row[2], dtypes, rates)
+        row[2].set(title=f"{shape}, prefill of 512 tokens")
+        row[0].set_ylabel("tokens/s")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
+    figure.suptitle("Text generation (transformers: the better of two caches)", x=0.02, ha="left")
+    return figure
+
+
+def _better_caches(rates: Mapping[str, float]) -> Mapping[str, float]:
+    """With the better of transformers' dynamic and static caches."""
+    both = [rates[name] for name in ("transformers", "transformers static") if name in rates]
+    return {**rates, "transformers": max(both)}
+
+
+def plot_allocator(pyplot: Any, report: Report) -> Any:
+    """The time of each operation of the block allocator, with its 90th percentile."""
+    figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
+    times = list(report["times"].values())
+    spans = [(time["median_ms"], time["p90_ms"]) for time in times]
+    _ranges(axes, spans, [OURS] * len(times))
+    axes.barh(range(len(times)), [low for low, _ in spans], color=OURS)
+    for row, (low, high) in enumerate(spans):
+        axes.text(high + 0.02, row, f"{low:.2f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(times)), list(report["times"]))
+    axes.set(xlabel="ms, median and p90", xlim=(0, 1.1 * max(high for _, high in spans)))
+    slots, blocks = report["num_slots"], report["num_blocks"]
+    axes.set_title(f"The block allocator: {slots} slots, {blocks} blocks", loc="left")
+    return figure
+
+
+def plot_kv_dtype(pyplot: Any, report: Report) -> Any:
+    """What narrower caches save, and what they cost."""
+    figure, (size, loss) = pyplot.subplots(1, 2, figsize=(10, 3), layout="constrained")
+    rows, colors = report["rows"], [OURS] * len(report["rows"])
+    _bars(size, [row["kv_dtype"] for row in rows], [row["bytes_per_token"] for row in rows], colors)
+    size.set(title="Bytes of K and V a token", xlabel="bytes")
+    changes = [1e3 * row["loss_change"] for row in rows]
+    _bars(loss, [row["kv_dtype"] for row in rows], changes, colors, "{:+.2f}")
+    loss.set(title="Change of the loss", xlabel="10⁻³ nats a token")
+    loss.axvline(0, color="black", linewidth=1)
+    figure.suptitle(f"The bundled model on {report['num_tokens']} tokens of text")
+    return figure
+
+
+def _figure_of(plot: Callable[[Any, Report, Path], None]) -> Callable[[Any, Report], Any]:
+    """The figure of a plot that a benchmark writes by itself."""
+
+    def draw(pyplot: Any, report: Report) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            plot(pyplot, report, Path(folder, "plot.png"))
+        return pyplot.gcf()
+
+    return draw
+
+
+# By how the names of the files begin.
+DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
+    "allocator": plot_allocator,
+    "decode-attention": _figure_of(attention_report.plot),
+    "generate": plot_generate,
+    "kv-dtype": plot_kv_dtype,
+    "memory": _figure_of(memory_report.plot),
+    "replay": plot_replay,
+    "serving": plot_serving,
+}
+
+
+def plot_of(file: Path) -> Callable[[Any, Report], Any] | None:
+    """What draws a file of results, or None."""
+    return next((plot for start, plot in DRAWN_BY.items() if file.name.startswith(start)), None)
+
+
+def draw(pyplot: Any, file: Path, folder: Path) -> Path | None:
+    """Draw a file of results into a folder; None where nothing draws such a file."""
+    plot = plot_of(file)
+    if plot is None:
+        return None
+    report = json.loads(file.read_text())
+    figure = plot(pyplot, report)
+    # Below the figure, whatever its height: "tight" makes room for it.
+    figure.text(0.01, -0.02, _origin(report), fontsize=8, color="#606060", va="top")
+    path = folder / f"{file.stem}.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Without the version of matplotlib, which would change the file and nothing in the picture.
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def _origin(report: Report) -> str:
+    # Files from elsewhere go by their names: where they lie on that machine says nothing.
+    command = re.sub(r"(?<=\s)(/|\.\./)\S*/", "", report["command"])
+    device = report.get("accelerator") or report["device"]
+    lines = textwrap.wrap(command, 140)
+    return "\n".join(
+        [*lines, f"commit {report['commit']}, {device}, jax {report['versions']['jax']}"]
+    )
+
+
+def _bars(
+    axes: Any,
+    labels: Sequence[str],
+    values: Sequence[float],
+    colors: Sequence[str],
+    form: str = "{:.0f}",
+) -> None:
+    """Horizontal bars from the top, with their values."""
+    places = range(len(labels))
+    axes.bar_label(axes.barh(places, values, color=colors), fmt=form, padding=3, fontsize=9)
+    axes.set_yticks(places, labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.margins(x=0.15)
+    _clear(axes)
+
+
+def _ranges(axes: Any, spans: Sequence[tuple[float, float]], colors: Sequence[str]) -> None:
+    """From a median to a high percentile, a row each, from the top."""
+    for place, ((low, high), color) in enumerate(zip(spans, colors, strict=True)):
+        axes.plot([low, high], [place, place], color=color, linewidth=2)
+        axes.plot(low, place, "o", color=color)
+        axes.plot(high, place, "|", color=color, markersize=12)
+    axes.set_yticks(range(len(spans)))
+    axes.set_ylim(len(spans) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", alpha=0.3)
+    _clear(axes)
+
+
+def _groups(axes: Any, labels: Sequence[str], values: Sequence[Mapping[str, float]]) -> None:
+    """A group of vertical bars for each label, one bar for each library."""
+    width = 0.8 / len(_COLORS)
+    for place, (name, color) in enumerate(_COLORS.items()):
+        at = [i + (place - 1) * width for i in range(len(labels))]
+        bars = axes.bar(at, [value[name] for value in values], width, color=color, label=name)
+        axes.bar_label(bars, fmt="{:.0f}", padding=2, fontsize=8)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.margins(y=0.15)
+    _clear(axes)
+
+
+def _clear(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draw the files, and say what was written."""
+    parser = argparse.ArgumentParser(description="Draw the results of the benchmarks.")
+    parser.add_argument("files", nargs="*", type=Path, help="JSON (default: benchmarks/results)")
+    parser.add_argument(
+        "--out", type=Path, default=PLOTS, help="folder (default: benchmarks/plots)"
+    )
+    options = parser.parse_args(arguments)
+    missing = [file for file in options.files if not file.is_file()]
+    if missing:
+        parser.error(f"no such file: {missing[0]}")
+    try:
+        pyplot = attention_report.plotter()
+    except attention_report.PlotUnavailable:
+        print("plots: this needs matplotlib. Run `pip install matplotlib`.", file=sys.stderr)
+        return 2
+    for file in options.files or sorted(RESULTS.glob("*.json")):
+        print(draw(pyplot, file, options.out) or f"{file.name}: nothing draws such a file")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""Write the API reference from the docstrings, as Markdown that needs no further build.
+
+    python docs/make_reference.py             # writes docs/api/*.md
+
+Signatures are taken from the source, so that they do not change with the version of Python.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).resolve().parent / "api"
+
+
+class Page(NamedTuple):
+    """One file of the reference.
+
+    Attributes:
+      title: its heading.
+      names: what it documents, by the shortest path that can be imported.
+    """
+
+    title: str
+    names: tuple[str, ...]
+
+
+def _of(module: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for name in names.split())
+
+
+PAGES = {
+    "ops": Page(
+        "Ops over blocks",
+        _of(
+            "paged_jax",
+            "paged_attention paged_prefill_attention cascade_attention merge_attention "
+            "paged_write copy_blocks",
+        )
+        + _of(
+            "paged_jax.kernels",
+            "Pools quantise num_shared_blocks padded_head_dim choose_backend check_backend_runs_on",
+        ),
+    ),
+    "blocks": Page(
+        "The block allocator",
+        _of("paged_jax", "BlockTables BlockPool")
+        + _of(
+            "paged_jax.blocks",
+            "BlockCopies reserve fork reorder release truncate attach publish forget "
+            "num_blocks_needed check_invariants",
+        ),
+    ),
+    "cache": Page(
+        "The paged cache",
+        _of("paged_jax", "PagedCache")
+        + _of(
+            "paged_jax.cache",
+            "reserve locate fork reorder release truncate attach publish forget read_blocks "
+            "write_blocks gather",
+        ),
+    ),
+    "models": Page(
+        "Model, weights and tokenizer",
+        _of("paged_jax", "Llama LlamaConfig Tokenizer")
+        + _of("paged_jax.models.checkpoint", "save_checkpoint"),
+    ),
+    "engine": Page(
+        "Engine and LLM",
+        _of("paged_jax", "LLM Engine AsyncEngine EngineStats SamplingParams RequestOutput")
+        + _of(
+            "paged_jax", "CompletionOutput Logprob RequestMetrics Explanation Wait PreemptionNote"
+        ),
+    ),
+    "memory": Page(
+        "What lies in memory",
+        _of("paged_jax.cache_map", "snapshot changes block_text CacheMap ResidentSample")
+        + _of("paged_jax.cache_map", "WaitingSample BlockText CacheEvent")
+        + _of("paged_jax.memory", "footprint Footprint weight_bytes block_bytes state_bytes"),
+    ),
+    "server": Page(
+        "The server",
+        _of("paged_jax.server", "create_app Service Settings Limits"),
+    ),
+    "generation": Page(
+        "Rollouts and beam search",
+        _of("paged_jax", "rollout Rollout BeamSearchParams BeamSearchOutput BeamSearchSequence"),
+    ),
+}
+
+_SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example)( \(.*\))?:")
+_LISTED = ("Args", "Attributes", "Raises")
+_CODE_SPAN = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
+
+
+def pages() -> dict[str, str]:
+    """The Markdown of every file of the reference, by its name."""
+    files = {f"{key}.md": _page(page) for key, page in PAGES.items()}
+    index = ["# API reference", "", "Written by `make docs` from the docstrings.", ""]
+    for key, page in PAGES.items():
+        anchors = _anchors(page.names)
+        links = (f"[`{_last(name)}`]({key}.md#{anchors[name]})" for name in page.names)
+        index.append(f"- [{page.title}]({key}.md): {', '.join(links)}")
+    files["README.md"] = "\n".join(index) + "\n"
+    return files
+
+
+def _page(page: Page) -> str:
+    # Examples stand as in the docstrings: formatters of Markdown are to leave them.
+    parts = ["<!-- fmt: off -->", f"# {page.title}"]
+    for path in page.names:
+        parts += _entry(path, _load(path), level=2)
+    return "\n\n".join(parts) + "\n"
+
+
+def _load(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+def _last(path: str) -> str:
+    return path.rsplit(".", 1)[1]
+
+
+def _anchors(paths: tuple[str, ...]) -> dict[str, str]:
+    """The names that GitHub gives to the headings of a page: `rollout` and `Rollout` differ by one.
+
+    Entries that are alike but for capitals are numbered.
+    """
+    anchors: dict[str, str] = {}
+    for path in paths:
+        anchor = path.replace(".", "").lower()
+        count = [each.replace(".", "").lower() for each in anchors].count(anchor)
+        anchors[path] = f"{anchor}-{count}" if count else anchor
+    return anchors
+
+
+def _entry(path: str, thing: Any, level: int) -> Iterator[str]:
+    yield f"{'#' * level} `{path}`"
+    tree = _parse(thing)
+    yield f"```python\n{_signature(thing, tree)}\n```"
+    yield from _prose(inspect.getdoc(thing) or "")
+    if isinstance(tree, ast.ClassDef):
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(node):
+                yield f"{'#' * (level + 1)} `{_last(path)}.{node.name}`"
+                yield f"```python\n{_header(node)}\n```"
+                yield from _prose(ast.get_docstring(node) or "")
+
+
+def _is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    # `__call__` is how a model is used; the constructor stands in the heading of its class.
+    return node.name == "__call__" or not node.name.startswith("_")
+
+
+def _parse(thing: Any) -> Any:
+    thing = inspect.unwrap(thing)
+    module = inspect.getmodule(thing)
+    assert isinstance(module, ModuleType)
+    for node in ast.parse(inspect.getsource(module)).body:
+        if getattr(node, "name", None) == thing.__name__:
+            return node
+    raise LookupError(f"{thing!r} is not defined at the top of {module.__name__}")
+
+
+def _signature(thing: Any, tree: Any) -> str:
+    if not isinstance(tree, ast.ClassDef):
+        return _header(tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return _header(node, name=tree.name)
+    lines = inspect.getsource(sys.modules[thing.__module__]).splitlines()
+    fields = [
+        line
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign)
+        for line in lines[node.lineno - 1 : node.end_lineno]
+    ]
+    bases = ", ".join(ast.unparse(base) for base in tree.bases)
+    return "\n".join([f"class {tree.name}({bases}):" if bases else f"class {tree.name}:", *fields])
+
+
+def _header(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str | None = None) -> str:
+    """A signature: on one line if that is short, else a line for each argument."""
+    arguments = _arguments(node.args)
+    returns = f" -> {_annotation(node.returns)}" if node.returns and name is None else ""
+    if any(ast.unparse(decorator) == "property" for decorator in node.decorator_list):
+        return f"{node.name}: {returns.removeprefix(' -> ')}  # read only"
+    decorators = [f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list]
+    keyword = "async def " if isinstance(node, ast.AsyncFunctionDef) else ""
+    start = "".join(decorators) + keyword + (name or node.name)
+    line = f"{start}({', '.join(arguments)}){returns}"
+    if len(line) <= 100:
+        return line
+    return f"{start}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
+
+
+def _arguments(args: ast.arguments) -> list[str]:
+    positional = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    texts = [_argument(*pair) for pair in zip(positional, defaults, strict=True)]
+    if positional and positional[0].arg in ("self", "cls"):
+        texts = texts[1:]
+    if args.vararg:
+        texts.append("*" + _argument(args.vararg, None))
+    elif args.kwonlyargs:
+        texts.append("*")
+    texts += [_argument(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    if args.kwarg:
+        texts.append("**" + _argument(args.kwarg, None))
+    return texts
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    text = argument.arg
+    if argument.annotation:
+        text += f": {_annotation(argument.annotation)}"
+    if default is None:
+        return text
+    equals = " = " if argument.annotation else "="
+    return f"{text}{equals}{ast.unparse(default)}"
+
+
+def _annotation(node: ast.expr) -> str:
+    """Without the quotes of a name that is not defined yet."""
+    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+
+
+def _prose(docstring: str) -> Iterator[str]:
+    """A docstring as Markdown: its sections become headings, lists and code."""
+    lines, plain = docstring.splitlines(), []
+    while lines:
+        line = lines.pop(0)
+        match = _SECTION.fullmatch(line)
+        if not match:
+            plain.append(line)
+            continue
+        body: list[str] = []
+        while lines and (not lines[0] or lines[0].startswith(" ")):
+            body.append(lines.pop(0))
+        yield from _plain(plain)
+        plain = []
+        yield from _section(match, textwrap.dedent("\n".join(body)).strip())
+    yield from _plain(plain)
+
+
+def _plain(lines: list[str]) -> Iterator[str]:
+    text = "\n".join(lines).strip()
+    if text:
+        yield _escape(re.sub(r"::$", ":", text, flags=re.MULTILINE))
+
+
+def _section(match: re.Match[str], body: str) -> Iterator[str]:
+    name = match[1]
+    yield f"**{name}{match[2] or ''}**"
+    if name == "Example":
+        yield f"```pycon\n{body}\n```"
+    elif name in _LISTED:
+        yield "\n".join(_items(body))
+    else:
+        yield _escape(body)
+
+
+def _items(body: str) -> Iterator[str]:
+    """Entries ``names: text``, of which all lines but the first are indented."""
+    for entry in re.split(r"\n(?! )", body):
+        entry = " ".join(entry.split())
+        names, _, text = entry.partition(": ")
+        code = ", ".join(f"`{name}`" for name in names.split(", "))
+        yield f"- {code}: {_escape(text)}" if text else f"- {_escape(entry)}"
+
+
+def _escape(text: str) -> str:
+    """Keep what is no code from being read as markup."""
+    parts = _CODE_SPAN.split(text)
+    parts[::2] = [re.sub(r"([*<|])", r"\\\1", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def main() -> int:
+    argparse.ArgumentParser(description="Write docs/api/*.md from the docstrings.").parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

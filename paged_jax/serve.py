@@ -1,0 +1,207 @@
+"""Serve a model over HTTP: ``python -m paged_jax.serve``."""
+
+import argparse
+import dataclasses
+import ipaddress
+import math
+import os
+import socket
+import sys
+from pathlib import Path
+
+from paged_jax.command_line import Parser, add_engine_arguments, engine_options, one_line
+from paged_jax.engine import Engine
+
+try:
+    import uvicorn
+
+    from paged_jax.server import Limits, Service, Settings, create_app
+    from paged_jax.server.http import Server, protocol
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"paged_jax.serve: error: {error.name} is not installed. "
+        "Run: pip install 'paged-jax[serve]'"
+    ) from None
+
+_API_KEY = "PAGED_JAX_API_KEY"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LIMIT_HELP = {
+    "max_body_bytes": "bytes of a request's body",
+    "max_header_bytes": "bytes of its headers",
+    "header_timeout": "seconds for its headers",
+    "body_timeout": "seconds for its body",
+    "send_timeout": "seconds for which a client may not read its answer",
+    "max_queue": "requests that wait for a place in the batch",
+    "max_streams": "answers that are streamed at once",
+    "max_prompts": "prompts in a request",
+    "max_prompt_tokens": "tokens of a prompt",
+    "max_n": "samples of a prompt",
+    "max_logprobs": "candidates for each token",
+    "max_stop": "stop strings",
+    "max_stop_chars": "characters of a stop string",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal; return the exit status. Mistakes of the user end in one line."""
+    args = _parse(argv)
+    try:
+        _check(args)
+        # Before the model is loaded, which may take long, and in vain.
+        listener = _listener(args.host, args.port)
+        service = _service(args)
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+        print(f"paged_jax.serve: error: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    limits = service.limits
+    config = uvicorn.Config(
+        create_app(service),
+        http=protocol(limits),
+        ws="none",
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        log_level=args.log_level,
+        access_log=args.log_level == "debug",
+        server_header=False,
+        # Whoever is in front of the server may not say who the client is.
+        proxy_headers=False,
+    )
+    Server(config, service, args.drain_timeout).run([listener])
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m paged_jax.serve",
+        description="Serve a Llama-family checkpoint over HTTP, through a paged KV cache.",
+        epilog=f"An API key can be given as {_API_KEY} too, where it is not in the process list.",
+    )
+    add_engine_arguments(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    server.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000")
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="default: the name of the model's folder"
+    )
+    server.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="every route but /health asks for; may be repeated: one for each tenant",
+    )
+    server.add_argument(
+        "--admin-key", metavar="KEY", help="for the page that shows the cache, beside API keys"
+    )
+    server.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="a name in the Host header that is answered; default: any, on a loopback "
+        "address only its own names",
+    )
+    server.add_argument("--no-warmup", action="store_true", help="compile when first needed")
+    server.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for requests that run when the server is told to end; default: 30",
+    )
+    server.add_argument(
+        "--stall-seconds",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="work and no step for longer is unhealthy; default: 60",
+    )
+    server.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
+    limits = parser.add_argument_group("limits of requests")
+    for field in dataclasses.fields(Limits):
+        limits.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(field.default),
+            default=field.default,
+            metavar="N",
+            help=f"{_LIMIT_HELP[field.name]}; default: {field.default}",
+        )
+    return parser.parse_args(argv)
+
+
+def _check(args: argparse.Namespace) -> None:
+    keys = _keys(args)
+    if not _is_loopback(args.host) and not keys:
+        raise ValueError(
+            f"--host must be a loopback address as there is no --api-key, got {args.host}. "
+            "Whoever reaches the port could use the model."
+        )
+    if not all(keys) or args.admin_key == "":
+        raise ValueError("--api-key and --admin-key must not be empty.")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port must be in 0..65535, got {args.port}.")
+    for name in ("drain_timeout", "stall_seconds"):
+        seconds = getattr(args, name)
+        if not 0 <= seconds < math.inf:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be finite seconds >= 0, got {seconds}.")
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(args.api_key or ([os.environ[_API_KEY]] if os.environ.get(_API_KEY) else []))
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that has the address, and does not listen yet."""
+    family, kind, protocol_number, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol_number)
+    # The connections of a server that has just ended do not count.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"--host and --port must be free for use, got {host} and {port}: {error.strerror}."
+        ) from None
+    return listener
+
+
+def _service(args: argparse.Namespace) -> Service:
+    hosts = args.allowed_host or (_LOOPBACK if _is_loopback(args.host) else None)
+    limits = Limits(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)}
+    )
+    print("loading the model", file=sys.stderr, flush=True)
+    engine = Engine(args.model, **engine_options(args))
+    if not args.no_warmup:
+        engine.warmup()
+    name = args.served_model_name or (Path(args.model).resolve().name if args.model else "bundled")
+    return Service(
+        engine,
+        Settings(
+            model_name=name,
+            limits=limits,
+            api_keys=_keys(args),
+            admin_key=args.admin_key,
+            allowed_hosts=None if hosts is None else tuple(hosts),
+            stall_seconds=args.stall_seconds,
+        ),
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

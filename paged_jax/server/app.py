@@ -1,0 +1,372 @@
+"""The routes: from a request to an answer, whole or as server-sent events."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import paged_jax
+from paged_jax.outputs import RequestOutput
+from paged_jax.server import cache_page, openapi, schemas
+from paged_jax.server.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    GenerateAnswer,
+    Job,
+    Sent,
+    bad_request,
+)
+from paged_jax.server.errors import ApiError, of_validation
+from paged_jax.server.security import SALT, Security
+from paged_jax.server.service import ClientGone, Service, engine_stopped
+
+B = TypeVar("B", bound=schemas.SamplingBody)
+
+_DONE = b"data: [DONE]\n\n"
+# As nginx says it; nobody reads it.
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(service: Service) -> Starlette:
+    """The ASGI application that serves an engine."""
+
+    def route(path: str, endpoint: Callable[..., Any], *methods: str) -> Route:
+        return Route(path, functools.partial(endpoint, service), methods=methods or ["GET"])
+
+    def complete(body_type: type[B], answer_type: Callable[[Service, B, str], Answer]):
+        return functools.partial(_complete, body_type=body_type, answer_type=answer_type)
+
+    app = Starlette(
+        routes=[
+            route("/health", _health),
+            route("/metrics", _metrics),
+            route("/openapi.json", _openapi),
+            route("/v1/models", _models),
+            route("/v1/models/{model:path}", _model),
+            route("/generate", complete(schemas.GenerateBody, GenerateAnswer), "POST"),
+            route("/v1/completions", complete(schemas.CompletionBody, CompletionAnswer), "POST"),
+            route("/v1/chat/completions", complete(schemas.ChatBody, ChatAnswer), "POST"),
+            *cache_page.routes(service),
+        ],
+        middleware=[Middleware(Security, service=service)],
+        exception_handlers={
+            ApiError: _api_error,
+            ClientGone: _client_gone,
+            ClientDisconnect: _client_gone,
+            HTTPException: _http_error,
+            Exception: _unexpected,
+        },
+        lifespan=service.lifespan,
+    )
+    # An answer of ours, instead of a redirect to wherever the Host header says.
+    app.router.redirect_slashes = False
+    return app
+
+
+# State
+
+
+async def _health(service: Service, request: Request) -> Response:
+    """Alive, and getting on? Asks nobody who might be stuck."""
+    reading, monitor = service.monitor.reading, service.monitor
+    if service.engine.failure is not None:
+        status = "failed"
+    elif monitor.is_stalled(service.num_active):
+        status = "stalled"
+    else:
+        status = "draining" if service.is_draining else "ok"
+    stats = reading.stats
+    health = schemas.Health(
+        status=status,
+        model=service.settings.model_name,
+        version=paged_jax.__version__,
+        num_running=reading.num_running,
+        num_waiting=reading.num_waiting,
+        blocks=schemas.Blocks(
+            total=service.num_blocks,
+            used=reading.num_used_blocks,
+            free=service.num_blocks - reading.num_used_blocks,
+            block_size=service.block_size,
+        ),
+        prefix_cache_hit_rate=stats.num_cached_tokens / max(1, stats.num_queried_tokens),
+        num_preemptions=stats.num_preemptions,
+        seconds_since_step=time.perf_counter() - reading.time if stats.num_steps else None,
+    )
+    return _json(health, 200 if status == "ok" else 503)
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(service: Service, request: Request) -> Response:
+    return JSONResponse(openapi.document(service.limits))
+
+
+async def _models(service: Service, request: Request) -> Response:
+    return _json(schemas.ModelList(data=[_served_model(service)]))
+
+
+async def _model(service: Service, request: Request) -> Response:
+    _check_model(service, request.path_params["model"])
+    return _json(_served_model(service))
+
+
+def _served_model(service: Service) -> schemas.Model:
+    return schemas.Model(
+        id=service.settings.model_name,
+        created=service.created,
+        max_model_len=service.max_model_len,
+    )
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    served = service.settings.model_name
+    if name is not None and name != served:
+        raise ApiError(
+            404,
+            f"The model {name[:100]!r} does not exist; {served!r} is served.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+# Completions
+
+
+async def _complete(
+    service: Service,
+    request: Request,
+    *,
+    body_type: type[B],
+    answer_type: Callable[[Service, B, str], Answer],
+) -> Response:
+    try:
+        body = body_type.model_validate_json(await _read(service, request))
+    except ValidationError as error:
+        raise of_validation(error) from None
+    if isinstance(body, schemas.OpenAiBody):
+        _check_model(service, body.model)
+    answer = answer_type(service, body, request.scope.get(SALT, ""))
+    job = await asyncio.to_thread(answer.job)
+    num_requests = len(job.prompts)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(service.admit(num_requests, is_stream=bool(body.stream)))
+        if body.stream:
+            events = _events(service, answer, job)
+            # Whatever is wrong shows before the first event, while there still is a status.
+            first = await service.unless_over(request.receive, anext(events))
+            return _EventStream(service, first, events, stack.pop_all())
+        collected = _collect(service, answer, job)
+        return _json(await service.unless_over(request.receive, collected))
+
+
+async def _read(service: Service, request: Request) -> bytes:
+    """The body, if it is JSON and not too long or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also what keeps pages of other sites out: browsers ask before they send JSON elsewhere.
+        raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
+    limits = service.limits
+    declared = request.headers.get("content-length", "")
+    parts, size = [], int(declared) if declared.isdecimal() else 0
+    limits.check("max_body_bytes", size, param="the size of the body", status=413)
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            size = 0
+            async for part in request.stream():
+                size += len(part)
+                limits.check("max_body_bytes", size, param="the size of the body", status=413)
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The body must be complete within {limits.body_timeout:g} seconds (body_timeout).",
+            code="body_timeout_exceeded",
+            headers={"Connection": "close"},
+        ) from None
+    return b"".join(parts)
+
+
+async def _collect(service: Service, answer: Answer, job: Job) -> BaseModel:
+    done: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
+        async for index, output in outputs:
+            if output.finished:
+                done[index] = output
+    return answer.answer([done[index] for index in range(len(job.prompts))])
+
+
+async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
+    """The answer in pieces, as server-sent events."""
+    sent, done = Sent(), {}
+    has_begun = False
+    async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
+        async for index, output in outputs:
+            pieces = [] if has_begun else answer.opening(len(job.prompts))
+            has_begun = True
+            pieces += [answer.chunk(index, output, news) for news in sent.news(index, output)]
+            if output.finished:
+                done[index] = output
+            if pieces:
+                yield b"".join(map(_event, pieces))
+    closing = answer.closing([done[index] for index in range(len(job.prompts))])
+    yield b"".join([*map(_event, closing), _DONE])
+
+
+async def _outputs(
+    service: Service, answer: Answer, job: Job
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """What the engine makes of the prompts, each with its index, until all have ended."""
+    # No more than what the client takes: of a prompt's outputs the newest holds the others.
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(1)
+
+    async def run(index: int, prompt: str | list[int]) -> None:
+        try:
+            stream = service.engine.generate(
+                {"prompt_token_ids": prompt, "cache_salt": job.cache_salt},
+                job.params,
+                request_id=f"{answer.id}-{index}",
+                **job.options,
+            )
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    await queue.put((index, output))
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(run(index, prompt)) for index, prompt in enumerate(job.prompts)]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise _engine_error(item) from item
+            _check_output(item[1])
+            num_left -= item[1].finished
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_output(output: RequestOutput) -> None:
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            raise ApiError(500, str(sample.stop_reason), code="generation_failed")
+
+
+def _engine_error(error: Exception) -> Exception:
+    if isinstance(error, ValueError):
+        return bad_request(error)
+    return engine_stopped() if isinstance(error, RuntimeError) else error
+
+
+class _EventStream(Response):
+    """Sends events until they end, the client leaves, or the server stops.
+
+    Args:
+      service: whose streams are counted.
+      first: the events that are there already.
+      events: the others; closed in the end, whatever happens.
+      stack: left in the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        service: Service,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        stack: contextlib.ExitStack,
+    ):
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._service = service
+        self._first = first
+        self._events = events
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(data: bytes, is_last: bool = False) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+        async def pump() -> None:
+            await write(self._first)
+            async for event in self._events:
+                await write(event)
+
+        with self._stack:
+            async with contextlib.aclosing(self._events):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                ending = b""
+                try:
+                    await self._service.unless_over(receive, pump())
+                except ClientGone:
+                    return
+                except ApiError as error:
+                    ending = _event(error.body())
+                await write(ending, is_last=True)
+
+
+# Answers
+
+
+def _json(model: BaseModel, status: int = 200) -> Response:
+    return Response(model.model_dump_json(), status, media_type="application/json")
+
+
+def _event(piece: BaseModel | dict[str, Any]) -> bytes:
+    if isinstance(piece, BaseModel):
+        text = piece.model_dump_json(exclude_none=True)
+    else:
+        text = json.dumps(piece)
+    return f"data: {text}\n\n".encode()
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    # Not of request.url: that takes the Host header, which may be nonsense.
+    place = f"{request.method} {request.scope['path'][:100]}"
+    message = {
+        404: f"There is no {place}.",
+        405: f"{place} is not allowed.",
+    }.get(error.status_code, str(error.detail))
+    headers = dict(error.headers) if error.headers else None
+    return ApiError(error.status_code, message, headers=headers).response()
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    # Starlette raises it again, so that it is logged with its traceback.
+    return ApiError(500, "Something went wrong in the server.", code="internal_error").response()

@@ -1,0 +1,72 @@
+"""The page that shows the cache: the block map, live, and what happens to blocks."""
+
+import dataclasses
+import functools
+import importlib.resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from paged_jax.cache_map import block_text
+from paged_jax.server.errors import ApiError
+from paged_jax.server.service import Service
+
+_FILES = {
+    "cache.html": "text/html; charset=utf-8",
+    "cache.js": "text/javascript; charset=utf-8",
+    "cache.css": "text/css; charset=utf-8",
+}
+# Nothing but what lies beside it: prompts of others are shown on this page.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def routes(service: Service) -> list[Route]:
+    """The page, its files, and what it asks for."""
+
+    def route(path: str, endpoint: Any, **bound: Any) -> Route:
+        return Route(path, functools.partial(endpoint, service, **bound), methods=["GET"])
+
+    return [
+        route("/cache", _file, name="cache.html"),
+        *(route(f"/cache/{name}", _file, name=name) for name in _FILES if name != "cache.html"),
+        route("/cache/state", _state),
+        route("/cache/blocks/{block}", _block),
+    ]
+
+
+async def _file(service: Service, request: Request, *, name: str) -> Response:
+    content = importlib.resources.files("paged_jax.server").joinpath("static", name).read_bytes()
+    return Response(content, media_type=_FILES[name], headers=_HEADERS)
+
+
+async def _state(service: Service, request: Request) -> Response:
+    since = request.query_params.get("since", "0")
+    if not _is_number(since):
+        raise ApiError(400, "since must be a number of an event.", param="since")
+    number = int(since)
+    with service.watch.asking():
+        state = await service.ask(
+            request.receive, lambda engine: service.watch.state(engine, number)
+        )
+    return JSONResponse({"model": service.settings.model_name, **state}, headers=_HEADERS)
+
+
+async def _block(service: Service, request: Request) -> Response:
+    name = request.path_params["block"]
+    if not _is_number(name) or int(name) >= service.num_blocks:
+        raise ApiError(404, f"There are {service.num_blocks} blocks, no block {name[:20]}.")
+    holders = await service.ask(request.receive, lambda engine: block_text(engine, int(name)))
+    return JSONResponse([dataclasses.asdict(each) for each in holders], headers=_HEADERS)
+
+
+def _is_number(text: str) -> bool:
+    # Longer ones int() may refuse.
+    return text.isascii() and text.isdecimal() and len(text) < 16

@@ -1,0 +1,94 @@
+"""What a client did wrong, or what went wrong here, in the shape of OpenAI's API."""
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+# Characters of a message: what a client sent may be in it.
+_MAX_CHARS = 500
+# Mistakes of a body that are looked at one by one.
+_MAX_MISTAKES = 100
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+      status: of HTTP.
+      message: one sentence for the client.
+      param: the field that is wrong.
+      code: a short name that programs can compare.
+      headers: of the answer, beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(_shortened(message))
+        self.status = status
+        self.param = None if param is None else _shortened(param)
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """The first mistake that pydantic found in a body."""
+    if error.error_count() > _MAX_MISTAKES:
+        return ApiError(
+            400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
+        )
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    place = [part for part in first["loc"] if _is_place(part)]
+    # A field that may have several forms has a mistake in each.
+    same = [each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1]]
+    message = ", or ".join(dict.fromkeys(same))
+    if place and len(same) > 1:
+        place = place[:1]
+    param = ".".join(map(str, place)) or None
+    return ApiError(
+        400, f"{param}: {message}." if param else f"{message}.", param=param, code=first["type"]
+    )
+
+
+def _is_place(part: int | str) -> bool:
+    """False for the names that pydantic gives to the forms of a field, as in "prompt.list[int]"."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."

@@ -1,0 +1,289 @@
+"""The bodies of requests and answers, as pydantic models: what is checked is what is published.
+
+Names are OpenAI's, and vLLM's where OpenAI has none.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+T = TypeVar("T")
+
+# One mistake in a list is enough: to tell all of a million takes seconds, for everybody.
+Items = Annotated[list[T], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """A request's body. A field that does not exist is a mistake, not ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What all endpoints take; `None` is the model's or the endpoint's default."""
+
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
+    n: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    stop: Text | Items[Text] | None = None
+    stop_token_ids: Items[TokenId] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    cache_salt: str | None = Field(
+        None, description="Requests share cached blocks only where their salts are the same."
+    )
+    priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = Field(
+        None, description="Lower is served first."
+    )
+    timeout: Annotated[float | None, Field(gt=0)] = Field(
+        None, description="Seconds after which the request ends where it stands."
+    )
+    explain: bool = Field(
+        False,
+        description="Answer with why it waited or was preempted, and where the match in the "
+        "prefix cache ended.",
+    )
+
+
+class GenerateBody(SamplingBody):
+    """Of `POST /generate`: either `prompt` or `prompt_token_ids`, and `SamplingParams`."""
+
+    prompt: Text | None = None
+    prompt_token_ids: TokenIds | None = None
+    logprobs: Annotated[int | None, Field(ge=0)] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
+
+
+class OpenAiBody(SamplingBody):
+    """What both of OpenAI's endpoints take."""
+
+    model: str | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class CompletionBody(OpenAiBody):
+    """Of `POST /v1/completions`."""
+
+    prompt: (
+        Text
+        | Annotated[Items[Text], Field(min_length=1)]
+        | TokenIds
+        | Annotated[Items[TokenIds], Field(min_length=1)]
+    )
+    logprobs: Annotated[int | None, Field(ge=0)] = None
+    echo: bool = False
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Text
+    content: str | Items[TextPart]
+    name: str | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(OpenAiBody):
+    """Of `POST /v1/chat/completions`."""
+
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0)] = None
+    response_format: ResponseFormat | None = None
+
+
+# Answers
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    explanations: list[Any] | None = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    explanations: list[Any] | None = None
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    explanations: list[Any] | None = None
+
+
+class Candidate(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class GeneratedSample(BaseModel):
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[dict[int, Candidate]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Generated(BaseModel):
+    """The answer of `POST /generate`; streamed, `text` and `token_ids` are what is new."""
+
+    request_id: str
+    text: list[str]
+    outputs: list[GeneratedSample]
+    finished: bool
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Candidate] | None] | None = None
+    explanation: Any = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "paged_jax"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Blocks(BaseModel):
+    total: int
+    used: int
+    free: int
+    block_size: int
+
+
+class Health(BaseModel):
+    status: Literal["ok", "stalled", "failed", "draining"]
+    model: str
+    version: str
+    num_running: int
+    num_waiting: int
+    blocks: Blocks
+    prefix_cache_hit_rate: float
+    num_preemptions: int
+    seconds_since_step: float | None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetail

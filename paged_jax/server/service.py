@@ -1,0 +1,195 @@
+"""What the routes share: the engine, the limits, and who is being served right now."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from starlette.types import Receive
+
+from paged_jax.async_engine import AsyncEngine
+from paged_jax.engine import Engine
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.tokenizer import Tokenizer
+from paged_jax.outputs import RequestOutput
+from paged_jax.server.errors import ApiError
+from paged_jax.server.limits import Limits
+from paged_jax.server.metrics import Metrics
+from paged_jax.server.monitor import Monitor
+from paged_jax.server.watch import CacheWatch
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a server presents itself.
+
+    Attributes:
+      model_name: what clients call the model.
+      limits: of requests.
+      api_keys: one of which every route but health asks for; none asks for nothing.
+      admin_key: for the page that shows the cache, where there are API keys.
+      allowed_hosts: names in the ``Host`` header that are answered; None for any.
+      stall_seconds: work and no step for longer than this is unhealthy.
+    """
+
+    model_name: str
+    limits: Limits = Limits()
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+    stall_seconds: float = 60.0
+
+
+class Service:
+    """An engine that is served.
+
+    Args:
+      engine: which nobody else uses from now on.
+      settings: of the server.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings):
+        self.settings = settings
+        self.limits = settings.limits
+        self.config: LlamaConfig = engine.config
+        self.tokenizer: Tokenizer | None = engine.tokenizer
+        self.max_model_len = engine.max_model_len
+        self.num_blocks = engine.num_blocks
+        self.block_size = engine.block_size
+        self.max_num_seqs = engine.max_num_seqs
+        self.metrics = Metrics(settings.model_name, engine.num_blocks)
+        self.monitor = Monitor(engine, self.metrics, settings.stall_seconds)
+        self.metrics.watch(lambda: self.monitor.reading)
+        self.watch = CacheWatch()
+        self.engine = AsyncEngine(engine, on_step=self._on_step)
+        self.created = int(time.time())
+        self.is_draining = False
+        self.num_active = 0
+        self._num_streams = 0
+        self._is_stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: object):
+        """Run the engine while the application runs."""
+        del app
+        self._loop = asyncio.get_running_loop()
+        async with self.engine:
+            yield
+
+    def _on_step(self, engine: Engine, outputs: list[RequestOutput]) -> None:
+        self.monitor.on_step(engine, outputs)
+        self.watch.on_step(engine)
+
+    # The end. Both may be called by a signal handler.
+
+    def drain(self, timeout: float) -> None:
+        """Take no more requests; those that have begun may go on for `timeout` seconds."""
+        if self._loop is None or self.is_draining:
+            return
+        self.is_draining = True
+        self._loop.call_soon_threadsafe(self._loop.call_later, timeout, self._is_stopping.set)
+
+    def stop(self) -> None:
+        """End what is still running with an error."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._is_stopping.set)
+
+    async def stopped(self) -> None:
+        """Wait until what is still running has to end."""
+        await self._is_stopping.wait()
+
+    # Requests
+
+    @contextlib.contextmanager
+    def admit(self, num_requests: int, *, is_stream: bool) -> Iterator[None]:
+        """Count requests while they are served.
+
+        Raises:
+          ApiError: there are too many.
+        """
+        room = self.max_num_seqs + self.limits.max_queue
+        if self.num_active + num_requests > room:
+            raise _too_many("requests", room, "max_queue")
+        if is_stream and self._num_streams >= self.limits.max_streams:
+            raise _too_many("streams", self.limits.max_streams, "max_streams")
+        self.monitor.on_arrival(is_first=self.num_active == 0)
+        self.num_active += num_requests
+        self._num_streams += is_stream
+        try:
+            yield
+        finally:
+            self.num_active -= num_requests
+            self._num_streams -= is_stream
+
+    async def ask(self, receive: Receive, function: Callable[[Engine], T]) -> T:
+        """Return ``function(engine)``, run between two steps, unless the client leaves before.
+
+        Raises:
+          ClientGone: it has left.
+          ApiError: the engine or the server stops.
+        """
+        try:
+            return await self.unless_over(receive, self.engine.call(function))
+        except RuntimeError:
+            raise engine_stopped() from None
+
+    async def unless_over(self, receive: Receive, work: Awaitable[T]) -> T:
+        """Do something for a client unless it leaves, or the server stops.
+
+        Raises:
+          ClientGone: it has left; the work was cancelled.
+          ApiError: the server stops; the work was cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        gone = asyncio.create_task(_disconnected(receive))
+        stop = asyncio.create_task(self._is_stopping.wait())
+        tasks = {task, gone, stop}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if stop.done():
+                raise shutting_down()
+            raise ClientGone
+        finally:
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def shutting_down() -> ApiError:
+    """What a client hears that comes too late, or stays too long."""
+    return ApiError(
+        503,
+        "The server is shutting down.",
+        code="shutting_down",
+        headers={"Retry-After": "10", "Connection": "close"},
+    )
+
+
+def engine_stopped() -> ApiError:
+    """What a client hears when nobody is there to work for it."""
+    return ApiError(503, "The engine has stopped.", code="engine_stopped")
+
+
+def _too_many(things: str, most: int, limit: str) -> ApiError:
+    return ApiError(
+        429,
+        f"There are {most} {things} already ({limit}). Try again later.",
+        code=f"{limit}_exceeded",
+        headers={"Retry-After": "1"},
+    )
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

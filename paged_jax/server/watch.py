@@ -1,0 +1,60 @@
+"""Follows the cache from step to step, for as long as somebody looks."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from paged_jax.cache_map import CacheMap, changes, snapshot
+from paged_jax.engine import Engine
+
+# Events that are kept for pages that come back for them.
+_MAX_EVENTS = 1000
+# Seconds after which a page that has not asked again counts as closed.
+_WATCHED = 3.0
+
+
+class CacheWatch:
+    """Looks at the cache after each step, but only while somebody looks at the page."""
+
+    def __init__(self) -> None:
+        self._last: CacheMap | None = None
+        self._num_asking = 0
+        self._asked = float("-inf")
+        self._numbers = itertools.count(1)
+        self._events: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MAX_EVENTS)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Somebody looks, or waits to: the step that runs may take a while."""
+        self._num_asking += 1
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
+            self._asked = time.monotonic()
+
+    def on_step(self, engine: Engine) -> None:
+        """In the engine's thread, after each step."""
+        if not self._num_asking and time.monotonic() - self._asked > _WATCHED:
+            self._last = None  # what has changed meanwhile is not what has just happened
+            return
+        self._look(engine)
+
+    def state(self, engine: Engine, since: int) -> dict[str, Any]:
+        """The map, and the events with a number above `since`. In the engine's thread."""
+        cache_map = self._look(engine)
+        events = [event for event in self._events if event["number"] > since]
+        return {**dataclasses.asdict(cache_map), "events": events}
+
+    def _look(self, engine: Engine) -> CacheMap:
+        cache_map = snapshot(engine)
+        if self._last is not None:
+            for event in changes(self._last, cache_map):
+                fields = dataclasses.asdict(event)
+                self._events.append({"number": next(self._numbers), "time": time.time(), **fields})
+        self._last = cache_map
+        return cache_map

@@ -1,0 +1,111 @@
+"""A server on a port of its own, in a thread: what its clients see is what anybody would."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+
+from paged_jax import Engine
+from paged_jax.server import Service, Settings, create_app
+from paged_jax.server.http import Server, protocol
+
+
+class LiveServer:
+    """Serves an engine on 127.0.0.1 until it is left."""
+
+    def __init__(self, engine: Engine, settings: Settings, *, drain_timeout: float = 5.0):
+        self.engine = engine
+        self.service = Service(engine, settings)
+        config = uvicorn.Config(
+            create_app(self.service),
+            http=protocol(settings.limits),
+            ws="none",
+            h11_max_incomplete_event_size=settings.limits.max_header_bytes,
+            log_level="error",
+            # To where pytest looks.
+            log_config=None,
+        )
+        self.server = Server(config, self.service, drain_timeout)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        # The kernel must not take long answers whole: clients that do not read are to be noticed.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self.server.run, args=([self._socket],))
+
+    def __enter__(self) -> "LiveServer":
+        self._thread.start()
+        wait_until(lambda: self.server.started or not self._thread.is_alive())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.signal()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def signal(self) -> None:
+        """What SIGTERM does."""
+        self.server.handle_exit(0, None)
+
+    @contextlib.contextmanager
+    def client(self, **options) -> Iterator[httpx.Client]:
+        with httpx.Client(base_url=self.url, timeout=60, **options) as client:
+            yield client
+
+    def post(self, path: str, body: object, **options) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def send(self, data: bytes) -> tuple[int, bytes]:
+        """What bytes are answered on a connection of their own, status and body; 0: nothing."""
+        with self.connect() as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(data)
+            return read_answer(connection, data.partition(b" ")[0].decode("latin-1"))
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+    def wait_until_idle(self) -> None:
+        """Nobody is served, and all blocks have come home."""
+        wait_until(lambda: self.service.num_active == 0)
+        wait_until(lambda: self.get("/health").json()["blocks"]["used"] == 0)
+
+
+def read_answer(connection: socket.socket, method: str = "POST") -> tuple[int, bytes]:
+    """Status and body of the next answer on a connection; 0 if it is closed without one."""
+    response = http.client.HTTPResponse(connection, method=method)
+    try:
+        response.begin()
+        return response.status, response.read()
+    except (ConnectionError, http.client.HTTPException):
+        return 0, b""
+
+
+def check_error(status: int, content: bytes, expected: Iterable[int]) -> dict[str, Any]:
+    """The error in an answer, which must have OpenAI's shape and not echo all that was sent."""
+    assert status in expected, (status, content[:200])
+    error = json.loads(content)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert len(content) < 4000
+    return error
+
+
+def wait_until(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)

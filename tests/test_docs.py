@@ -1,0 +1,89 @@
+"""The documentation holds: samples print what it says, links lead to files, what is made is new."""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import paged_jax
+from paged_jax import kernels
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+_SAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def script(name: str) -> ModuleType:
+    """A script of the documentation, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def samples(page: Path) -> list[str]:
+    return _SAMPLE.findall(page.read_text())
+
+
+# Pages whose samples compile a model or an engine.
+_SLOW = ("embedding", "paged-attention", "training")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in _SLOW))
+        for page in PAGES
+        if samples(page)
+    ],
+)
+def test_samples_print_what_the_page_says(page: Path) -> None:
+    names: dict[str, object] = {}
+    for sample in samples(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(sample, str(page), "exec"), names)
+        assert printed.getvalue().splitlines() == _PRINTED.findall(sample)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted(DOCS.glob("api/*.md"))], ids=lambda page: str(page.relative_to(DOCS))
+)
+def test_links_lead_to_files(page: Path) -> None:
+    for link in _LINK.findall(page.read_text()):
+        assert "://" in link or (page.parent / link).exists(), link
+
+
+def test_index_names_every_page() -> None:
+    links = _LINK.findall((DOCS / "README.md").read_text())
+    assert {page.name for page in PAGES} - {"README.md"} <= set(links)
+
+
+def test_reference_is_up_to_date() -> None:
+    expected = script("make_reference").pages()
+    for name, text in expected.items():
+        assert (DOCS / "api" / name).read_text() == text, f"docs/api/{name}: run `make docs`"
+    assert {path.name for path in DOCS.glob("api/*")} == set(expected)
+
+
+def test_reference_holds_every_public_name() -> None:
+    pages = script("make_reference").PAGES.values()
+    documented = {name.rsplit(".", 1)[1] for page in pages for name in page.names}
+    # A table of functions, for those who write a backend.
+    assert {*paged_jax.__all__, *kernels.__all__} - {"BACKENDS"} <= documented
+
+
+@pytest.mark.slow
+def test_pictures_are_those_of_the_script(tmp_path: Path) -> None:
+    script("make_pictures").main(["--out", str(tmp_path)])
+    drawn = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(drawn) == {path.name for path in DOCS.glob("pictures/*")}
+    assert min(drawn.values()) > 10_000

@@ -1,0 +1,65 @@
+"""The figures of the results: every file of results is drawn, with where its figures come from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plots
+import pytest
+
+PNG = b"\x89PNG\r\n"
+
+
+def draw_copy(tmp_path: Path, name: str, **changes: Any) -> Path | None:
+    """Draw a file of the results of which some fields are others."""
+    report = json.loads((plots.RESULTS / name).read_text()) | changes
+    file = tmp_path / name
+    file.write_text(json.dumps(report))
+    return plots.draw(plots.attention_report.plotter(), file, tmp_path)
+
+
+@pytest.mark.parametrize("start", plots.DRAWN_BY)
+def test_draw_writes_a_picture_of_committed_results(start: str, tmp_path: Path) -> None:
+    files = sorted(plots.RESULTS.glob(f"{start}*.json"))
+    assert files, f"benchmarks/results has no {start}*.json"
+    path = draw_copy(tmp_path, files[0].name)
+    assert path is not None and path.read_bytes().startswith(PNG)
+    assert path.stat().st_size > 10_000
+
+
+def test_figures_say_where_they_come_from() -> None:
+    report = {
+        "command": "python benchmarks/kv_dtype.py --text /home/me/a.txt --json benchmarks/x.json",
+        "commit": "0123abc",
+        "device": "a CPU, 2 cores",
+        "versions": {"jax": "0.10.2"},
+    }
+    assert plots._origin(report).splitlines() == [
+        "python benchmarks/kv_dtype.py --text a.txt --json benchmarks/x.json",
+        "commit 0123abc, a CPU, 2 cores, jax 0.10.2",
+    ]
+
+
+def test_generate_shows_the_better_cache_of_transformers() -> None:
+    report = json.loads((plots.RESULTS / "generate-cpu.json").read_text())
+    [large] = [r for r in report["results"] if (r["shape"], r["dtype"]) == ("135M", "bfloat16")]
+    rates = large["decode"][1]["tokens_per_s"]
+    assert rates["transformers static"] > rates["transformers"]
+    figure = plots.plot_generate(plots.attention_report.plotter(), report)
+    heights = [bar.get_height() for bar in figure.axes[4].patches]
+    assert rates["transformers static"] in heights and rates["transformers"] not in heights
+
+
+def test_main_says_what_it_cannot_draw(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "weather.json"
+    file.write_text("{}")
+    assert plots.main([str(file), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "weather.json: nothing draws such a file\n"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_main_refuses_a_file_that_is_not_there(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        plots.main([str(tmp_path / "serving.json")])
+    assert exit_.value.code == 2
+    assert "no such file" in capsys.readouterr().err
