@@ -24,6 +24,10 @@ _MAX_ATTEMPTS = 3
 _logger = logging.getLogger(__name__)
 
 
+class EngineClosedError(RuntimeError):
+    """The engine takes no requests: it was closed, or it has failed; the cause says how."""
+
+
 class AsyncEngine:
     """Runs an `Engine` in the background. Use it in an ``async with`` statement.
 
@@ -98,7 +102,7 @@ class AsyncEngine:
 
         Raises:
           ValueError: as `Engine.add_request`.
-          RuntimeError: the engine is closed, or has failed; the cause says how.
+          EngineClosedError: the engine is closed, or has failed.
         """
         stream = _Stream(asyncio.get_running_loop())
         # The time until the thread gets to it is the request's, too.
@@ -109,7 +113,7 @@ class AsyncEngine:
                 yield await stream.get()
         finally:
             if not stream.is_done:  # nobody waits here: a cancelled task must not
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(EngineClosedError):
                     self._leave(_Command(self._end, (stream,)))
 
     @property
@@ -136,9 +140,9 @@ class AsyncEngine:
                 raise self._closed()
             self._commands.put(command)
 
-    def _closed(self) -> RuntimeError:
+    def _closed(self) -> "EngineClosedError":
         state = "a closed one" if self._failure is None else "one that has failed"
-        error = RuntimeError(f"AsyncEngine: it must be running, got {state}.")
+        error = EngineClosedError(f"AsyncEngine: it must be running, got {state}.")
         error.__cause__ = self._failure
         return error
 
@@ -156,11 +160,15 @@ class AsyncEngine:
             command = self._commands.get()
             if command is not None:
                 command.refuse(self._closed())
-        for request_id, stream in list(self._streams.items()):
-            if self._failure is not None:
-                stream.fail(self._closed())
-            self._abort(request_id)
-        self._streams.clear()
+        streams = dict(self._streams)
+        if self._failure is not None:
+            # Told first: an engine that has failed may not even be able to end its requests.
+            for stream in streams.values():
+                stream.put(self._closed())
+            self._streams.clear()
+        for request_id in streams:
+            with contextlib.suppress(Exception):
+                self._abort(request_id)
 
     def _step(self) -> None:
         """Run a step. The engine loses no request in one that fails, so it may try again."""
@@ -229,7 +237,11 @@ class AsyncEngine:
 
 
 class _Stream:
-    """The way of one request's outputs from the engine's thread into an event loop."""
+    """The way of one request's outputs from the engine's thread into an event loop.
+
+    It holds one item: an output holds those before it, so a task that is slow to take them misses
+    nothing, and nothing piles up.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.is_done = False  # the task has all of it
@@ -237,25 +249,26 @@ class _Stream:
         self.is_left = False
         self.request_id: str | None = None
         self._loop = loop
-        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._newest: RequestOutput | Exception | None = None
+        self._has_news = asyncio.Event()
 
-    def put(self, output: RequestOutput) -> None:
-        self._pass_on(output)
-
-    def fail(self, error: Exception) -> None:
-        self._pass_on(error)
-
-    def _pass_on(self, item: RequestOutput | Exception) -> None:
+    def put(self, item: RequestOutput | Exception) -> None:
+        """Called in the thread: the newest output, or what has ended them."""
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._set, item)
+
+    def _set(self, item: RequestOutput | Exception) -> None:
+        self._newest = item
+        self._has_news.set()
 
     async def get(self) -> RequestOutput:
-        """The next output; of several that wait, the newest, which holds the others."""
-        item = await self._queue.get()
-        while not self._queue.empty() and not isinstance(item, Exception):
-            item = self._queue.get_nowait()
-        if isinstance(item, Exception):
+        """The newest output, when there is one that was not taken."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        item = self._newest
+        if not isinstance(item, RequestOutput):
             self.is_done = True
+            assert item is not None
             raise item
         self.is_done = item.finished
         return item

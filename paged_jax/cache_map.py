@@ -164,7 +164,7 @@ def snapshot(engine: Engine) -> CacheMap:
     counts, is_cached, digests, rows = jax.device_get(
         (pool.ref_counts, pool.is_cached, pool.digests, tables.block_tables)
     )
-    names = np.ascontiguousarray(digests[:, :2], "<u4")
+    names = np.ascontiguousarray(digests[:, :2], "<u4").tobytes().hex()
     stats = engine.stats
 
     def held(slot: int) -> list[int]:
@@ -176,8 +176,8 @@ def snapshot(engine: Engine) -> CacheMap:
         ref_counts=counts.tolist(),
         is_cached=is_cached.tolist(),
         digests=[
-            name.tobytes().hex() if found else ""
-            for name, found in zip(names, is_cached, strict=True)
+            names[16 * block : 16 * block + 16] if found else ""
+            for block, found in enumerate(is_cached.tolist())
         ],
         sequences=[_resident(s, held(s.slot)) for s in engine.sequences if s.slot is not None],
         waiting=[_waiting(s) for s in engine.sequences if s.slot is None],

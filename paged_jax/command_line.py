@@ -3,9 +3,22 @@
 import argparse
 from typing import Any, NoReturn, get_args
 
+import jax
+
 from paged_jax.kernels import BACKENDS
 from paged_jax.memory import KV_DTYPES
 from paged_jax.scheduler import Preemption
+
+# Mistakes of the user, or of the files and the machine that are used. (JAX raises the last where
+# memory does not suffice.)
+EXPECTED_ERRORS = (
+    ValueError,
+    OSError,
+    NotImplementedError,
+    FloatingPointError,
+    MemoryError,
+    jax.errors.JaxRuntimeError,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,8 +69,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps-per-dispatch",
         type=int,
         metavar="N",
-        help="tokens of a sequence that the device makes at a time; default: 8, and 1 where text "
-        "is streamed to a terminal or blocks are drawn",
+        help="tokens of a sequence that the device makes at a time; default: 8 (but 1 for a "
+        "single prompt on the command line), and a stream gets them at once",
     )
     group.add_argument(
         "--num-speculative-tokens",

@@ -40,7 +40,7 @@ from paged_jax.ngram import NgramIndex
 from paged_jax.outputs import Logprob, RequestOutput
 from paged_jax.prefix import PrefixChain, root_digest
 from paged_jax.request import Request, Sample
-from paged_jax.runner import Draw, ModelRunner, Sizes
+from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Draw, ModelRunner, Sizes
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import Plan, Preemption, PreemptionCosts, Scheduler
 from paged_jax.sequence import Sequence
@@ -164,7 +164,7 @@ class Engine:
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
         max_chunk: int = 512,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         steps_per_dispatch: int = 8,
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",

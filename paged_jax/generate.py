@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
-
-from paged_jax.command_line import Parser, add_engine_arguments, engine_options, one_line
+from paged_jax.command_line import (
+    EXPECTED_ERRORS,
+    Parser,
+    add_engine_arguments,
+    engine_options,
+    one_line,
+)
 from paged_jax.inputs import Prompt
 from paged_jax.llm import LLM
 from paged_jax.outputs import RequestOutput
@@ -23,16 +27,6 @@ _MAX_NUM_SEQS = 16
 # 128 + the signal, as shells report it.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
-# Mistakes of the user, or of the files and the machine that are used. (JAX raises the last where
-# memory does not suffice.)
-_EXPECTED_ERRORS = (
-    ValueError,
-    OSError,
-    NotImplementedError,
-    FloatingPointError,
-    MemoryError,
-    jax.errors.JaxRuntimeError,
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         # The reader has left, as `head` does; Python would complain once more on its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    except _EXPECTED_ERRORS as error:
+    except EXPECTED_ERRORS as error:
         progress.clear()
         print(f"paged_jax.generate: error: {one_line(error)}", file=sys.stderr)
         return 1

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 from paged_jax import memory
 from paged_jax.blocks import check_positive, num_blocks_needed
-from paged_jax.command_line import Parser, one_line
+from paged_jax.command_line import EXPECTED_ERRORS, Parser, one_line
 from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.memory import KV_DTYPES, Footprint, in_units
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.pretrained import bundled_folder
 from paged_jax.models.weights import resolve_dtype
-from paged_jax.runner import Sizes
+from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
 
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan = _from_arguments(args)
         lengths = _lengths(args.lengths, plan.sizes.max_model_len)
-    except (ValueError, OSError) as error:
+    except EXPECTED_ERRORS as error:
         print(f"paged_jax.plan: error: {one_line(error)}", file=sys.stderr)
         return 1
     print(json.dumps(as_dict(plan, lengths)) if args.json else as_text(plan, lengths))
@@ -154,7 +154,10 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"must be bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, got {text!r}"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be below 2**63 bytes, got {text[:40]!r}")
+    return int(size)
 
 
 def make_plan(
@@ -206,7 +209,7 @@ def make_plan(
         num_blocks=0,  # not known yet
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
-        max_chunk=min(max_chunk, max_model_len),
+        max_chunk=min(max_chunk, max_model_len, MAX_NUM_BATCHED_TOKENS),
         max_steps=1,  # of no effect on memory
         num_drafts=num_speculative_tokens,
         max_logit_bias=MAX_LOGIT_BIAS,

@@ -39,6 +39,8 @@ from paged_jax.sequence import Sequence
 
 # A chunk is padded to a power of two no smaller than this.
 MIN_CHUNK = 16
+# Most tokens in a step, where nobody says.
+MAX_NUM_BATCHED_TOKENS = 2048
 # Tokens of a prompt that one call scores: rarely asked for, so one program must do.
 SCORE_WIDTH = 128
 # Blocks that one call publishes, and that one call moves to or from the host: a call for each block

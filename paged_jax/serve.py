@@ -9,7 +9,13 @@ import socket
 import sys
 from pathlib import Path
 
-from paged_jax.command_line import Parser, add_engine_arguments, engine_options, one_line
+from paged_jax.command_line import (
+    EXPECTED_ERRORS,
+    Parser,
+    add_engine_arguments,
+    engine_options,
+    one_line,
+)
 from paged_jax.engine import Engine
 
 try:
@@ -24,6 +30,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 _API_KEY = "PAGED_JAX_API_KEY"
+_ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LIMIT_HELP = {
     "max_body_bytes": "bytes of a request's body",
@@ -50,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         # Before the model is loaded, which may take long, and in vain.
         listener = _listener(args.host, args.port)
         service = _service(args)
-    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+    except EXPECTED_ERRORS as error:
         print(f"paged_jax.serve: error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -61,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         create_app(service),
         http=protocol(limits),
         ws="none",
+        lifespan="on",
         h11_max_incomplete_event_size=limits.max_header_bytes,
         log_level=args.log_level,
         access_log=args.log_level == "debug",
@@ -76,7 +84,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m paged_jax.serve",
         description="Serve a Llama-family checkpoint over HTTP, through a paged KV cache.",
-        epilog=f"An API key can be given as {_API_KEY} too, where it is not in the process list.",
+        epilog=f"{_API_KEY} (keys between spaces) and {_ADMIN_KEY} in the environment do as well, "
+        "and are not in the process list.",
     )
     add_engine_arguments(parser)
     server = parser.add_argument_group("server")
@@ -138,8 +147,11 @@ def _check(args: argparse.Namespace) -> None:
             f"--host must be a loopback address as there is no --api-key, got {args.host}. "
             "Whoever reaches the port could use the model."
         )
-    if not all(keys) or args.admin_key == "":
+    admin_key = _admin_key(args)
+    if not all(keys) or admin_key == "":
         raise ValueError("--api-key and --admin-key must not be empty.")
+    if admin_key in keys:
+        raise ValueError("--admin-key must differ from each --api-key.")
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be in 0..65535, got {args.port}.")
     for name in ("drain_timeout", "stall_seconds"):
@@ -150,29 +162,35 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(args.api_key or ([os.environ[_API_KEY]] if os.environ.get(_API_KEY) else []))
+    return tuple(args.api_key or os.environ.get(_API_KEY, "").split())
+
+
+def _admin_key(args: argparse.Namespace) -> str | None:
+    return os.environ.get(_ADMIN_KEY) or None if args.admin_key is None else args.admin_key
 
 
 def _listener(host: str, port: int) -> socket.socket:
     """A socket that has the address, and does not listen yet."""
-    family, kind, protocol_number, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol_number)
-    # The connections of a server that has just ended do not count.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = None
     try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        listener = socket.socket(family, kind, number)
+        # The connections of a server that has just ended do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         raise ValueError(
-            f"--host and --port must be free for use, got {host} and {port}: {error.strerror}."
+            f"--host and --port must be a free address, got {host} and {port}: {error.strerror}."
         ) from None
     return listener
 
 
 def _service(args: argparse.Namespace) -> Service:
-    hosts = args.allowed_host or (_LOOPBACK if _is_loopback(args.host) else None)
+    hosts = args.allowed_host or ((*_LOOPBACK, args.host) if _is_loopback(args.host) else None)
     limits = Limits(
         **{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)}
     )
@@ -187,8 +205,8 @@ def _service(args: argparse.Namespace) -> Service:
             model_name=name,
             limits=limits,
             api_keys=_keys(args),
-            admin_key=args.admin_key,
-            allowed_hosts=None if hosts is None else tuple(hosts),
+            admin_key=_admin_key(args),
+            allowed_hosts=None if hosts is None else tuple(sorted({h.lower() for h in hosts})),
             stall_seconds=args.stall_seconds,
         ),
     )

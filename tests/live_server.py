@@ -1,5 +1,6 @@
 """A server on a port of its own, in a thread: what its clients see is what anybody would."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -78,6 +79,12 @@ class LiveServer:
     @property
     def num_connections(self) -> int:
         return len(self.server.server_state.connections)
+
+    @property
+    def num_tasks(self) -> int:
+        """In the server's event loop."""
+        assert self.service._loop is not None
+        return len(asyncio.all_tasks(self.service._loop))
 
     def wait_until_idle(self) -> None:
         """Nobody is served, and all blocks have come home."""

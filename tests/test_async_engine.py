@@ -10,6 +10,7 @@ import pytest
 from tiny_model import SIZES, save_tiny_model
 
 from paged_jax import AsyncEngine, Engine, SamplingParams
+from paged_jax.async_engine import EngineClosedError
 from paged_jax.blocks import check_invariants
 
 PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
@@ -45,6 +46,22 @@ async def complete(engine: AsyncEngine, prompt, params=GREEDY, **options):
     assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs[-1].outputs[0].token_ids
+
+
+def test_a_slow_task_finds_the_newest_output_only(engine) -> None:
+    """Nothing piles up for it, and nothing is lost: an output holds those before it."""
+
+    async def main(engine):
+        outputs = []
+        async for output in engine.generate(PROMPTS[0], GREEDY):
+            outputs.append(output)
+            while not await engine.call(lambda engine: not engine.has_unfinished):
+                await asyncio.sleep(0.01)
+        return outputs
+
+    outputs = run(engine, main)
+    assert len(outputs) == 2 and outputs[-1].finished
+    assert len(outputs[-1].outputs[0].token_ids) == GREEDY.max_tokens
 
 
 def test_tasks_share_the_engine(engine) -> None:
@@ -192,6 +209,24 @@ def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, mon
                 assert len(await complete(asynchronous, PROMPTS[0])) == 12
 
     asyncio.run(twice())
+
+
+def test_a_device_that_is_lost_leaves_nobody_waiting(folder, monkeypatch) -> None:
+    """Not even the state can be made anew then."""
+    engine = Engine(folder, **SIZES)
+
+    async def main():
+        async with AsyncEngine(engine) as asynchronous:
+            tasks = [complete(asynchronous, prompt) for prompt in PROMPTS]
+            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(engine._runner, "decode", fail)
+    monkeypatch.setattr(engine._runner, "reset", fail)
+    errors = asyncio.run(main())
+    assert [type(error) for error in errors] == [EngineClosedError] * len(PROMPTS)
 
 
 def test_on_step_sees_each_step_and_each_abort(engine) -> None:

@@ -9,11 +9,14 @@ import httpx
 import openai
 import pytest
 from live_server import LiveServer, wait_until
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 from tiny_model import BOS, SIZES, save_tiny_model
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.blocks import check_invariants
-from paged_jax.server import Limits, Settings
+from paged_jax.server import Limits, Service, Settings, create_app
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 PROMPTS = ["the cat sat", "in the house", "ab"]
@@ -101,6 +104,7 @@ def test_generate_streams_the_same(server, folder) -> None:
         assert [t for s in mine for t in s["token_ids"]] == want
         assert mine[-1]["finish_reason"] == "length"
     assert len(pieces) > 2
+    assert [piece["finished"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_generate_needs_one_prompt(server) -> None:
@@ -199,6 +203,17 @@ def test_openai_stop_and_seed(client) -> None:
     stop = text[3:5]
     choice = client.completions.create(**options, stop=stop).choices[0]
     assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+
+
+def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
+    habits = {"user": "me", "store": False, "metadata": {"a": "b"}, "seed": -1, "stream": None}
+    body = {"prompt": "ab", "suffix": None, "best_of": 1, "echo": False, **habits, **GREEDY}
+    assert server.post("/v1/completions", body).status_code == 200
+    messages = [{"role": "assistant", "content": "hi", "refusal": None}]
+    body = {"messages": messages, "tools": [], "tool_choice": "none", **habits, **GREEDY}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    body["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    assert "tools" in error_of(server.post("/v1/chat/completions", body), 400)["message"]
 
 
 def test_openai_models(client) -> None:
@@ -346,6 +361,41 @@ def test_every_route_but_health_asks_for_a_key(locked, path) -> None:
         raw = {name: value.encode() for name, value in headers.items()}
         assert error_of(locked.get(path, headers=raw), 401)["code"] == "invalid_api_key"
     assert locked.get(path, headers=bearer("second-key")).status_code in (200, 404)
+
+
+def test_health_tells_strangers_no_more_than_that(locked) -> None:
+    assert locked.get("/health").json() == {"status": "ok"}
+    assert "blocks" in locked.get("/health", headers=bearer("first-key")).json()
+
+
+def test_keys_are_asked_for_under_a_mount(folder) -> None:
+    """And the page of the cache still asks for the admin's."""
+    settings = Settings(model_name="tiny", api_keys=("key",), admin_key="admin")
+    service = Service(Engine(folder, **SIZES), settings)
+    app = Starlette(routes=[Mount("/llm", create_app(service))], lifespan=service.lifespan)
+    with TestClient(app) as client:
+        statuses = {
+            path: [client.get(path, headers=headers).status_code for headers in ({}, bearer("key"))]
+            for path in ("/llm/health", "/llm/v1/models", "/llm/cache", "/llm/cache/state")
+        }
+        assert statuses == {
+            "/llm/health": [200, 200],
+            "/llm/v1/models": [401, 200],
+            "/llm/cache": [401, 401],
+            "/llm/cache/state": [401, 401],
+        }
+        assert client.get("/llm/cache/state", headers=bearer("admin")).status_code == 200
+        body = {"prompt": "ab", **GREEDY}
+        assert client.post("/llm/generate", json=body, headers=bearer("key")).status_code == 200
+
+
+def test_an_admin_key_alone_locks_the_page(folder) -> None:
+    settings = Settings(model_name="tiny", admin_key="admin")
+    service = Service(Engine(folder, **SIZES), settings)
+    with TestClient(create_app(service)) as client:
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/cache").status_code == 401
+        assert client.get("/cache", headers=bearer("admin")).status_code == 200
 
 
 def test_the_cache_page_asks_for_the_admin_key(locked) -> None:

@@ -3,7 +3,9 @@
 `paged_jax.serve` is its command line. To mount it in an application of your own::
 
     service = Service(engine, Settings(model_name="mine"))
-    app = create_app(service)
+    app = Starlette(routes=[Mount("/llm", create_app(service))], lifespan=service.lifespan)
+
+The lifespan, which runs the engine, is the outer application's business then.
 """
 
 from paged_jax.server.app import create_app

@@ -1,6 +1,7 @@
 """From a request's body to a job for the engine, and from its outputs to each endpoint's answer."""
 
 import dataclasses
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from paged_jax.server import schemas
 from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service
 
+_REQUEST_ID = re.compile(r"request ((?:gen|cmpl|chatcmpl)-[0-9a-f]+-\d+)")
 # JSON has no infinity; OpenAI answers this for a token that cannot come.
 _LOWEST = -9999.0
 # Fields of a body that are SamplingParams' own.
@@ -88,7 +90,8 @@ class Answer(ABC):
     """One endpoint's way to read a body and to tell what the engine made of it."""
 
     prefix = "cmpl"
-    has_usage_in_stream = False
+    # Where the model's authors recommend nothing; what is not here is SamplingParams' own default.
+    unrecommended: dict[str, Any] = {}
 
     def __init__(self, service: Service, body: schemas.SamplingBody, salt: str):
         self.service = service
@@ -113,6 +116,8 @@ class Answer(ABC):
     def params(self) -> dict[str, Any]:
         """Fields of `SamplingParams`, those only that were given."""
         given = {name: getattr(self.body, name) for name in _PARAMS}
+        if self.body.seed is not None:
+            given["seed"] = self.body.seed % 2**63  # OpenAI's may be negative
         if self.body.logit_bias is not None:
             given["logit_bias"] = _as_token_ids(self.body.logit_bias)
         return {name: value for name, value in given.items() if value is not None}
@@ -121,14 +126,13 @@ class Answer(ABC):
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """Everything at once."""
 
-    def opening(self, num_prompts: int) -> list[BaseModel]:
+    def opening(self) -> list[BaseModel]:
         """What a stream begins with."""
-        del num_prompts
         return []
 
     @abstractmethod
-    def chunk(self, prompt: int, output: RequestOutput, news: News) -> BaseModel:
-        """What is new in a sample."""
+    def chunks(self, prompt: int, output: RequestOutput, news: list[News]) -> list[BaseModel]:
+        """What is new in the samples of a prompt."""
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
         """What a stream ends with."""
@@ -169,11 +173,7 @@ class Answer(ABC):
             self.service.limits.check("max_logprobs", params.get(name), param=name)
         tokenizer = self.service.tokenizer
         recommended = tokenizer.sampling_defaults if tokenizer else {}
-        return SamplingParams(**{**self.defaults(), **recommended, **params})
-
-    def defaults(self) -> dict[str, Any]:
-        """Of the endpoint, where neither the client nor the model's authors say anything."""
-        return {}
+        return SamplingParams(**{**(recommended or self.unrecommended), **params})
 
     def _encode(self, prompt: str | list[int]) -> str | list[int]:
         tokenizer = self.service.tokenizer
@@ -214,6 +214,7 @@ class GenerateAnswer(Answer):
     """Of ``POST /generate``."""
 
     prefix = "gen"
+    unrecommended = {"temperature": 0.0}
     body: schemas.GenerateBody
 
     def prompts(self) -> list[str | list[int]]:
@@ -226,15 +227,12 @@ class GenerateAnswer(Answer):
         asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
         return super().params() | {k: v for k, v in asked.items() if v is not None}
 
-    def defaults(self) -> dict[str, Any]:
-        return {"temperature": 0.0}
-
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         [output] = outputs
         return self._generated(output, whole(output))
 
-    def chunk(self, prompt: int, output: RequestOutput, news: News) -> BaseModel:
-        return self._generated(output, [news])
+    def chunks(self, prompt: int, output: RequestOutput, news: list[News]) -> list[BaseModel]:
+        return [self._generated(output, news)] if news else []
 
     def _generated(self, output: RequestOutput, news: list[News]) -> schemas.Generated:
         is_end = output.finished
@@ -267,14 +265,9 @@ class OpenAiAnswer(Answer):
     body: schemas.OpenAiBody
     chunk_type: type[BaseModel]
 
-    @property
-    def has_usage_in_stream(self) -> bool:  # type: ignore[override]
-        options = self.body.stream_options
-        return options is not None and options.include_usage
-
     def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
         end: dict[str, Any] = {}
-        if self.has_usage_in_stream:
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
             end["usage"] = usage(outputs)
         if self.body.explain:
             end["explanations"] = [explanation(output) for output in outputs]
@@ -321,8 +314,9 @@ class CompletionAnswer(OpenAiAnswer):
         ]
         return schemas.Completion(**self.head, choices=choices, **self._end(outputs))
 
-    def chunk(self, prompt: int, output: RequestOutput, news: News) -> BaseModel:
-        return schemas.Completion(**self.head, choices=[self._choice(prompt, output, news)])
+    def chunks(self, prompt: int, output: RequestOutput, news: list[News]) -> list[BaseModel]:
+        choices = [self._choice(prompt, output, each) for each in news]
+        return [schemas.Completion(**self.head, choices=[choice]) for choice in choices]
 
     def _choice(self, prompt: int, output: RequestOutput, news: News) -> schemas.CompletionChoice:
         text, logprobs, token_ids = news.text, news.logprobs, news.token_ids
@@ -330,7 +324,7 @@ class CompletionAnswer(OpenAiAnswer):
         offset = self._offsets.get(key, 0)
         rows: list[tuple[int, dict[int, Logprob] | None]] = []
         if self.body.echo and key not in self._offsets:
-            text = self._prompt_text(output) + text
+            text = self._prompt_text(prompt, output) + text
             if logprobs is not None:
                 asked = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
                 rows += zip(output.prompt_token_ids, asked, strict=True)
@@ -345,8 +339,10 @@ class CompletionAnswer(OpenAiAnswer):
             stop_reason=news.sample.stop_reason,
         )
 
-    def _prompt_text(self, output: RequestOutput) -> str:
-        tokenizer = self.service.tokenizer
+    def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
+        given, tokenizer = self.prompts()[prompt], self.service.tokenizer
+        if isinstance(given, str):
+            return given
         return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
 
     def _logprobs(
@@ -362,7 +358,10 @@ class CompletionAnswer(OpenAiAnswer):
             else:
                 token = candidates[token_id].decoded_token
                 token_logprobs.append(max(candidates[token_id].logprob, _LOWEST))
-                top.append({c.decoded_token: max(c.logprob, _LOWEST) for c in candidates.values()})
+                # Pieces of characters look alike; the chosen token is not to be lost among them.
+                others = (c for each, c in candidates.items() if each != token_id)
+                rest = {c.decoded_token: max(c.logprob, _LOWEST) for c in others}
+                top.append(rest | {token: token_logprobs[-1]})
             tokens.append(token)
             offsets.append(offset)
             offset += len(token)
@@ -387,7 +386,8 @@ class ChatAnswer(OpenAiAnswer):
         return [tokenizer.encode(text, add_special_tokens=False)]
 
     def params(self) -> dict[str, Any]:
-        body, params = self.body, super().params()
+        # As long as the context allows, if nobody says.
+        body, params = self.body, {"max_tokens": None, **super().params()}
         if body.max_completion_tokens is not None:
             params["max_tokens"] = body.max_completion_tokens
         if body.top_logprobs is not None and not body.logprobs:
@@ -395,9 +395,6 @@ class ChatAnswer(OpenAiAnswer):
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
         return params
-
-    def defaults(self) -> dict[str, Any]:
-        return {"max_tokens": None}
 
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         [output] = outputs
@@ -413,18 +410,21 @@ class ChatAnswer(OpenAiAnswer):
         ]
         return schemas.ChatCompletion(**self.head, choices=choices, **self._end(outputs))
 
-    def opening(self, num_prompts: int) -> list[BaseModel]:
+    def opening(self) -> list[BaseModel]:
         delta = schemas.ChatDelta(role="assistant", content="")
         return [self._chunk(index, delta) for index in range(self.body.n or 1)]
 
-    def chunk(self, prompt: int, output: RequestOutput, news: News) -> BaseModel:
-        return self._chunk(
-            news.sample.index,
-            schemas.ChatDelta(content=news.text),
-            logprobs=_chat_logprobs(news, self.body.top_logprobs or 0),
-            finish_reason=news.sample.finish_reason,
-            stop_reason=news.sample.stop_reason,
-        )
+    def chunks(self, prompt: int, output: RequestOutput, news: list[News]) -> list[BaseModel]:
+        return [
+            self._chunk(
+                each.sample.index,
+                schemas.ChatDelta(content=each.text),
+                logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
+                finish_reason=each.sample.finish_reason,
+                stop_reason=each.sample.stop_reason,
+            )
+            for each in news
+        ]
 
     def _chunk(self, index: int, delta: schemas.ChatDelta, **fields: Any) -> BaseModel:
         choice = schemas.ChatChunkChoice(index=index, delta=delta, **fields)
@@ -445,8 +445,19 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 
 
 def explanation(output: RequestOutput) -> dict[str, Any] | None:
-    """Why the request waited, was preempted, and was cached as far as it was."""
-    return None if output.explanation is None else dataclasses.asdict(output.explanation)
+    """Why the request waited, was preempted, and was cached as far as it was.
+
+    Names of other requests are none of the client's business.
+    """
+    if output.explanation is None:
+        return None
+    told = dataclasses.asdict(output.explanation)
+    for entry in (*told["waits"], *told["preemptions"]):
+        entry["detail"] = _REQUEST_ID.sub(
+            lambda match: match[0] if match[1] == output.request_id else "another request",
+            entry["detail"],
+        )
+    return told
 
 
 def bad_request(error: ValueError) -> ApiError:
@@ -511,5 +522,6 @@ def _token(each: Logprob) -> dict[str, Any]:
     return {
         "token": each.decoded_token,
         "logprob": max(each.logprob, _LOWEST),
-        "bytes": list(each.decoded_token.encode()),
+        # Of a piece of a character the text does not tell the bytes.
+        "bytes": None if "\ufffd" in each.decoded_token else list(each.decoded_token.encode()),
     }

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import paged_jax
+from paged_jax.async_engine import EngineClosedError
 from paged_jax.outputs import RequestOutput
 from paged_jax.server import cache_page, openapi, schemas
 from paged_jax.server.answers import (
@@ -30,7 +31,7 @@ from paged_jax.server.answers import (
     bad_request,
 )
 from paged_jax.server.errors import ApiError, of_validation
-from paged_jax.server.security import SALT, Security
+from paged_jax.server.security import IS_KNOWN, SALT, Security
 from paged_jax.server.service import ClientGone, Service, engine_stopped
 
 B = TypeVar("B", bound=schemas.SamplingBody)
@@ -81,31 +82,36 @@ def create_app(service: Service) -> Starlette:
 
 async def _health(service: Service, request: Request) -> Response:
     """Alive, and getting on? Asks nobody who might be stuck."""
-    reading, monitor = service.monitor.reading, service.monitor
     if service.engine.failure is not None:
         status = "failed"
-    elif monitor.is_stalled(service.num_active):
+    elif service.monitor.is_stalled:
         status = "stalled"
     else:
         status = "draining" if service.is_draining else "ok"
+    health = schemas.Health(status=status)
+    if request.scope[IS_KNOWN]:
+        health = health.model_copy(update=_details(service))
+    return _json(health, 200 if status == "ok" else 503)
+
+
+def _details(service: Service) -> dict[str, Any]:
+    reading = service.monitor.reading
     stats = reading.stats
-    health = schemas.Health(
-        status=status,
-        model=service.settings.model_name,
-        version=paged_jax.__version__,
-        num_running=reading.num_running,
-        num_waiting=reading.num_waiting,
-        blocks=schemas.Blocks(
+    return {
+        "model": service.settings.model_name,
+        "version": paged_jax.__version__,
+        "num_running": reading.num_running,
+        "num_waiting": reading.num_waiting,
+        "blocks": schemas.Blocks(
             total=service.num_blocks,
             used=reading.num_used_blocks,
             free=service.num_blocks - reading.num_used_blocks,
             block_size=service.block_size,
         ),
-        prefix_cache_hit_rate=stats.num_cached_tokens / max(1, stats.num_queried_tokens),
-        num_preemptions=stats.num_preemptions,
-        seconds_since_step=time.perf_counter() - reading.time if stats.num_steps else None,
-    )
-    return _json(health, 200 if status == "ok" else 503)
+        "prefix_cache_hit_rate": stats.num_cached_tokens / max(1, stats.num_queried_tokens),
+        "num_preemptions": stats.num_preemptions,
+        "seconds_since_step": time.perf_counter() - reading.time if stats.num_steps else None,
+    }
 
 
 async def _metrics(service: Service, request: Request) -> Response:
@@ -154,6 +160,7 @@ async def _complete(
     body_type: type[B],
     answer_type: Callable[[Service, B, str], Answer],
 ) -> Response:
+    service.check_room(1)
     try:
         body = body_type.model_validate_json(await _read(service, request))
     except ValidationError as error:
@@ -162,9 +169,9 @@ async def _complete(
         _check_model(service, body.model)
     answer = answer_type(service, body, request.scope.get(SALT, ""))
     job = await asyncio.to_thread(answer.job)
-    num_requests = len(job.prompts)
+    num_samples = len(job.prompts) * job.params.n
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.admit(num_requests, is_stream=bool(body.stream)))
+        stack.enter_context(service.admit(num_samples, is_stream=bool(body.stream)))
         if body.stream:
             events = _events(service, answer, job)
             # Whatever is wrong shows before the first event, while there still is a status.
@@ -216,9 +223,9 @@ async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[
     has_begun = False
     async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
         async for index, output in outputs:
-            pieces = [] if has_begun else answer.opening(len(job.prompts))
+            pieces = [] if has_begun else answer.opening()
             has_begun = True
-            pieces += [answer.chunk(index, output, news) for news in sent.news(index, output)]
+            pieces += answer.chunks(index, output, list(sent.news(index, output)))
             if output.finished:
                 done[index] = output
             if pieces:
@@ -243,8 +250,11 @@ async def _outputs(
                 **job.options,
             )
             async with contextlib.aclosing(stream):
-                async for output in stream:
-                    await queue.put((index, output))
+                with contextlib.ExitStack() as arriving:
+                    arriving.enter_context(service.monitor.arrival())
+                    async for output in stream:
+                        arriving.close()
+                        await queue.put((index, output))
         except Exception as error:
             await queue.put(error)
 
@@ -273,7 +283,7 @@ def _check_output(output: RequestOutput) -> None:
 def _engine_error(error: Exception) -> Exception:
     if isinstance(error, ValueError):
         return bad_request(error)
-    return engine_stopped() if isinstance(error, RuntimeError) else error
+    return engine_stopped() if isinstance(error, EngineClosedError) else error
 
 
 class _EventStream(Response):
@@ -340,7 +350,7 @@ def _json(model: BaseModel, status: int = 200) -> Response:
 
 def _event(piece: BaseModel | dict[str, Any]) -> bytes:
     if isinstance(piece, BaseModel):
-        text = piece.model_dump_json(exclude_none=True)
+        text = piece.model_dump_json()
     else:
         text = json.dumps(piece)
     return f"data: {text}\n\n".encode()

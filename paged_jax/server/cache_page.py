@@ -1,7 +1,7 @@
 """The page that shows the cache: the block map, live, and what happens to blocks."""
 
+import asyncio
 import dataclasses
-import functools
 import importlib.resources
 from typing import Any
 
@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from paged_jax.cache_map import block_text
 from paged_jax.server.errors import ApiError
+from paged_jax.server.security import IS_ADMIN, wrong_key
 from paged_jax.server.service import Service
 
 _FILES = {
@@ -32,7 +33,13 @@ def routes(service: Service) -> list[Route]:
     """The page, its files, and what it asks for."""
 
     def route(path: str, endpoint: Any, **bound: Any) -> Route:
-        return Route(path, functools.partial(endpoint, service, **bound), methods=["GET"])
+        async def for_admins(request: Request) -> Response:
+            # The page shows what all tenants have asked.
+            if not request.scope[IS_ADMIN]:
+                raise wrong_key()
+            return await endpoint(service, request, **bound)
+
+        return Route(path, for_admins, methods=["GET"])
 
     return [
         route("/cache", _file, name="cache.html"),
@@ -53,10 +60,22 @@ async def _state(service: Service, request: Request) -> Response:
         raise ApiError(400, "since must be a number of an event.", param="since")
     number = int(since)
     with service.watch.asking():
-        state = await service.ask(
+        cache_map, events = await service.ask(
             request.receive, lambda engine: service.watch.state(engine, number)
         )
-    return JSONResponse({"model": service.settings.model_name, **state}, headers=_HEADERS)
+
+    def render() -> Response:
+        state = {
+            "model": service.settings.model_name,
+            # By which a page notices that the numbers of events have begun anew.
+            "started": service.created,
+            **dataclasses.asdict(cache_map),
+            "events": events,
+        }
+        return JSONResponse(state, headers=_HEADERS)
+
+    # In a thread: a large cache is megabytes of JSON, and streams must not wait for it.
+    return await asyncio.to_thread(render)
 
 
 async def _block(service: Service, request: Request) -> Response:

@@ -57,8 +57,6 @@ class Server(uvicorn.Server):
         await asyncio.sleep(_LAST_WORDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-        for task in list(self.server_state.tasks):
-            task.cancel()
 
 
 def _url(listener: socket.socket) -> str:

@@ -47,6 +47,10 @@ class Limits:
             if not (0 < value < math.inf if is_time else value >= 0):
                 rule = "be finite seconds > 0" if is_time else "be >= 0"
                 raise ValueError(f"Limits: {name} must {rule}, got {value}.")
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ValueError(
+                f"Limits: max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}."
+            )
 
     def check(self, name: str, value: int | None, *, param: str, status: int = 400) -> None:
         """Raise an `ApiError` that names the limit if a value exceeds it."""

@@ -1,7 +1,9 @@
 """What goes on in the engine, noted after each step, for whoever asks without stopping it."""
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 
 from paged_jax.engine import Engine, EngineStats
 from paged_jax.outputs import RequestOutput
@@ -55,6 +57,7 @@ class Monitor:
         self.metrics = metrics
         self.reading = Reading.of(engine)
         self._stall_seconds = stall_seconds
+        self._num_arriving = 0
         # When there was last nothing to do, or a step.
         self._last_progress = time.perf_counter()
 
@@ -64,12 +67,23 @@ class Monitor:
         self._last_progress = self.reading.time
         self.metrics.observe(outputs, self.reading.time)
 
-    def on_arrival(self, is_first: bool) -> None:
-        """A request has come; the first one after a rest starts the clock."""
-        if is_first:
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """While a request is handed to the engine, which may be stuck."""
+        if not self._has_work:
             self._last_progress = time.perf_counter()
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
 
-    def is_stalled(self, num_active: int) -> bool:
-        """Whether requests are there, and nothing has happened for too long."""
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine has work, and nothing has happened for too long."""
         seconds = time.perf_counter() - self._last_progress
-        return num_active > 0 and seconds > self._stall_seconds
+        return self._has_work and seconds > self._stall_seconds
+
+    @property
+    def _has_work(self) -> bool:
+        return self._num_arriving > 0 or self.reading.has_unfinished

@@ -1,4 +1,4 @@
-"""The OpenAPI document: the schemas that bodies are checked with, and every status there is."""
+"""The OpenAPI document of the API: the schemas that bodies are checked with, and the statuses."""
 
 from typing import Any
 
@@ -79,15 +79,16 @@ def document(limits: Limits) -> dict[str, Any]:
 
 
 def _post(name: str, body: type, answer: type) -> dict[str, Any]:
-    events = {"schema": {"type": "string"}}
     return {
         "post": {
             "operationId": name,
             "requestBody": {"required": True, "content": _content(body)},
             "responses": {
                 "200": {
-                    "description": "What was generated; streamed as server-sent events if asked.",
-                    "content": _content(answer) | {"text/event-stream": events},
+                    "description": "What was generated; streamed as server-sent events if asked, "
+                    "each with JSON for data, the last one with [DONE].",
+                    # Without a schema: before OpenAPI 3.2 there is none for events.
+                    "content": _content(answer) | {"text/event-stream": {}},
                 },
                 **_errors(*_ERRORS),
             },

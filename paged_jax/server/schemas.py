@@ -36,7 +36,7 @@ class SamplingBody(Body):
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
@@ -78,6 +78,10 @@ class OpenAiBody(SamplingBody):
     model: str | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    # What clients send by habit, in the one form that changes nothing.
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
 
 class CompletionBody(OpenAiBody):
@@ -90,7 +94,9 @@ class CompletionBody(OpenAiBody):
         | Annotated[Items[TokenIds], Field(min_length=1)]
     )
     logprobs: Annotated[int | None, Field(ge=0)] = None
-    echo: bool = False
+    echo: bool | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
 
 
 class TextPart(Body):
@@ -102,6 +108,7 @@ class Message(Body):
     role: Text
     content: str | Items[TextPart]
     name: str | None = None
+    refusal: None = None
 
 
 class ResponseFormat(Body):
@@ -116,9 +123,20 @@ class ChatBody(OpenAiBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
-# Answers
+# Answers. OpenAI sends null for some fields that do not apply, and leaves others out.
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+_LEFT_OUT: Any = Field(default=None, exclude_if=_is_none)
 
 
 class PromptTokensDetails(BaseModel):
@@ -144,7 +162,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | None = _LEFT_OUT
 
 
 class Completion(BaseModel):
@@ -153,14 +171,14 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    explanations: list[Any] | None = None
+    usage: Usage | None = _LEFT_OUT
+    explanations: list[Any] | None = _LEFT_OUT
 
 
 class TopLogprob(BaseModel):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob):
@@ -181,7 +199,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | None = _LEFT_OUT
 
 
 class ChatCompletion(BaseModel):
@@ -190,13 +208,13 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage | None = None
-    explanations: list[Any] | None = None
+    usage: Usage | None = _LEFT_OUT
+    explanations: list[Any] | None = _LEFT_OUT
 
 
 class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+    role: Literal["assistant"] | None = _LEFT_OUT
+    content: str | None = _LEFT_OUT
 
 
 class ChatChunkChoice(BaseModel):
@@ -204,7 +222,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | None = _LEFT_OUT
 
 
 class ChatCompletionChunk(BaseModel):
@@ -213,8 +231,8 @@ class ChatCompletionChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    explanations: list[Any] | None = None
+    usage: Usage | None = _LEFT_OUT
+    explanations: list[Any] | None = _LEFT_OUT
 
 
 class Candidate(BaseModel):
@@ -230,7 +248,7 @@ class GeneratedSample(BaseModel):
     cumulative_logprob: float
     logprobs: list[dict[int, Candidate]] | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | None = _LEFT_OUT
 
 
 class Generated(BaseModel):
@@ -240,7 +258,7 @@ class Generated(BaseModel):
     text: list[str]
     outputs: list[GeneratedSample]
     finished: bool
-    usage: Usage | None = None
+    usage: Usage | None = _LEFT_OUT
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Candidate] | None] | None = None
     explanation: Any = None
@@ -267,15 +285,17 @@ class Blocks(BaseModel):
 
 
 class Health(BaseModel):
+    """To who has no key, where one is needed, only the status is told."""
+
     status: Literal["ok", "stalled", "failed", "draining"]
-    model: str
-    version: str
-    num_running: int
-    num_waiting: int
-    blocks: Blocks
-    prefix_cache_hit_rate: float
-    num_preemptions: int
-    seconds_since_step: float | None
+    model: str | None = _LEFT_OUT
+    version: str | None = _LEFT_OUT
+    num_running: int | None = _LEFT_OUT
+    num_waiting: int | None = _LEFT_OUT
+    blocks: Blocks | None = _LEFT_OUT
+    prefix_cache_hit_rate: float | None = _LEFT_OUT
+    num_preemptions: int | None = _LEFT_OUT
+    seconds_since_step: float | None = _LEFT_OUT
 
 
 class ErrorDetail(BaseModel):

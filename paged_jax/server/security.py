@@ -11,8 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service, shutting_down
 
+# Keys of the ASGI scope: the request's share of the `cache_salt`, whether it has a key (or needs
+# none), and whether it may see what others ask.
 SALT = "paged_jax.cache_salt"
-"""The key of the ASGI scope under which a request's share of the `cache_salt` is found."""
+IS_KNOWN = "paged_jax.is_known"
+IS_ADMIN = "paged_jax.is_admin"
 
 
 class Security:
@@ -43,12 +46,21 @@ class Security:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
-        if scope["path"] == "/health":
+        given = _given_key(headers.get("authorization", ""))
+        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
+        # All are compared, in constant time, so that the time tells nothing.
+        is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
+        is_known = is_admin or is_tenant or not self._keys
+        scope[IS_KNOWN] = is_known
+        scope[IS_ADMIN] = is_admin or (not self._keys and self._admin_key is None)
+        scope[SALT] = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
+        # What is in front of the path belongs to whoever mounted us.
+        if scope["path"].removeprefix(scope.get("root_path", "")) == "/health":
             return
         if self._service.is_draining:
             raise shutting_down()
-        is_admin = f"{scope['path']}/".startswith("/cache/")
-        scope[SALT] = self._check_key(headers.get("authorization", ""), is_admin=is_admin)
+        if not is_known:
+            raise wrong_key()
 
     def _check_host(self, host: str) -> None:
         # A page of any site can have its own name resolved to 127.0.0.1 and call us ("DNS
@@ -67,35 +79,23 @@ class Security:
                 code="host_not_allowed",
             )
 
-    def _check_key(self, authorization: str, *, is_admin: bool) -> str:
-        if not self._keys:
-            return ""
-        given = _given_key(authorization)
-        keys = self._keys
-        if is_admin:
-            # The page shows what all of them have asked.
-            if self._admin_key is None:
-                raise ApiError(403, "The cache is shown to an admin key only (--admin-key).")
-            keys = [self._admin_key]
-        elif self._admin_key is not None:
-            keys = [*keys, self._admin_key]
-        # All are compared, in constant time, so that the time tells nothing.
-        matches = [hmac.compare_digest(given, key) for key in keys]
-        if not any(matches):
-            raise ApiError(
-                401,
-                "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": 'Basic realm="paged_jax"' if is_admin else "Bearer"},
-            )
-        return hashlib.sha256(b"paged_jax salt " + given).hexdigest()
+
+def wrong_key() -> ApiError:
+    """What is answered to who has no key, or not the right one."""
+    return ApiError(
+        401,
+        "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
+        code="invalid_api_key",
+        # Browsers ask for the former: the password is the key.
+        headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},
+    )
 
 
 def _given_key(authorization: str) -> bytes:
     """Of ``Bearer KEY``, or the password of ``Basic``, which browsers ask for."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
-        return value.strip().encode("utf-8", "surrogateescape")
+        return value.strip().encode("latin-1")  # as the bytes of headers were decoded
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]

@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
-from paged_jax.async_engine import AsyncEngine
+from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine import Engine
-from paged_jax.models.config import LlamaConfig
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import RequestOutput
 from paged_jax.server.errors import ApiError
@@ -59,7 +58,6 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings
         self.limits = settings.limits
-        self.config: LlamaConfig = engine.config
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.max_model_len = engine.max_model_len
         self.num_blocks = engine.num_blocks
@@ -109,19 +107,29 @@ class Service:
 
     # Requests
 
+    def check_room(self, num_requests: int) -> None:
+        """Raise an `ApiError` if so many more samples could not even wait."""
+        room = self.max_num_seqs + self.limits.max_queue
+        if num_requests > room:
+            raise ApiError(
+                400,
+                f"prompts times n must be at most {room} (max_queue and the batch), "
+                f"got {num_requests}.",
+                code="max_queue_exceeded",
+            )
+        if self.num_active + num_requests > room:
+            raise _too_many("samples", room, "max_queue")
+
     @contextlib.contextmanager
     def admit(self, num_requests: int, *, is_stream: bool) -> Iterator[None]:
-        """Count requests while they are served.
+        """Count samples and streams while they are served.
 
         Raises:
           ApiError: there are too many.
         """
-        room = self.max_num_seqs + self.limits.max_queue
-        if self.num_active + num_requests > room:
-            raise _too_many("requests", room, "max_queue")
+        self.check_room(num_requests)
         if is_stream and self._num_streams >= self.limits.max_streams:
             raise _too_many("streams", self.limits.max_streams, "max_streams")
-        self.monitor.on_arrival(is_first=self.num_active == 0)
         self.num_active += num_requests
         self._num_streams += is_stream
         try:
@@ -139,7 +147,7 @@ class Service:
         """
         try:
             return await self.unless_over(receive, self.engine.call(function))
-        except RuntimeError:
+        except EngineClosedError:
             raise engine_stopped() from None
 
     async def unless_over(self, receive: Receive, work: Awaitable[T]) -> T:

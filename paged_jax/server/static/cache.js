@@ -134,8 +134,14 @@ async function ask(path) {
 }
 
 async function refresh() {
+  if (document.hidden) {
+    setTimeout(refresh, INTERVAL);
+    return;
+  }
   try {
-    state = await ask(`cache/state?since=${lastEvent}`);
+    const answer = await ask(`cache/state?since=${lastEvent}`);
+    if (state !== null && state.started !== answer.started) lastEvent = 0;
+    state = answer;
     byId("model").textContent = state.model;
     say("live");
     draw();
@@ -161,7 +167,9 @@ function textOf(holder) {
 
 // Changes whenever the description of a block may.
 function contentOf(block) {
-  return `${block} ${state.ref_counts[block]} ${state.digests[block]}`;
+  const holders = state.sequences.filter((sequence) => sequence.block_ids.includes(block));
+  const lengths = holders.map((sequence) => sequence.num_computed);
+  return `${block} ${state.digests[block]} ${lengths}`;
 }
 
 async function describe(block) {
