@@ -49,6 +49,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/kv_dtype.py
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/http_server.py
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) .jax_cache build dist *.egg-info

@@ -79,12 +79,17 @@ class AsyncEngine:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """End all requests where they stand, and stop the thread."""
+    async def close(self, timeout: float | None = None) -> None:
+        """End all requests where they stand, and stop the thread.
+
+        Args:
+          timeout: seconds to wait for the step that runs; then the thread is left to itself. It
+            does not keep the process alive.
+        """
         if self._thread is None:
             return
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, timeout)
         self._thread = None
 
     async def generate(

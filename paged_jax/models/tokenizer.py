@@ -107,7 +107,9 @@ class Tokenizer:
           add_special_tokens: such as the one that starts every text. Not for a chat, whose
             template has written them already.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch, for which other threads need not wait: that of a server's streams, say.
+        [encoded] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def decode(
         self,

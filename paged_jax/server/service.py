@@ -20,6 +20,8 @@ from paged_jax.server.monitor import Monitor
 from paged_jax.server.watch import CacheWatch
 
 T = TypeVar("T")
+# Seconds for the last step, in the end: one that is stuck must not keep the server from ending.
+_LAST_STEP = 10.0
 
 
 class ClientGone(Exception):
@@ -80,8 +82,11 @@ class Service:
         """Run the engine while the application runs."""
         del app
         self._loop = asyncio.get_running_loop()
-        async with self.engine:
+        await self.engine.__aenter__()
+        try:
             yield
+        finally:
+            await self.engine.close(timeout=_LAST_STEP)
 
     def _on_step(self, engine: Engine, outputs: list[RequestOutput]) -> None:
         self.monitor.on_step(engine, outputs)

@@ -1,0 +1,316 @@
+"""What the HTTP server costs: the same requests through it and through the engine it serves.
+
+    python benchmarks/http_server.py
+    python benchmarks/http_server.py --runs 9 --json http.json
+
+All requests are there at once. In turns, in every round:
+
+    engine        `AsyncEngine` in this process, each request a task that takes its tokens
+    streaming     ``POST /generate`` to a server process, with ``"stream": true``
+    whole         the same without
+
+Ratios are made within a round, figures are medians over rounds. Lengths are the same in all runs,
+prompts are not, so that none of them is found in a prefix cache. In the warm-up all serve the same
+prompts and must give the same tokens.
+
+The clients are one process, apart from the server as clients are. On few cores whatever they use is
+taken from the engine: they keep what they read, with the time, and look at it when the run is over.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from environment import environment
+from serving_outcome import Outcome, median_summary, summary
+from serving_workloads import Request, Sizes, draw
+
+from paged_jax import AsyncEngine, Engine, SamplingParams
+
+ENGINE, STREAMING, WHOLE = "engine", "streaming", "whole"
+# The times of both may be longer than the engine's by so much.
+GOAL = 1.10
+# The context of the bundled model.
+_CONTEXT = 512
+_SERVER_LOG_LINE = re.compile(r"Serving on (\S+)")
+
+# What a client has got: when, after the start of the run, and which bytes.
+Parts = list[tuple[float, bytes]]
+Serve = Callable[[list[Request]], Awaitable[Outcome]]
+
+
+async def serve_in_process(engine: AsyncEngine, requests: list[Request]) -> Outcome:
+    """Each request is a task of this process."""
+    start = time.perf_counter()
+
+    async def complete(request: Request) -> tuple[list[int], list[float]]:
+        params = SamplingParams(temperature=0, max_tokens=request.num_new, ignore_eos=True)
+        prompt = {"prompt_token_ids": request.prompt_token_ids}
+        token_ids: list[int] = []
+        times: list[float] = []
+        async for output in engine.generate(prompt, params):
+            token_ids = output.outputs[0].token_ids
+            times += [time.perf_counter() - start] * (len(token_ids) - len(times))
+        return token_ids, times
+
+    return _outcome(await asyncio.gather(*map(complete, requests)), start)
+
+
+async def serve_over_http(url: str, is_stream: bool, requests: list[Request]) -> Outcome:
+    """Each request is a connection of its own."""
+    start = time.perf_counter()
+    asked = [_ask(url, request, is_stream, start) for request in requests]
+    parts = await asyncio.gather(*asked)
+    seconds = time.perf_counter() - start
+    return _outcome([_tokens(each, is_stream) for each in parts], start, seconds)
+
+
+def _outcome(
+    answers: list[tuple[list[int], list[float]]], start: float, seconds: float | None = None
+) -> Outcome:
+    return Outcome(
+        seconds=time.perf_counter() - start if seconds is None else seconds,
+        token_ids=[token_ids for token_ids, _ in answers],
+        arrivals=[0.0] * len(answers),
+        token_times=[times for _, times in answers],
+        step_seconds=[],
+    )
+
+
+async def _ask(url: str, request: Request, is_stream: bool, start: float) -> Parts:
+    body = json.dumps(
+        {
+            "prompt_token_ids": request.prompt_token_ids,
+            "temperature": 0,
+            "max_tokens": request.num_new,
+            "ignore_eos": True,
+            "stream": is_stream,
+        }
+    )
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    with contextlib.closing(writer):
+        # In HTTP/1.0 the end of the answer is that of the connection, and nothing is in chunks.
+        writer.write(
+            f"POST /generate HTTP/1.0\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n"
+            f"Content-Type: application/json\r\n\r\n{body}".encode()
+        )
+        parts = []
+        while data := await reader.read(2**16):
+            parts.append((time.perf_counter() - start, data))
+    return parts
+
+
+def _tokens(parts: Parts, is_stream: bool) -> tuple[list[int], list[float]]:
+    """The tokens in an answer, and when each of them was there.
+
+    Raises:
+      ValueError: it is not a complete answer.
+    """
+    token_ids: list[int] = []
+    times: list[float] = []
+    head, _, rest = b"".join(data for _, data in parts).partition(b"\r\n\r\n")
+    if b" 200 " not in head or (is_stream and not rest.endswith(b"data: [DONE]\n\n")):
+        raise ValueError(f"the server must answer in full, got {rest[-200:]!r}.")
+    if not is_stream:
+        token_ids = json.loads(rest)["outputs"][0]["token_ids"]
+        return token_ids, [parts[-1][0]] * len(token_ids)
+    pending = b""
+    for seconds, data in parts:
+        *events, pending = (pending + data).split(b"\n\n")
+        for event in events:
+            data = event[event.find(b"data: ") + len(b"data: ") :]
+            if data != b"[DONE]":
+                token_ids += json.loads(data)["outputs"][0]["token_ids"]
+        times += [seconds] * (len(token_ids) - len(times))
+    return token_ids, times
+
+
+async def measure_all(
+    runs: dict[str, Serve], sizes: Sizes, vocab_size: int, *, num_warmup: int, num_rounds: int
+) -> dict[str, list[Outcome]]:
+    """Run everything in turns; returns what the rounds gave that count.
+
+    Raises:
+      ValueError: the same prompts had other tokens.
+    """
+    for number in range(num_warmup):
+        requests = draw(sizes, vocab_size, number)
+        tokens = {name: (await run(requests)).token_ids for name, run in runs.items()}
+        if any(each != tokens[ENGINE] for each in tokens.values()):
+            raise ValueError("all must generate the same tokens, got others.")
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
+    seed = num_warmup
+    for number in range(num_rounds):
+        # Each is first as often as it is last.
+        for name in list(runs) if number % 2 == 0 else reversed(runs):
+            outcomes[name].append(await runs[name](draw(sizes, vocab_size, seed)))
+            seed += 1
+    return outcomes
+
+
+def ratios(outcomes: dict[str, list[Outcome]]) -> dict[str, float]:
+    """The time of each over that of the engine in the same round, the median over rounds."""
+    return {
+        name: round(
+            statistics.median(
+                http.seconds / engine.seconds
+                for http, engine in zip(each, outcomes[ENGINE], strict=True)
+            ),
+            4,
+        )
+        for name, each in outcomes.items()
+    }
+
+
+@contextlib.contextmanager
+def server_process(arguments: list[str]) -> Iterator[str]:
+    """A server that has compiled all that it may need; yields its URL.
+
+    Raises:
+      ValueError: it did not begin to serve.
+    """
+    command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
+    # What it logs once it serves is little.
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        log = ""
+        try:
+            for line in process.stderr:
+                log += line
+                if found := _SERVER_LOG_LINE.search(line):
+                    yield found[1]
+                    break
+            else:
+                raise ValueError(f"the server must begin, got: {log[-500:]}")
+        finally:
+            process.terminate()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure; returns the report."""
+    sizes = Sizes(
+        options.num_requests,
+        options.prefix_len,
+        tuple(options.prompt_lens),
+        tuple(options.new_tokens),
+    )
+    if sizes.max_len > _CONTEXT:
+        raise ValueError(f"the longest request must fit {_CONTEXT} tokens, got {sizes.max_len}.")
+    settings = {
+        "max_num_seqs": options.max_num_seqs,
+        "steps_per_dispatch": options.steps_per_dispatch,
+        "num_blocks": options.num_blocks,
+    }
+    arguments = [part for name, value in settings.items() for part in _option(name, value)]
+    print("compiling, here and in a server process", file=sys.stderr, flush=True)
+    with server_process(arguments) as url:
+        engine = Engine(**settings)
+        engine.warmup()
+        outcomes = asyncio.run(_measure(engine, url, sizes, options))
+    return {
+        **environment(),
+        "model": "bundled",
+        "sizes": sizes._asdict(),
+        "engine": settings,
+        "results": {
+            name: median_summary(each) | {"rounds": [summary(outcome) for outcome in each]}
+            for name, each in outcomes.items()
+        },
+        "ratios_to_engine": ratios(outcomes),
+    }
+
+
+def _option(name: str, value: int) -> list[str]:
+    return [f"--{name.replace('_', '-')}", str(value)]
+
+
+async def _measure(
+    engine: Engine, url: str, sizes: Sizes, options: argparse.Namespace
+) -> dict[str, list[Outcome]]:
+    async with AsyncEngine(engine) as asynchronous:
+        runs: dict[str, Serve] = {
+            ENGINE: lambda requests: serve_in_process(asynchronous, requests),
+            STREAMING: lambda requests: serve_over_http(url, True, requests),
+            WHOLE: lambda requests: serve_over_http(url, False, requests),
+        }
+        return await measure_all(
+            runs,
+            sizes,
+            engine.config.vocab_size,
+            num_warmup=options.warmup_runs,
+            num_rounds=options.runs,
+        )
+
+
+def result_lines(report: dict[str, Any]) -> list[str]:
+    """The table."""
+    heads = ("tokens/s", "x engine", "TTFT p50", "p99", "gap p50")
+    lines = [" " * 12 + "".join(f"{head:>10s}" for head in heads) + "  (ms)"]
+    for name, figures in report["results"].items():
+        # A whole answer has no gaps, and its first token comes with the last.
+        times = [figures.get(key) for key in ("ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50")]
+        shown = "".join(f"{'-':>10s}" if t is None else f"{t:10.1f}" for t in times)
+        ratio = report["ratios_to_engine"][name]
+        lines.append(f"{name:12s}{figures['tokens_per_s']:10.0f}{ratio:10.3f}{shown}")
+    return lines
+
+
+def goal_lines(report: dict[str, Any]) -> list[str]:
+    """A line for each goal: met or not."""
+    figures = {name: report["ratios_to_engine"][name] for name in (STREAMING, WHOLE)}
+    return [
+        f"{'met' if figure <= GOAL else 'NOT met':12s}  {name}: at most {GOAL:.2f}x the time of "
+        f"the engine: {figure:.3g}"
+        for name, figure in figures.items()
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="What the HTTP server costs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--num-requests", type=int, default=64, help="of a round")
+    add("--prefix-len", type=int, default=128, help="tokens that all prompts share")
+    add("--prompt-lens", type=int, nargs=2, default=[16, 64], help="tokens after the prefix")
+    add("--new-tokens", type=int, nargs=2, default=[16, 96], help="tokens to generate")
+    add("--warmup-runs", type=int, default=1, help="rounds that do not count")
+    add("--runs", type=int, default=5, help="rounds that do")
+    add("--max-num-seqs", type=int, default=16, help="sequences that run at once")
+    add("--num-blocks", type=int, default=512, help="in the pool")
+    add("--steps-per-dispatch", type=int, default=8, help="decode steps before the host looks")
+    add("--json", type=Path, metavar="FILE", help="write the results there")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write JSON on request."""
+    options = _parser().parse_args(arguments)
+    try:
+        report = run(options)
+    except (ValueError, OSError) as error:
+        print(f"http_server: {error}", file=sys.stderr)
+        return 2
+    report["goals"] = goal_lines(report)
+    print(report["device"], report["versions"], *result_lines(report), "", sep="\n")
+    print(*report["goals"], sep="\n")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
