@@ -6,6 +6,7 @@ given outputs through queues of their own event loops.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -169,7 +170,7 @@ class AsyncEngine:
         if self._failure is not None:
             # Told first: an engine that has failed may not even be able to end its requests.
             for stream in streams.values():
-                stream.put(self._closed())
+                _call_in(stream.loop, functools.partial(stream.set, self._closed()))
             self._streams.clear()
         for request_id in streams:
             with contextlib.suppress(Exception):
@@ -185,8 +186,7 @@ class AsyncEngine:
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
         self._tell(outputs)
-        for output in outputs:
-            self._deliver(output)
+        self._deliver(outputs)
 
     def _tell(self, outputs: list[RequestOutput]) -> None:
         """Let `on_step` know. Its mistakes are not the requests': they must go on."""
@@ -231,14 +231,24 @@ class AsyncEngine:
         output = self._engine.abort(request_id)
         if output is not None:
             self._tell([output])
-            self._deliver(output)
+            self._deliver([output])
 
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(output)
-            if output.finished:
-                del self._streams[output.request_id]
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Wake each loop once, for all of its tasks that get something: that is a system call."""
+        parcels: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                parcels.setdefault(stream.loop, []).append((stream, output))
+                if output.finished:
+                    del self._streams[output.request_id]
+        for loop, parcel in parcels.items():
+            _call_in(loop, lambda parcel=parcel: [stream.set(item) for stream, item in parcel])
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+        loop.call_soon_threadsafe(function)
 
 
 class _Stream:
@@ -253,16 +263,12 @@ class _Stream:
         # The thread's:
         self.is_left = False
         self.request_id: str | None = None
-        self._loop = loop
+        self.loop = loop
         self._newest: RequestOutput | Exception | None = None
         self._has_news = asyncio.Event()
 
-    def put(self, item: RequestOutput | Exception) -> None:
-        """Called in the thread: the newest output, or what has ended them."""
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            self._loop.call_soon_threadsafe(self._set, item)
-
-    def _set(self, item: RequestOutput | Exception) -> None:
+    def set(self, item: RequestOutput | Exception) -> None:
+        """The newest output, or what has ended them. In the loop's thread."""
         self._newest = item
         self._has_news.set()
 
@@ -310,5 +316,4 @@ class _Command:
                 getattr(self.future, method)(value)
 
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-                self._loop.call_soon_threadsafe(answer)
+            _call_in(self._loop, answer)

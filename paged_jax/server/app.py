@@ -35,6 +35,7 @@ from paged_jax.server.security import IS_KNOWN, SALT, Security
 from paged_jax.server.service import ClientGone, Service, engine_stopped
 
 B = TypeVar("B", bound=schemas.SamplingBody)
+T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
 # As nginx says it; nobody reads it.
@@ -238,52 +239,67 @@ async def _outputs(
     service: Service, answer: Answer, job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """What the engine makes of the prompts, each with its index, until all have ended."""
+    streams = [_output(service, answer, job, index) for index in range(len(job.prompts))]
+    async with contextlib.aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as items:
+        async for item in items:
+            for sample in item[1].outputs:
+                if sample.finish_reason == "error":
+                    raise ApiError(500, str(sample.stop_reason), code="generation_failed")
+            yield item
+
+
+async def _output(
+    service: Service, answer: Answer, job: Job, index: int
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    stream = service.engine.generate(
+        {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
+        job.params,
+        request_id=f"{answer.id}-{index}",
+        **job.options,
+    )
+    try:
+        async with contextlib.aclosing(stream):
+            with contextlib.ExitStack() as arriving:
+                arriving.enter_context(service.monitor.arrival())
+                async for output in stream:
+                    arriving.close()
+                    yield index, output
+    except ValueError as error:
+        raise bad_request(error) from None
+    except EngineClosedError:
+        raise engine_stopped() from None
+
+
+async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """The items of all of them as they come."""
     # No more than what the client takes: of a prompt's outputs the newest holds the others.
-    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(1)
+    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
-    async def run(index: int, prompt: str | list[int]) -> None:
+    async def run(stream: AsyncGenerator[T]) -> None:
+        end = None
         try:
-            stream = service.engine.generate(
-                {"prompt_token_ids": prompt, "cache_salt": job.cache_salt},
-                job.params,
-                request_id=f"{answer.id}-{index}",
-                **job.options,
-            )
             async with contextlib.aclosing(stream):
-                with contextlib.ExitStack() as arriving:
-                    arriving.enter_context(service.monitor.arrival())
-                    async for output in stream:
-                        arriving.close()
-                        await queue.put((index, output))
+                async for item in stream:
+                    await queue.put(item)
         except Exception as error:
-            await queue.put(error)
+            end = error
+        await queue.put(end)
 
-    tasks = [asyncio.create_task(run(index, prompt)) for index, prompt in enumerate(job.prompts)]
+    tasks = [asyncio.create_task(run(stream)) for stream in streams]
     try:
         num_left = len(tasks)
         while num_left:
             item = await queue.get()
             if isinstance(item, Exception):
-                raise _engine_error(item) from item
-            _check_output(item[1])
-            num_left -= item[1].finished
-            yield item
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _check_output(output: RequestOutput) -> None:
-    for sample in output.outputs:
-        if sample.finish_reason == "error":
-            raise ApiError(500, str(sample.stop_reason), code="generation_failed")
-
-
-def _engine_error(error: Exception) -> Exception:
-    if isinstance(error, ValueError):
-        return bad_request(error)
-    return engine_stopped() if isinstance(error, EngineClosedError) else error
 
 
 class _EventStream(Response):
