@@ -94,7 +94,12 @@ class AsyncEngine:
         self._thread = None
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        final_only: bool = False,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Complete a prompt: yield what there is whenever there is more, the last one finished.
 
@@ -104,13 +109,14 @@ class AsyncEngine:
         Args:
           prompt: a text or a dict, as for `Engine.add_request`.
           sampling_params: how tokens are chosen; by default as the model's authors recommend.
+          final_only: yield the finished output only, which costs less.
           **options: request_id, priority, timeout, explain, as for `Engine.add_request`.
 
         Raises:
           ValueError: as `Engine.add_request`.
           EngineClosedError: the engine is closed, or has failed.
         """
-        stream = _Stream(asyncio.get_running_loop())
+        stream = _Stream(asyncio.get_running_loop(), is_final_only=final_only)
         # The time until the thread gets to it is the request's, too.
         options.setdefault("arrival_time", time.perf_counter())
         try:
@@ -238,7 +244,7 @@ class AsyncEngine:
         parcels: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None:
+            if stream is not None and (output.finished or not stream.is_final_only):
                 parcels.setdefault(stream.loop, []).append((stream, output))
                 if output.finished:
                     del self._streams[output.request_id]
@@ -258,8 +264,9 @@ class _Stream:
     nothing, and nothing piles up.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, is_final_only: bool):
         self.is_done = False  # the task has all of it
+        self.is_final_only = is_final_only
         # The thread's:
         self.is_left = False
         self.request_id: str | None = None

@@ -64,6 +64,14 @@ def test_a_slow_task_finds_the_newest_output_only(engine) -> None:
     assert len(outputs[-1].outputs[0].token_ids) == GREEDY.max_tokens
 
 
+def test_final_only_yields_the_finished_output(engine) -> None:
+    async def main(engine):
+        return [x async for x in engine.generate(PROMPTS[0], GREEDY, final_only=True)]
+
+    [output] = run(engine, main)
+    assert output.finished and len(output.outputs[0].token_ids) == GREEDY.max_tokens
+
+
 def test_tasks_share_the_engine(engine) -> None:
     async def main(engine):
         alone = [await complete(engine, prompt) for prompt in PROMPTS]

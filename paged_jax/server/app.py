@@ -213,8 +213,7 @@ async def _collect(service: Service, answer: Answer, job: Job) -> BaseModel:
     done: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
         async for index, output in outputs:
-            if output.finished:
-                done[index] = output
+            done[index] = output
     return answer.answer([done[index] for index in range(len(job.prompts))])
 
 
@@ -255,6 +254,7 @@ async def _output(
         {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
         job.params,
         request_id=f"{answer.id}-{index}",
+        final_only=not answer.body.stream,
         **job.options,
     )
     try:
