@@ -1,6 +1,7 @@
 """What the figures of a benchmark depend on, to be kept beside them."""
 
 import importlib.metadata
+import json
 import platform
 import subprocess
 import sys
@@ -28,6 +29,12 @@ def environment() -> dict[str, Any]:
         "versions": {package: _version(package) for package in _PACKAGES},
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write a report, in a folder that need not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _cpu() -> str:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bandwidth import read_bandwidth
-from environment import environment
+from environment import environment, write_json
 from flax import nnx
 from peers import (
     LlamaCppPeer,
@@ -346,8 +346,7 @@ def main() -> None:
             records.append(measure(shape, dtype, tuple(options.batches)))
             show(records[-1])
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**header, "results": records}, indent=1) + "\n")
+        write_json(options.json, {**header, "results": records})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from environment import environment
+from environment import environment, write_json
 from serving_outcome import Outcome, median_summary, summary
 from serving_workloads import Request, Sizes, draw
 
@@ -307,8 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(report["device"], report["versions"], *result_lines(report), "", sep="\n")
     print(*report["goals"], sep="\n")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     return 0
 
 

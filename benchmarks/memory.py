@@ -14,7 +14,6 @@ are those of a model, so another device's rounding may choose others.)
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import memory_allocator as allocator
 import memory_sharing as sharing
 from attention_report import PlotUnavailable, plotter
-from environment import environment
+from environment import environment, write_json
 from memory_report import Report, all_lines, goal_lines, plot
 
 from paged_jax.models.llama import Llama
@@ -138,8 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     report["goals"] = [] if options.quick else goal_lines(report)
     print(*all_lines(report), *report["goals"], sep="\n")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     if pyplot is not None:
         plot(pyplot, report, options.plot)
     return 0

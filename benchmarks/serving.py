@@ -25,7 +25,6 @@ with them: use a `--block-size` that is not larger, or few of them can be found 
 import argparse
 import contextlib
 import functools
-import json
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from environment import environment
+from environment import environment, write_json
 from peers import PeerUnavailable
 from serving_baselines import ContiguousBatches
 from serving_engines import VARIANTS, EngineSizes, make_engine, serve, warm_up
@@ -418,8 +417,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(*text, "", sep="\n")
     print(*report["goals"], sep="\n")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     return 0
 
 

@@ -19,10 +19,8 @@ from paged_jax.command_line import (
 from paged_jax.engine import Engine
 
 try:
-    import uvicorn
-
-    from paged_jax.server import Limits, Service, Settings, create_app
-    from paged_jax.server.http import Server, protocol
+    from paged_jax.server import Limits, Service, Settings
+    from paged_jax.server.http import Server
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"paged_jax.serve: error: {error.name} is not installed. "
@@ -63,20 +61,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    limits = service.limits
-    config = uvicorn.Config(
-        create_app(service),
-        http=protocol(limits),
-        ws="none",
-        lifespan="on",
-        h11_max_incomplete_event_size=limits.max_header_bytes,
+    server = Server(
+        service,
+        drain_timeout=args.drain_timeout,
         log_level=args.log_level,
         access_log=args.log_level == "debug",
-        server_header=False,
-        # Whoever is in front of the server may not say who the client is.
-        proxy_headers=False,
     )
-    Server(config, service, args.drain_timeout).run([listener])
+    server.run([listener])
     return 0
 
 

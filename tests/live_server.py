@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
-import uvicorn
 
 from paged_jax import Engine
-from paged_jax.server import Service, Settings, create_app
-from paged_jax.server.http import Server, protocol
+from paged_jax.server import Service, Settings
+from paged_jax.server.http import Server
 
 
 class LiveServer:
@@ -24,16 +23,10 @@ class LiveServer:
     def __init__(self, engine: Engine, settings: Settings, *, drain_timeout: float = 5.0):
         self.engine = engine
         self.service = Service(engine, settings)
-        config = uvicorn.Config(
-            create_app(self.service),
-            http=protocol(settings.limits),
-            ws="none",
-            h11_max_incomplete_event_size=settings.limits.max_header_bytes,
-            log_level="error",
-            # To where pytest looks.
-            log_config=None,
+        # Logs go to where pytest looks.
+        self.server = Server(
+            self.service, drain_timeout=drain_timeout, log_level="error", log_config=None
         )
-        self.server = Server(config, self.service, drain_timeout)
         self._socket = socket.create_server(("127.0.0.1", 0))
         # The kernel must not take long answers whole: clients that do not read are to be noticed.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)

@@ -121,7 +121,8 @@ def cascade_attention(
         )
 
     is_used = context_lens > 0
-    num_shared_tokens = jnp.asarray(num_shared, jnp.int32) * C
+    num_shared = jnp.asarray(num_shared, jnp.int32)
+    num_shared_tokens = num_shared * C
     # All queries that read a KV head are the query heads of that one head, of a single sequence.
     q_1BKGD = q.reshape(1, B, K, H // K, D)
     q_1HD = q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
@@ -132,7 +133,7 @@ def cascade_attention(
     out = jnp.where(is_used[:, None, None], out, 0)
     lse = jnp.where(is_used[:, None], lse, -jnp.inf)
 
-    columns = jnp.asarray(num_shared, jnp.int32) + jnp.arange(M, dtype=jnp.int32)
+    columns = num_shared + jnp.arange(M, dtype=jnp.int32)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
     lens = jnp.where(is_used, context_lens - num_shared_tokens, 0)
     return merge_attention(out, lse, *attend(q, rest, lens, sinks))[0]

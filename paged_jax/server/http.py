@@ -11,6 +11,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paged_jax.server.app import create_app
 from paged_jax.server.errors import ApiError
 from paged_jax.server.limits import Limits
 from paged_jax.server.service import Service
@@ -27,10 +28,28 @@ class Server(uvicorn.Server):
     """Serves until a signal: the first lets what has begun finish, the second ends it.
 
     The exit status is 0 either way, as whoever is running has been told the end.
+
+    Args:
+      service: what is served.
+      drain_timeout: seconds between the first signal and the end of what has not finished.
+      **logging_options: ``log_level`` and the like, of `uvicorn.Config`.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float):
-        super().__init__(config)
+    def __init__(self, service: Service, *, drain_timeout: float, **logging_options: Any):
+        limits = service.limits
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                http=protocol(limits),
+                ws="none",
+                lifespan="on",
+                h11_max_incomplete_event_size=limits.max_header_bytes,
+                server_header=False,
+                # Whoever is in front of the server may not say who the client is.
+                proxy_headers=False,
+                **logging_options,
+            )
+        )
         self._service = service
         self._drain_timeout = drain_timeout
 

@@ -157,22 +157,28 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class Choice(BaseModel):
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = _LEFT_OUT
 
 
-class Completion(BaseModel):
+class OpenAiAnswer(BaseModel):
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage | None = _LEFT_OUT
     explanations: list[Any] | None = _LEFT_OUT
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(OpenAiAnswer):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 class TopLogprob(BaseModel):
@@ -194,22 +200,14 @@ class ChatMessage(BaseModel):
     content: str
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = _LEFT_OUT
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(OpenAiAnswer):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage | None = _LEFT_OUT
-    explanations: list[Any] | None = _LEFT_OUT
 
 
 class ChatDelta(BaseModel):
@@ -217,22 +215,14 @@ class ChatDelta(BaseModel):
     content: str | None = _LEFT_OUT
 
 
-class ChatChunkChoice(BaseModel):
-    index: int
+class ChatChunkChoice(Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = _LEFT_OUT
 
 
-class ChatCompletionChunk(BaseModel):
-    id: str
+class ChatCompletionChunk(OpenAiAnswer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = _LEFT_OUT
-    explanations: list[Any] | None = _LEFT_OUT
 
 
 class Candidate(BaseModel):
