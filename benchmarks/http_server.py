@@ -20,6 +20,8 @@ taken from the engine: they keep what they read, with the time, and look at it w
 import argparse
 import asyncio
 import contextlib
+import functools
+import gc
 import json
 import re
 import statistics
@@ -98,17 +100,38 @@ async def _ask(url: str, request: Request, is_stream: bool, start: float) -> Par
         }
     )
     address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    with contextlib.closing(writer):
-        # In HTTP/1.0 the end of the answer is that of the connection, and nothing is in chunks.
-        writer.write(
-            f"POST /generate HTTP/1.0\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n"
-            f"Content-Type: application/json\r\n\r\n{body}".encode()
-        )
-        parts = []
-        while data := await reader.read(2**16):
-            parts.append((time.perf_counter() - start, data))
-    return parts
+    # In HTTP/1.0 the end of the answer is that of the connection, and nothing is in chunks.
+    question = (
+        f"POST /generate HTTP/1.0\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n"
+        f"Content-Type: application/json\r\n\r\n{body}"
+    )
+    loop = asyncio.get_running_loop()
+    make = functools.partial(_Client, question.encode(), start)
+    _, client = await loop.create_connection(make, address.hostname, address.port)
+    return await client.parts
+
+
+class _Client(asyncio.Protocol):
+    """Asks, and keeps the answer."""
+
+    def __init__(self, question: bytes, start: float):
+        self.parts: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
+        self._question = question
+        self._start = start
+        self._so_far: Parts = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._question)
+
+    def data_received(self, data: bytes) -> None:
+        self._so_far.append((time.perf_counter() - self._start, data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is None:
+            self.parts.set_result(self._so_far)
+        else:
+            self.parts.set_exception(exc)
 
 
 def _tokens(parts: Parts, is_stream: bool) -> tuple[list[int], list[float]]:
@@ -217,6 +240,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with server_process(arguments) as url:
         engine = Engine(**settings)
         engine.warmup()
+        # As the server does.
+        gc.collect()
+        gc.freeze()
         outcomes = asyncio.run(_measure(engine, url, sizes, options))
     return {
         **environment(),

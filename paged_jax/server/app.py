@@ -234,17 +234,12 @@ async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[
     yield b"".join([*map(_event, closing), _DONE])
 
 
-async def _outputs(
+def _outputs(
     service: Service, answer: Answer, job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """What the engine makes of the prompts, each with its index, until all have ended."""
     streams = [_output(service, answer, job, index) for index in range(len(job.prompts))]
-    async with contextlib.aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as items:
-        async for item in items:
-            for sample in item[1].outputs:
-                if sample.finish_reason == "error":
-                    raise ApiError(500, str(sample.stop_reason), code="generation_failed")
-            yield item
+    return streams[0] if len(streams) == 1 else _merged(streams)
 
 
 async def _output(
@@ -263,6 +258,9 @@ async def _output(
                 arriving.enter_context(service.monitor.arrival())
                 async for output in stream:
                     arriving.close()
+                    for sample in output.outputs:
+                        if sample.finish_reason == "error":
+                            raise ApiError(500, str(sample.stop_reason), code="generation_failed")
                     yield index, output
     except ValueError as error:
         raise bad_request(error) from None
