@@ -100,6 +100,7 @@ async def _ask(url: str, request: Request, is_stream: bool, start: float) -> Par
         }
     )
     address = urlsplit(url)
+    assert address.hostname is not None and address.port is not None
     # In HTTP/1.0 the end of the answer is that of the connection, and nothing is in chunks.
     question = (
         f"POST /generate HTTP/1.0\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n"
