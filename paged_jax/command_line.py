@@ -33,16 +33,54 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+# Options of an engine by which it takes more or less memory, and the others.
+_SIZES = (
+    "dtype", "kv_dtype", "block_size", "max_num_seqs", "max_model_len", "max_chunk",
+    "num_speculative_tokens",
+)  # fmt: skip
+_OTHERS = (
+    "num_blocks", "memory_fraction", "steps_per_dispatch", "preemption", "swap_space", "backend",
+)  # fmt: skip
+
+
+def add_size_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add what determines how much memory an engine takes; `size_options` reads it."""
+    add = parser.add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
+    add(
+        "--kv-dtype",
+        choices=("auto", *KV_DTYPES),
+        help="of the cache; int8 and fp8 quantise it; auto is float32 on CPU, else as the weights",
+    )
+    add("--block-size", type=int, metavar="N", help="tokens in a block; default: 16")
+    add("--max-num-seqs", type=int, metavar="N", help="samples that run at once; default: 16")
+    add("--max-model-len", type=int, metavar="N", help="longest sequence; default: the context")
+    add(
+        "--max-chunk",
+        type=int,
+        metavar="N",
+        help="prompt tokens that a step reads of a sequence; default: 512",
+    )
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="N",
+        help="tokens guessed from earlier text and verified at once; the text is the same",
+    )
+
+
+def size_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `Engine` and `make_plan`: those given, as defaults stay there."""
+    return _given(args, _SIZES)
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--model`` and what shapes the engine; `engine_options` reads them."""
     parser.add_argument(
         "--model", metavar="DIR", help="checkpoint folder; the small bundled model if not given"
     )
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block")
+    add_size_arguments(group)
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool")
     group.add_argument(
         "--memory-fraction",
@@ -51,33 +89,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the device's memory, for weights, steps and pool together; see paged_jax.plan",
     )
     group.add_argument(
-        "--kv-dtype",
-        default="auto",
-        choices=("auto", *KV_DTYPES),
-        help="of the cache; int8 and fp8 quantise it",
-    )
-    group.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="samples that run at once; default: 16"
-    )
-    group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longest sequence; default: the context"
-    )
-    group.add_argument(
-        "--max-chunk", type=int, metavar="N", help="prompt tokens that a step reads of a sequence"
-    )
-    group.add_argument(
         "--steps-per-dispatch",
         type=int,
         metavar="N",
         help="tokens of a sequence that the device makes at a time; default: 8 (but 1 for a "
         "single prompt on the command line), and a stream gets them at once",
-    )
-    group.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens guessed from earlier text and verified at once; the text is the same",
     )
     group.add_argument(
         "--no-prefix-caching", action="store_true", help="compute what prompts have in common anew"
@@ -99,10 +115,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.model == "":
         raise ValueError("--model must not be empty. Leave it out for the bundled model.")
-    names = (
-        "dtype", "block_size", "num_blocks", "memory_fraction", "kv_dtype", "max_num_seqs",
-        "max_model_len", "max_chunk", "steps_per_dispatch", "num_speculative_tokens",
-        "preemption", "swap_space", "backend",
-    )  # fmt: skip
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options = size_options(args) | _given(args, _OTHERS)
     return options | {"enable_prefix_caching": not args.no_prefix_caching}
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}

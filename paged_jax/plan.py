@@ -17,9 +17,15 @@ import jax.numpy as jnp
 
 from paged_jax import memory
 from paged_jax.blocks import check_positive, num_blocks_needed
-from paged_jax.command_line import EXPECTED_ERRORS, Parser, one_line
+from paged_jax.command_line import (
+    EXPECTED_ERRORS,
+    Parser,
+    add_size_arguments,
+    one_line,
+    size_options,
+)
 from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from paged_jax.memory import KV_DTYPES, Footprint, in_units
+from paged_jax.memory import Footprint, in_units
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.pretrained import bundled_folder
 from paged_jax.models.weights import resolve_dtype
@@ -114,20 +120,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--platform", choices=_PLATFORMS, help="default: that which JAX finds on this machine"
     )
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16")
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        default="auto",
-        choices=("auto", *KV_DTYPES),
-        help="of the cache; auto is float32 on CPU, else as the weights",
-    )
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="default: 16")
-    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="default: 16")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="default: the context")
-    parser.add_argument("--max-chunk", type=int, default=512, metavar="N", help="default: 512")
-    parser.add_argument("--num-speculative-tokens", type=int, default=0, metavar="N")
+    add_size_arguments(parser)
     parser.add_argument(
         "--lengths",
         type=int,
@@ -246,13 +239,7 @@ def _from_arguments(args: argparse.Namespace) -> Plan:
         LlamaConfig.from_file(folder),
         int(args.memory_fraction * memory_bytes),
         args.platform or jax.default_backend(),
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        max_chunk=args.max_chunk,
-        num_speculative_tokens=args.num_speculative_tokens,
+        **size_options(args),
     )
 
 

@@ -39,6 +39,7 @@ _LIMIT_HELP = {
     "send_timeout": "seconds for which a client may not read its answer",
     "max_queue": "requests that wait for a place in the batch",
     "max_streams": "answers that are streamed at once",
+    "max_connections": "connections that are open at once",
     "max_prompts": "prompts in a request",
     "max_prompt_tokens": "tokens of a prompt",
     "max_n": "samples of a prompt",

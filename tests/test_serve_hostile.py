@@ -19,7 +19,7 @@ from paged_jax.server import Limits, Settings
 
 LIMITS = Limits(
     header_timeout=0.3, body_timeout=0.3, send_timeout=0.5, max_streams=3, max_queue=60,
-    max_header_bytes=4096,
+    max_header_bytes=4096, max_connections=40,
 )  # fmt: skip
 # Seconds within which a mistake is answered, and for which a stream beside may get nothing: far
 # more than either takes (half a second, on 2 cores), as tests may share their cores with others.
@@ -465,6 +465,18 @@ def test_too_many_streams(server) -> None:
             response = server.post("/generate", LONG)
         error = check_error(response.status_code, response.content, {429})
         assert error["code"] == "max_streams_exceeded" and response.headers["retry-after"]
+
+
+def test_too_many_connections(server) -> None:
+    wait_until(lambda: server.num_connections == 0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMITS.max_connections):
+            stack.enter_context(server.connect())
+        wait_until(lambda: server.num_connections == LIMITS.max_connections)
+        with answered_at_once():
+            status, body = server.send(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert check_error(status, body, {429})["code"] == "max_connections_exceeded"
+    wait_until(lambda: server.num_connections == 0)
 
 
 def test_too_many_requests(server) -> None:

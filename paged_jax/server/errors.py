@@ -65,6 +65,16 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def too_many(things: str, most: int, limit: str) -> ApiError:
+    """A limit of what there may be at once is reached."""
+    return ApiError(
+        429,
+        f"There are {most} {things} already ({limit}). Try again later.",
+        code=f"{limit}_exceeded",
+        headers={"Retry-After": "1"},
+    )
+
+
 def of_validation(error: ValidationError) -> ApiError:
     """The first mistake that pydantic found in a body."""
     if error.error_count() > _MAX_MISTAKES:

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paged_jax.server.app import create_app
-from paged_jax.server.errors import ApiError
+from paged_jax.server.errors import ApiError, too_many
 from paged_jax.server.limits import Limits
 from paged_jax.server.service import Service
 
@@ -105,6 +105,8 @@ def protocol(limits: Limits) -> type[H11Protocol]:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+            if len(self.connections) > limits.max_connections:
+                self._refuse(too_many("connections", limits.max_connections, "max_connections"))
 
         def data_received(self, data: bytes) -> None:
             if self._is_refused:
@@ -179,13 +181,14 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def _answer(self, error: ApiError) -> None:
             body = json.dumps(error.body()).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
+            headers = {
+                **(error.headers or {}),
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
+                "Connection": "close",
+            }
             events: list[Any] = [
-                h11.Response(status_code=error.status, headers=headers),
+                h11.Response(status_code=error.status, headers=list(headers.items())),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ]

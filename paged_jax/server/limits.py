@@ -19,6 +19,7 @@ class Limits:
       send_timeout: seconds for which a client may not read what it is sent.
       max_queue: requests that wait for a place in the batch.
       max_streams: answers that are streamed at once.
+      max_connections: that are open at once, idle ones included.
       max_prompts: prompts in one request.
       max_prompt_tokens: of each prompt; the model's context is a limit, too.
       max_n: samples of a prompt.
@@ -34,6 +35,7 @@ class Limits:
     send_timeout: float = 30.0
     max_queue: int = 256
     max_streams: int = 256
+    max_connections: int = 900  # most systems let a process open 1024 files
     max_prompts: int = 64
     max_prompt_tokens: int = 2**20
     max_n: int = 16

@@ -13,7 +13,7 @@ from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine import Engine
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.outputs import RequestOutput
-from paged_jax.server.errors import ApiError
+from paged_jax.server.errors import ApiError, too_many
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.monitor import Monitor
@@ -123,7 +123,7 @@ class Service:
                 code="max_queue_exceeded",
             )
         if self.num_active + num_requests > room:
-            raise _too_many("samples", room, "max_queue")
+            raise too_many("samples", room, "max_queue")
 
     @contextlib.contextmanager
     def admit(self, num_requests: int, *, is_stream: bool) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Service:
         """
         self.check_room(num_requests)
         if is_stream and self._num_streams >= self.limits.max_streams:
-            raise _too_many("streams", self.limits.max_streams, "max_streams")
+            raise too_many("streams", self.limits.max_streams, "max_streams")
         self.num_active += num_requests
         self._num_streams += is_stream
         try:
@@ -192,15 +192,6 @@ def shutting_down() -> ApiError:
 def engine_stopped() -> ApiError:
     """What a client hears when nobody is there to work for it."""
     return ApiError(503, "The engine has stopped.", code="engine_stopped")
-
-
-def _too_many(things: str, most: int, limit: str) -> ApiError:
-    return ApiError(
-        429,
-        f"There are {most} {things} already ({limit}). Try again later.",
-        code=f"{limit}_exceeded",
-        headers={"Retry-After": "1"},
-    )
 
 
 async def _disconnected(receive: Receive) -> None:
