@@ -3,8 +3,8 @@
     python benchmarks/allocator.py [--json]
 
 The decode step is the worst one: every slot stands at a block boundary, so each of them takes a new
-block. The prefix is half of what a slot can hold, published in one call and found in another; to
-look it up, each of its blocks is compared with all of the pool.
+block. The prefix is half of what a slot can hold, published in one call and found in another. The
+last rows have tables for contexts of `LONG_CONTEXT` tokens: a short chat must not pay for those.
 
 Each timed call gets a state of its own, copied before the clock starts, since the functions donate
 their input. Times are the median and the 90th percentile of `--repeats` calls, after `WARMUP_CALLS`
@@ -25,6 +25,8 @@ from environment import environment
 from paged_jax import blocks
 
 WARMUP_CALLS = 20
+LONG_CONTEXT = 131_072
+CHAT = 320  # tokens
 
 
 def _copy(tables: blocks.BlockTables) -> blocks.BlockTables:
@@ -106,6 +108,37 @@ def run(num_blocks: int, num_slots: int, block_size: int, repeats: int) -> dict:
         f"attach, {name}": time_it(blocks.attach, unused, slots[0], *prefix),
         "attach, nothing is found": time_it(
             blocks.attach, blocks.forget(unused), slots[0], *prefix
+        ),
+        **_run_long_context(num_blocks, num_slots, block_size, time_it),
+    }
+
+
+def _run_long_context(
+    num_blocks: int, num_slots: int, block_size: int, time_it: Callable
+) -> dict[str, dict]:
+    """One slot with a prefix of half the pool, and others that hold a chat, in tables as wide."""
+    width = LONG_CONTEXT // block_size
+    tables = blocks.BlockTables.create(num_blocks, num_slots, width, block_size)
+    long = min(num_blocks // 2, width) * block_size
+    num_tokens = jnp.full(num_slots, CHAT, jnp.int32).at[4:].set(0).at[0].set(long)
+    tables, _, ok = blocks.reserve(tables, num_tokens, max_tokens=max(CHAT, long))
+    assert ok, "the prefix and the chats fit the pool"
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    entries = _prefix(tables)
+    _, _, digests, token_ids = entries
+    published = blocks.publish(tables, *entries)
+    found, num_found = blocks.attach(published, 4, digests, token_ids, len(digests))
+    assert num_found == len(digests), "all blocks are found"
+    look_up = slots[4], digests, token_ids
+    count = jnp.int32(CHAT // block_size)
+    return {
+        "release, a chat, wide tables": time_it(blocks.release, tables, slots == 1),
+        f"release, {num_found} blocks, wide tables": time_it(blocks.release, tables, slots == 0),
+        f"release, {num_found} shared blocks": time_it(blocks.release, found, slots == 4),
+        f"publish, {num_found} blocks": time_it(blocks.publish, tables, *entries),
+        f"attach, {num_found} blocks": time_it(blocks.attach, published, *look_up, num_found),
+        f"attach, {count} of {num_found} blocks": time_it(
+            blocks.attach, published, *look_up, count
         ),
     }
 

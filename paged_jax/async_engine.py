@@ -17,6 +17,7 @@ from typing import Any
 from paged_jax.engine import Engine
 from paged_jax.inputs import Prompt
 from paged_jax.outputs import RequestOutput
+from paged_jax.request import Request
 from paged_jax.sampling_params import SamplingParams
 
 # A step that fails may have lacked memory for a moment.
@@ -34,9 +35,10 @@ class AsyncEngine:
 
     Args:
       engine: which nobody else uses from now on.
-      on_step: called as ``on_step(engine, outputs)`` in the engine's thread, after each step with
-        what the step brought, and after each abort with what the request had. Tasks get these
-        outputs afterwards. The first exception in it is logged, later ones are ignored.
+      on_step: called as ``on_step(engine, requests)`` in the engine's thread, after each step with
+        the requests that got tokens or ended, and after each abort with that request. They are for
+        reading, until it returns; tasks get their outputs afterwards. The first exception in it is
+        logged, later ones are ignored.
 
     Example:
       >>> async def main():
@@ -54,7 +56,7 @@ class AsyncEngine:
         self,
         engine: Engine,
         *,
-        on_step: Callable[[Engine, list[RequestOutput]], None] | None = None,
+        on_step: Callable[[Engine, list[Request]], None] | None = None,
     ):
         self._engine = engine
         self._on_step = on_step
@@ -70,7 +72,9 @@ class AsyncEngine:
 
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
-            raise RuntimeError("AsyncEngine: it must be entered once at a time.")
+            raise RuntimeError(
+                "AsyncEngine: it must be closed, its last step over, before it is entered anew."
+            )
         self._commands, self._failure = queue.SimpleQueue(), None
         self._thread = threading.Thread(target=self._work, name="paged_jax engine", daemon=True)
         self._is_running = True
@@ -85,13 +89,16 @@ class AsyncEngine:
 
         Args:
           timeout: seconds to wait for the step that runs; then the thread is left to itself. It
-            does not keep the process alive.
+            does not keep the process alive. Close again to wait longer.
         """
         if self._thread is None:
             return
+        with self._lock:
+            self._is_running = False
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, timeout)
-        self._thread = None
+        if not self._thread.is_alive():
+            self._thread = None
 
     async def generate(
         self,
@@ -186,20 +193,20 @@ class AsyncEngine:
         """Run a step. The engine loses no request in one that fails, so it may try again."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                outputs = self._engine.step()
+                requests = self._engine.advance()
                 break
             except Exception:
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
-        self._tell(outputs)
-        self._deliver(outputs)
+        self._tell(requests)
+        self._deliver(requests)
 
-    def _tell(self, outputs: list[RequestOutput]) -> None:
+    def _tell(self, requests: list[Request]) -> None:
         """Let `on_step` know. Its mistakes are not the requests': they must go on."""
         if self._on_step is None:
             return
         try:
-            self._on_step(self._engine, outputs)
+            self._on_step(self._engine, requests)
         except Exception:
             if not self._is_on_step_reported:
                 _logger.exception("AsyncEngine: on_step failed. This is reported only once.")
@@ -234,20 +241,20 @@ class AsyncEngine:
             self._abort(stream.request_id)
 
     def _abort(self, request_id: str) -> None:
-        output = self._engine.abort(request_id)
-        if output is not None:
-            self._tell([output])
-            self._deliver([output])
+        request = self._engine.end(request_id)
+        if request is not None:
+            self._tell([request])
+            self._deliver([request])
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, requests: list[Request]) -> None:
         """Wake each loop once, for all of its tasks that get something: that is a system call."""
         parcels: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None and (output.finished or not stream.is_final_only):
-                parcels.setdefault(stream.loop, []).append((stream, output))
-                if output.finished:
-                    del self._streams[output.request_id]
+        for request in requests:
+            stream = self._streams.get(request.request_id)
+            if stream is not None and (request.is_finished or not stream.is_final_only):
+                parcels.setdefault(stream.loop, []).append((stream, request.output()))
+                if request.is_finished:
+                    del self._streams[request.request_id]
         for loop, parcel in parcels.items():
             _call_in(loop, lambda parcel=parcel: [stream.set(item) for stream, item in parcel])
 

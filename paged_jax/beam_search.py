@@ -19,8 +19,6 @@ the whole sequence, its prompt included and an end token left out.
 """
 
 import dataclasses
-import math
-import numbers
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,12 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paged_jax.blocks import num_blocks_needed
+from paged_jax.checks import is_int, is_real
 from paged_jax.engine import Engine
 from paged_jax.inputs import Prompt
 from paged_jax.models.tokenizer import Tokenizer
 from paged_jax.request import Request
 from paged_jax.runner import ModelRunner, slot_of
-from paged_jax.sampling_params import SamplingParams, is_int
+from paged_jax.sampling_params import SamplingParams
 from paged_jax.sequence import Sequence as SlotUser
 
 # Lengths to this power stay far within the range of float.
@@ -77,10 +76,10 @@ class BeamSearchParams:
             _require(is_int(value) and value >= 1, name, "be an integer >= 1", value)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             _require(isinstance(getattr(self, name), bool), name, "be a bool", getattr(self, name))
-        is_zero = _is_number(self.temperature) and self.temperature == 0
+        is_zero = is_real(self.temperature) and self.temperature == 0
         _require(is_zero, "temperature", "be 0, because nothing is drawn", self.temperature)
         bound, penalty = _MAX_LENGTH_PENALTY, self.length_penalty
-        is_power = _is_number(penalty) and abs(penalty) <= bound
+        is_power = is_real(penalty) and abs(penalty) <= bound
         _require(is_power, "length_penalty", f"be in [-{bound:g}, {bound:g}]", penalty)
 
 
@@ -409,8 +408,3 @@ class _Batch:
 def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
     if not is_ok:
         raise ValueError(f"BeamSearchParams: {name} must {rule}, got {value!r}.")
-
-
-def _is_number(value: Any) -> bool:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(float(value))

@@ -24,6 +24,9 @@ from jax import lax
 # Of SHA-256, as 32-bit words.
 NUM_DIGEST_WORDS = 8
 
+# Of the buckets by which digests are found: far more than a sequence has blocks, and 256 KiB.
+_BUCKET_BITS = 16
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
-        ref_counts=pool.ref_counts.at[blocks].add(-counts, mode="drop"),
+        # Not an addition: in a loop, writes that depend on what was read need no copy of the array.
+        ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
         free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
         head=(pool.head - other_rank[-1]) % pool.num_blocks,
         num_free=pool.num_free + cached_rank[-1] + other_rank[-1],
@@ -138,22 +142,50 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     )
 
 
-def find(pool: BlockPool, digest: jax.Array) -> jax.Array:
-    """Return the block that is cached under `digest` u32[8], i32[], or P if there is none."""
-    is_match = pool.is_cached & jnp.all(pool.digests == digest[None, :], axis=1)
-    block = jnp.argmax(is_match).astype(jnp.int32)
-    return jnp.where(is_match[block], block, pool.num_blocks)
+@jax.jit  # so that eager calls compile the loop once, not each time
+def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
+    """Return the block that is cached under each of `digests` u32[N, 8], i32[N].
+
+    It is P where there is none, or where `is_wanted` bool[N] is False. The blocks look for their
+    digests among the wanted ones: a table says which of these to compare with, by the first bits.
+    Where several have the same first bits, each takes a round of its own; that is rare, so that the
+    cost is in proportion to N + P.
+    """
+    num_wanted = len(digests)
+    index = jnp.arange(num_wanted, dtype=jnp.int32)
+    buckets, pool_buckets = (
+        (d[:, 0] >> (32 - _BUCKET_BITS)).astype(jnp.int32) for d in (digests, pool.digests)
+    )
+
+    def search(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        blocks, is_open = state
+        places = jnp.where(is_open, buckets, 2**_BUCKET_BITS)
+        table = jnp.full(2**_BUCKET_BITS, num_wanted, jnp.int32)
+        table = table.at[places].min(index, mode="drop")
+        entries = table[pool_buckets]
+        is_match = jnp.all(digests.at[entries].get(mode="clip") == pool.digests, axis=1)
+        is_match &= pool.is_cached & (entries < num_wanted)
+        # Distinct, as no two blocks are cached under one digest.
+        entries = jnp.where(is_match, entries, num_wanted)
+        ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+        return blocks.at[entries].set(ids, mode="drop"), is_open & (table[buckets] != index)
+
+    start = jnp.full(num_wanted, pool.num_blocks, jnp.int32), is_wanted
+    return lax.while_loop(lambda state: jnp.any(state[1]), search, start)[0]
 
 
 def remember(
-    pool: BlockPool, block: jax.Array, digest: jax.Array, token_ids: jax.Array
+    pool: BlockPool, blocks: jax.Array, digests: jax.Array, token_ids: jax.Array
 ) -> BlockPool:
-    """Cache `block` i32[] (P: none) under `digest` u32[8]; `token_ids` i32[C] are in it."""
+    """Cache `blocks` i32[N], distinct, P for none, under `digests` u32[N, 8].
+
+    `token_ids` i32[N, C] are in them.
+    """
     return replace(
         pool,
-        is_cached=pool.is_cached.at[block].set(True, mode="drop"),
-        digests=pool.digests.at[block].set(digest, mode="drop"),
-        token_ids=pool.token_ids.at[block].set(token_ids, mode="drop"),
+        is_cached=pool.is_cached.at[blocks].set(True, mode="drop"),
+        digests=pool.digests.at[blocks].set(digests, mode="drop"),
+        token_ids=pool.token_ids.at[blocks].set(token_ids, mode="drop"),
     )
 
 

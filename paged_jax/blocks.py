@@ -16,6 +16,7 @@ taken again; blocks that are not cached are taken first. See `paged_jax.block_po
 
 Every operation returns new state and serves all slots at once, with cumulative sums and ranks in
 place of loops; the outcome is that of serving the slots one by one in the order of their indices.
+What is long for few slots and short for most is done in pieces, so that it costs what is held.
 Where an operation cannot be done for every slot it does nothing and answers `ok=False`. That is
 decided *before* the updates, which are then masked out: selecting between an old and a new state
 afterwards would keep both alive, and donated buffers could not be updated in place.
@@ -24,7 +25,9 @@ Nothing here knows about K and V: `reserve` reports which blocks the caller must
 `paged_jax.cache`). Dimension letters are those of `paged_jax.dims`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,9 @@ from paged_jax.dims import bind
 
 # Sums of two block ids or of two token positions must fit in int32.
 _MAX_SIZE = 2**30
+
+# Table entries that are shared or released at once: what most slots hold, and quick to sort.
+_PIECE = 512
 
 
 @jax.tree_util.register_dataclass
@@ -209,7 +215,8 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
     Returns:
       `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any child is not
       empty, or any parent is no slot, the child itself, or a child in the same call. The copy
-      of an empty slot is an empty slot. Costs a sort of S * M entries.
+      of an empty slot is an empty slot. Costs in proportion to the blocks that become shared,
+      and a pass over the tables.
 
     Raises:
       ValueError: `parents` is not i32[S].
@@ -230,14 +237,7 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
     ok = jnp.all(is_valid | ~is_child)
 
     is_child &= ok
-    shared_SM = jnp.where(is_child[:, None], tables.block_tables[parents], tables.num_blocks)
-    tables = BlockTables(
-        pool=block_pool.hold(tables.pool, shared_SM.reshape(-1)),
-        block_tables=jnp.where(is_child[:, None], shared_SM, tables.block_tables),
-        lengths=jnp.where(is_child, tables.lengths[parents], tables.lengths),
-        block_size=tables.block_size,
-    )
-    return tables, ok
+    return _hold(_follow(tables, jnp.where(is_child, parents, slots)), is_child), ok
 
 
 def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
@@ -253,7 +253,7 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
 
     Returns:
       `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any parent is no slot.
-      Costs two sorts of S * M entries.
+      Costs in proportion to the blocks of the slots that change, and a pass over the tables.
 
     Raises:
       ValueError: `parents` is not i32[S].
@@ -272,15 +272,10 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
     is_changed = is_slot & ok
     parents = jnp.where(is_changed, parents, slots)
 
-    is_changed_S1 = is_changed[:, None]
-    after_SM = tables.block_tables[parents]
-    gained_SM = jnp.where(is_changed_S1, after_SM, tables.num_blocks)
-    lost_SM = jnp.where(is_changed_S1, tables.block_tables, tables.num_blocks)
     # New references first: a block that only changes hands must not pass through the free queue.
-    pool = block_pool.hold(tables.pool, gained_SM.reshape(-1))
-    pool = block_pool.give_back(pool, lost_SM[:, ::-1].reshape(-1))
-    tables = replace(tables, pool=pool, block_tables=after_SM, lengths=tables.lengths[parents])
-    return tables, ok
+    after = _hold(_follow(tables, parents), is_changed)
+    before = _empty(replace(tables, pool=after.pool), is_changed)
+    return replace(after, pool=before.pool), ok
 
 
 def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
@@ -289,8 +284,8 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
     Cached ones join its tail, slot by slot, the end of a sequence before its beginning, because
     the beginning is what other sequences are likely to have in common and should be reused last.
     The others join its head and are reused first. A block that several of the slots share joins
-    with the last of them. Empty slots stay empty, so that releasing twice does nothing. Costs a
-    sort of S * M entries.
+    with the last of them. Empty slots stay empty, so that releasing twice does nothing. Costs in
+    proportion to the blocks that the slots hold, whatever M is.
 
     Args:
       tables: the state; may be donated.
@@ -307,13 +302,7 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
       ([[4, 4], [2, 4]], [0, 0, 1, 0])
     """
     mask = _as_slot_values("release", "mask", mask, jnp.bool_, tables)
-    held_SM = jnp.where(mask[:, None], tables.block_tables, tables.num_blocks)
-    return BlockTables(
-        pool=block_pool.give_back(tables.pool, held_SM[:, ::-1].reshape(-1)),
-        block_tables=jnp.where(mask[:, None], tables.num_blocks, tables.block_tables),
-        lengths=jnp.where(mask, 0, tables.lengths),
-        block_size=tables.block_size,
-    )
+    return _empty(tables, mask)
 
 
 def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> BlockTables:
@@ -382,8 +371,8 @@ def attach(
 
     Returns:
       `(tables, num_found)`. `num_found` is i32[], the number of blocks that were found; the slot
-      now holds `num_found * C` tokens. Costs a comparison with P digests for each block found
-      and one more, and a pass over the free queue.
+      now holds `num_found * C` tokens. Costs a pass over the digests of the pool, and one over the
+      free queue.
 
     Raises:
       ValueError: shapes or dtypes do not fit the tables, or there are more than M blocks.
@@ -441,7 +430,8 @@ def publish(
       token_ids: i32[N, C], the tokens in each block.
 
     Returns:
-      The tables. Costs a comparison with P digests for each entry that names a full block.
+      The tables. Costs a pass over the digests of the pool, and a comparison with N digests for
+      each entry that names a full block.
 
     Raises:
       ValueError: shapes or dtypes do not fit the tables.
@@ -463,17 +453,12 @@ def publish(
     slots = jnp.where(is_slot, slots, 0)
     is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
     blocks = tables.block_tables[slots, jnp.where(is_full, columns, 0)]
-    (order,) = jnp.nonzero(is_full, size=len(blocks), fill_value=0)
-
-    def publish_one(i: jax.Array, pool: BlockPool) -> BlockPool:
-        entry = order[i]
-        block, digest = blocks[entry], digests[entry]
-        is_new = ~pool.is_cached[block] & (block_pool.find(pool, digest) == tables.num_blocks)
-        block = jnp.where(is_new, block, tables.num_blocks)
-        return block_pool.remember(pool, block, digest, token_ids[entry])
-
-    num_full = jnp.sum(is_full, dtype=jnp.int32)
-    return replace(tables, pool=lax.fori_loop(jnp.int32(0), num_full, publish_one, tables.pool))
+    pool = tables.pool
+    is_known = block_pool.find(pool, digests, is_full) < tables.num_blocks
+    is_new = is_full & ~is_known & ~pool.is_cached[blocks]
+    is_taken = _serve_in_order(is_new, blocks, digests)
+    blocks = jnp.where(is_taken, blocks, tables.num_blocks)
+    return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
 
 
 def forget(tables: BlockTables) -> BlockTables:
@@ -583,30 +568,105 @@ def _plan_columns(
     return columns_SW, is_written_SW & (is_copy[:, None] | ~is_begun_SW)
 
 
+def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
+    """The tables with each slot as its parent i32[S] is, before any reference is counted."""
+    return replace(
+        tables, block_tables=tables.block_tables[parents], lengths=tables.lengths[parents]
+    )
+
+
+def _hold(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Add a reference to each block of the slots of `mask` bool[S]."""
+    return _in_pieces(_hold_piece, tables, mask)
+
+
+def _empty(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Empty the slots of `mask` bool[S], see `release`."""
+    tables = _in_pieces(_empty_piece, tables, mask)
+    return replace(tables, lengths=jnp.where(mask, 0, tables.lengths))
+
+
+def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
+    return replace(tables, pool=block_pool.hold(tables.pool, _entries(tables, rows, columns)))
+
+
+def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
+    entries = _entries(tables, rows, columns)
+    # No other places are left, but writes that depend on what was read need no copy of the array.
+    columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
+    return replace(
+        tables,
+        pool=block_pool.give_back(tables.pool, entries),
+        block_tables=tables.block_tables.at[rows, columns].set(tables.num_blocks, mode="drop"),
+    )
+
+
+def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """The blocks at these places of the table; P where there is no such place."""
+    return tables.block_tables.at[rows, columns].get(mode="fill", fill_value=tables.num_blocks)
+
+
+@partial(jax.jit, static_argnums=0)  # so that eager calls compile the loop once, not each time
+def _in_pieces(
+    update: Callable[[BlockTables, jax.Array, jax.Array], BlockTables],
+    tables: BlockTables,
+    mask: jax.Array,
+) -> BlockTables:
+    """Apply `update(tables, rows, columns)` to all places that the slots of `mask` bool[S] fill.
+
+    Slot by slot, the last block of each first. The places come in pieces of i32[_PIECE], the last
+    of which is padded with places past the table: so the cost is that of what the slots hold, and
+    not of what they could hold.
+    """
+    num_slots, width = tables.block_tables.shape
+    held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
+    ends = jnp.cumsum(held, dtype=jnp.int32)
+    size = min(num_slots * width, _PIECE)
+
+    def update_piece(piece: jax.Array, tables: BlockTables) -> BlockTables:
+        index = piece * size + jnp.arange(size, dtype=jnp.int32)
+        rows = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        columns = ends.at[rows].get(mode="clip") - 1 - index
+        return update(tables, rows, jnp.where(rows < num_slots, columns, width))
+
+    num_pieces = (ends[-1] + size - 1) // size
+    return lax.fori_loop(jnp.int32(0), num_pieces, update_piece, tables)
+
+
 def _find_prefix(
     pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Find the blocks of the longest cached prefix of the first `limit` i32[] entries.
 
-    Returns `(blocks, num_found)`: i32[N], P from the first miss on, and i32[]. Leaves at the
-    first miss. A block that has been found already is one: a slot holds no block twice.
+    Returns `(blocks, num_found)`: i32[N], P from the first miss on, and i32[]. A block that has
+    been found already is one: a slot holds no block twice.
     """
-    num_blocks, size = pool.num_blocks, len(digests)
+    size = len(digests)
+    index = jnp.arange(size, dtype=jnp.int32)
+    blocks = block_pool.find(pool, digests, index < limit)
+    known = pool.token_ids.at[blocks].get(mode="fill", fill_value=-1)
+    first = jnp.full(pool.num_blocks, size, jnp.int32).at[blocks].min(index, mode="drop")
+    is_first = first.at[blocks].get(mode="fill", fill_value=size) == index
+    is_hit = is_first & jnp.all(known == token_ids, axis=1)
+    num_found = jnp.min(jnp.where(is_hit, size, index), initial=size)
+    return jnp.where(index < num_found, blocks, pool.num_blocks), num_found
 
-    def look_up(state: tuple) -> tuple:
-        blocks, entry, _ = state
-        block = block_pool.find(pool, digests[entry])
-        known = pool.token_ids.at[block].get(mode="fill", fill_value=-1)
-        is_hit = (block < num_blocks) & jnp.all(known == token_ids[entry])
-        is_hit &= ~jnp.any(blocks == block)
-        blocks = blocks.at[jnp.where(is_hit, entry, size)].set(block, mode="drop")
-        return blocks, entry + is_hit, is_hit
 
-    start = jnp.full(size, num_blocks, jnp.int32), jnp.int32(0), jnp.array(True)
-    blocks, num_found, _ = lax.while_loop(
-        lambda state: state[2] & (state[1] < limit), look_up, start
-    )
-    return blocks, num_found
+@jax.jit
+def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) -> jax.Array:
+    """Which entries of `is_new` bool[N] to cache: those whose block and digest no earlier one took.
+
+    That depends on which of the earlier ones are cached, so it takes a loop.
+    """
+    order = jnp.nonzero(is_new, size=len(blocks), fill_value=0)[0].astype(jnp.int32)
+
+    def serve(i: jax.Array, is_taken: jax.Array) -> jax.Array:
+        entry = order[i]
+        is_same = (blocks == blocks[entry]) | jnp.all(digests == digests[entry][None], axis=1)
+        return is_taken.at[entry].set(~jnp.any(is_taken & is_same))
+
+    num_new = jnp.sum(is_new, dtype=jnp.int32)
+    return lax.fori_loop(jnp.int32(0), num_new, serve, jnp.zeros_like(is_new))
 
 
 def check_positive(function: str, **sizes: int) -> None:

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from paged_jax import blocks as allocator
 from paged_jax.blocks import BlockTables
 from paged_jax.dims import bind
+from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.interface import Pools, is_quantised
 from paged_jax.kernels.scatter import set_rows as set_rows
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
@@ -149,7 +150,11 @@ class PagedCache:
 
 
 def reserve(
-    cache: PagedCache, num_tokens: jax.Array, *, max_tokens: int = 1
+    cache: PagedCache,
+    num_tokens: jax.Array,
+    *,
+    max_tokens: int = 1,
+    backend: str | None = None,
 ) -> tuple[PagedCache, jax.Array]:
     """Make room for more tokens in every slot, copying the blocks that must not be written shared.
 
@@ -160,6 +165,7 @@ def reserve(
       cache: the state; donate it, or both pools are copied.
       num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
       max_tokens: upper bound on `num_tokens` (static).
+      backend: of the copies, see `copy_blocks`; where that has no such op, the platform's best.
 
     Returns:
       `(cache, ok)`. Where `ok`, bool[], is False the cache is unchanged.
@@ -172,6 +178,7 @@ def reserve(
     pools = copy_blocks(
         pools.k, pools.v, copies.source, copies.target,
         k_scale=pools.k_scale, v_scale=pools.v_scale,
+        backend=backend_for("copy_blocks", backend),
     )  # fmt: skip
     return replace(cache, tables=tables).replace_pools(pools), ok
 
@@ -306,7 +313,7 @@ def write_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: P
         # Number by number: as rows, XLA for TPU would lay these out anew, as P is their fastest
         # axis.
         L, _, K, C = scale.shape
-        layers, _, heads, offsets = jnp.ogrid[:L, :1, :K, :C]
+        layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
         places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
         return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
 

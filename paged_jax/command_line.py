@@ -1,10 +1,15 @@
 """What the command lines have in common: one-line errors, and the arguments of an engine."""
 
 import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 import jax
 
+import paged_jax
 from paged_jax.kernels import BACKENDS
 from paged_jax.memory import KV_DTYPES
 from paged_jax.scheduler import Preemption
@@ -21,11 +26,58 @@ EXPECTED_ERRORS = (
 )
 
 
+# 128 + the signal, as shells report it.
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the arguments, without the usage."""
 
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
+        version = f"paged_jax {paged_jax.__version__}"
+        self.add_argument("--version", action="version", version=version)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: error: {message}\n")
+        self.exit(2, f"{self._name}: error: {message}{self._hint(message)}\n")
+
+    def run(self, function: Callable[[], None], *, clear: Callable[[], None] | None = None) -> int:
+        """Do a command's work and return its exit status: mistakes of the user end in one line.
+
+        Args:
+          function: the work.
+          clear: called before the line, where something else stands on the terminal.
+        """
+        try:
+            function()
+            sys.stdout.flush()
+            return 0
+        except BrokenPipeError:
+            # The reader has left, as `head` does; Python would complain again on its last flush.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _BROKEN_PIPE
+        except EXPECTED_ERRORS as error:
+            if clear is not None:
+                clear()
+            print(f"{self._name}: error: {one_line(error)}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return _INTERRUPTED
+
+    @property
+    def _name(self) -> str:
+        return self.prog.removeprefix("python -m ")
+
+    def _hint(self, message: str) -> str:
+        """The option that somebody may have meant, as in --max_tokens."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            return ""
+        wanted = unknown.split()[0].partition("=")[0].replace("_", "-")
+        close = difflib.get_close_matches(wanted, self._option_string_actions, n=1)
+        return f". Did you mean {close[0]}?" if close else ""
 
 
 def one_line(error: BaseException) -> str:

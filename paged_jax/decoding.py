@@ -429,8 +429,8 @@ class _Rows:
         tokens = done._replace(
             token_ids=done.token_ids.at[i].set(ids),
             logprobs=done.logprobs.at[i].set(logprobs),
-            num_new=done.num_new + active,
-            num_steps=i + ok,
+            num_new=done.num_new + active.astype(jnp.int32),
+            num_steps=i + ok.astype(jnp.int32),
             ok=ok,
         )
         if num_top:

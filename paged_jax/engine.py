@@ -31,7 +31,7 @@ from paged_jax.cache import PagedCache
 from paged_jax.decoding import StepTokens
 from paged_jax.history import History, describe_match
 from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
-from paged_jax.kernels import check_backend_runs_on, padded_head_dim
+from paged_jax.kernels import backend_over_devices, check_backend_runs_on, padded_head_dim
 from paged_jax.memory import KV_DTYPES, Footprint
 from paged_jax.models.llama import Llama
 from paged_jax.models.pretrained import bundled_folder
@@ -119,7 +119,7 @@ class Engine:
       num_blocks: blocks in the pool; by default what the slots can use, within the free memory.
       memory_fraction: instead of `num_blocks`, how much of the device's memory the engine may take
         in all, weights and steps included, above 0 to 1: the pool gets what these leave, as
-        ``python -m paged_jax.plan`` foretells, but no more than the slots can use.
+        ``python -m paged_jax.plan`` says beforehand, but no more than the slots can use.
       max_num_seqs: samples that run at once, each in a slot.
       max_model_len: longest sequence in tokens, prompt included; by default the model's context.
       max_chunk: most prompt tokens of a sequence that one step reads.
@@ -136,7 +136,8 @@ class Engine:
         for all of them; by default on CPUs, for models without a sliding window.
       seed: of requests that bring none.
       backend: of the attention, see `paged_attention`.
-      sharding: where the weights go, see `Llama.from_pretrained`.
+      sharding: where the weights go, see `Llama.from_pretrained`. Over several devices (CPUs or
+        TPUs) products are divided as the weights are; each device has the whole cache.
       on_compile: called with one line before a program is compiled.
 
     Raises:
@@ -222,6 +223,8 @@ class Engine:
         weights = jax.tree.leaves(nnx.state(model))
         self._device = next(iter(weights[0].devices()))
         check_backend_runs_on("Engine", backend, self._device.platform)
+        if len(weights[0].sharding.device_set) > 1:
+            backend = backend_over_devices("Engine", backend, self._device.platform)
         cache_dtype = memory.resolve_kv_dtype(kv_dtype, weights[0].dtype, self._device.platform)
         max_chunk = min(max_chunk, max_num_batched_tokens, self.max_model_len)
         sizes = Sizes(
@@ -284,8 +287,8 @@ class Engine:
         self._weights_version = 0
         # Requests that ended in a step that was cut short, to be told of in the next.
         self._ended: list[Request] = []
-        # Whether a change of state was begun and not finished.
-        self._is_broken = False
+        # Whether a change of state goes on, and whether one was begun and not finished.
+        self._is_changing = self._is_broken = False
         self._stats = EngineStats()
         # Tokens that took the prefill_seconds of the stats.
         self._num_prefilled = 0
@@ -412,14 +415,19 @@ class Engine:
         Returns:
           What it has, with finish_reason ``"abort"``; None if no such request is unfinished.
         """
+        request = self.end(request_id)
+        return None if request is None else request.output()
+
+    def end(self, request_id: str) -> Request | None:
+        """As `abort`, without making an output."""
         request = self._requests.get(request_id)
         if request is None:
             ended = [request for request in self._ended if request.request_id == request_id]
             self._ended = [request for request in self._ended if request not in ended]
-            return ended[0].output() if ended else None
+            return ended[0] if ended else None
         with self._changing():
             self._drop(request, "abort")
-        return request.output()
+        return request
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's authors recommend, from its ``generation_config.json``.
@@ -466,21 +474,23 @@ class Engine:
 
     def _run(self, plan: Plan) -> StepTokens | None:
         self._note_start(plan)
+        waited = self._runner.wait_seconds
+        with _Timer(self._runner) as prefilling:
+            self._prefill(plan)
+            self._runner.fork(plan.forks)
+        with _Timer(self._runner) as decoding:
+            tokens = self._decode(plan) if plan.decodes else None
+            self._runner.check()
+        # What decoding is queued behind is waited for only then, and is not its own time.
+        waited = self._runner.wait_seconds - waited
+        has_compiled = prefilling.has_compiled or decoding.has_compiled
         if plan.chunks:
-            with _Timer(self._runner) as timer:
-                self._prefill(plan)
-            self._stats.prefill_seconds += timer.seconds
-            self._update_costs(0 if timer.has_compiled else sum(n for _, n in plan.chunks))
-        self._runner.fork(plan.forks)
-        if not plan.decodes:
-            return None
-        with _Timer(self._runner) as timer:
-            tokens = self._decode(plan)
-        self._stats.decode_seconds += timer.seconds
-        if timer.has_compiled:
-            # The time of the first tokens is not known apart from that of compiling.
-            return tokens
-        self._stats.num_decode_tokens += int(tokens.num_new.sum())
+            self._stats.prefill_seconds += 0.0 if has_compiled else prefilling.seconds + waited
+            self._update_costs(0 if has_compiled else sum(n for _, n in plan.chunks))
+        # The time of the first tokens is not known apart from that of compiling.
+        if tokens is not None and not decoding.has_compiled:
+            self._stats.decode_seconds += decoding.seconds - waited
+            self._stats.num_decode_tokens += int(tokens.num_new.sum())
         return tokens
 
     def _update_costs(self, num_tokens: int) -> None:
@@ -554,7 +564,8 @@ class Engine:
         tokens = self._runner.decode(
             plan.decodes, plan.num_steps, leave_on_stop=plan.leave_on_stop, with_top=with_top
         )
-        assert tokens.num_steps, "the scheduler leaves blocks for a step"
+        if not tokens.num_steps:
+            raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
         return tokens
 
     def _draft(self, sequence: Sequence) -> list[int]:
@@ -678,15 +689,21 @@ class Engine:
     def _changing(self) -> Iterator[None]:
         """Around changes of state. One that is cut short, by Ctrl-C for example, is made good by
         beginning anew: at once, or, should that be cut short too, before the next change."""
-        if self._is_broken:
-            self._recover()
-        self._is_broken = True
+        if self._is_changing:
+            raise RuntimeError("Engine: a call must end before the next begins, got one within it.")
         try:
-            yield
-        except BaseException:
-            self._recover()
-            raise
-        self._is_broken = False
+            self._is_changing = True
+            if self._is_broken:
+                self._recover()
+            self._is_broken = True
+            try:
+                yield
+            except BaseException:
+                self._recover()
+                raise
+            self._is_broken = False
+        finally:
+            self._is_changing = False
 
     def _recover(self) -> None:
         """Empty the device, and let every request wait again that has not finished."""
@@ -834,7 +851,7 @@ class Engine:
 
     def _choose_num_blocks(self, footprint: Footprint, memory_fraction: float | None) -> int:
         """Enough for all slots at full length, if memory allows."""
-        wanted = self.max_num_seqs * num_blocks_needed(self.max_model_len, self.block_size)
+        wanted = memory.most_useful_blocks(self.max_num_seqs, self.max_model_len, self.block_size)
         if memory_fraction is not None:
             return min(wanted, self._num_fitting(footprint, memory_fraction))
         statistics = self._device.memory_stats()

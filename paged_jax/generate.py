@@ -3,18 +3,15 @@
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from paged_jax.command_line import (
-    EXPECTED_ERRORS,
     Parser,
     add_engine_arguments,
     engine_options,
-    one_line,
 )
 from paged_jax.inputs import Prompt
 from paged_jax.llm import LLM
@@ -24,31 +21,17 @@ from paged_jax.progress import Progress
 from paged_jax.sampling_params import SamplingParams
 
 _MAX_NUM_SEQS = 16
-# 128 + the signal, as shells report it.
-_INTERRUPTED = 130
-_BROKEN_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status. Mistakes of the user end in one line."""
     progress = _Progress(sys.stderr)
-    try:
-        _run(_parse(argv), progress)
-        return 0
-    except BrokenPipeError:
-        # The reader has left, as `head` does; Python would complain once more on its last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    except EXPECTED_ERRORS as error:
-        progress.clear()
-        print(f"paged_jax.generate: error: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return _INTERRUPTED
+    parser = _parser()
+    args = parser.parse_args(argv)
+    return parser.run(lambda: _run(args, progress), clear=progress.clear)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m paged_jax.generate",
         description="Generate text from a Llama-family checkpoint through a paged KV cache.",
@@ -76,7 +59,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     output.add_argument("--chat", action="store_true", help="put prompts in the chat template")
     output.add_argument("--json", action="store_true", help="one JSON object for each prompt")
     output.add_argument("--show-blocks", action="store_true", help="draw the block table")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _run(args: argparse.Namespace, progress: "_Progress") -> None:

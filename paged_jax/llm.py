@@ -29,6 +29,8 @@ class LLM(Engine):
         self._runs: dict[str, _Run] = {}
         # What nobody waits for, until `step` is called.
         self._others: dict[str, Request] = {}
+        # Calls of `stream` whose iterators were dropped while the engine was at work.
+        self._dropped: list[_Run] = []
 
     def generate(
         self,
@@ -71,38 +73,48 @@ class LLM(Engine):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template.
 
         Args:
-          messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations.
+          messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations. The
+            content is a text, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
+          chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
           sampling_params, use_tqdm: as for `generate`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, or as for `generate`.
+          ValueError: the model has no tokenizer or no chat template, the template refuses the
+            messages or the variables, or as for `generate`.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(
-            Sequence[Sequence[Mapping[str, str]]], [messages] if is_one else messages
+            Sequence[Sequence[Mapping[str, Any]]], [messages] if is_one else messages
         )
-        prompts = [self.chat_prompt(conversation) for conversation in conversations]
+        prompts = [self.chat_prompt(each, chat_template_kwargs) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
         """The prompt that asks for the next message of a conversation.
 
+        Args:
+          messages, chat_template_kwargs: as for `chat`, of one conversation.
+
         Raises:
-          ValueError: the model has no tokenizer or no chat template.
+          ValueError: the model has no tokenizer or no chat template, or the template refuses the
+            messages or the variables.
         """
         if self.tokenizer is None:
             raise ValueError("LLM.chat: the model must have a tokenizer, got none.")
-        text = self.tokenizer.apply_chat_template(messages)
-        # The template writes the special tokens itself.
-        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt_token_ids": self.tokenizer.encode_chat(messages, chat_template_kwargs)}
 
     def stream(
         self,
@@ -153,13 +165,12 @@ class LLM(Engine):
         others, self._others = self._others, {}
         return [request.output() for request in others.values()]
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """See `Engine.abort`. A call of `stream` that waits for the request gets what it has."""
-        output = super().abort(request_id)
-        if output is not None and request_id in self._runs:
-            run = self._runs[request_id]
-            run.arrive(run.requests[request_id])
-        return output
+    def end(self, request_id: str) -> Request | None:
+        """See `Engine.end`. A call of `stream` that waits for the request gets what it has."""
+        request = super().end(request_id)
+        if request is not None and request_id in self._runs:
+            self._runs[request_id].arrive(request)
+        return request
 
     @property
     def has_unfinished(self) -> bool:
@@ -168,11 +179,16 @@ class LLM(Engine):
 
     def _advance_all(self) -> None:
         """Run a step, and hand what it brings to the calls that wait for it, or keep it."""
+        self._end_dropped()
         for request in self.advance():
             if request.request_id in self._runs:
                 self._runs[request.request_id].arrive(request)
             else:
                 self._others[request.request_id] = request
+
+    def _end_dropped(self) -> None:
+        while self._dropped and not self._is_changing:
+            self._dropped.pop().close()
 
     def _add(
         self,
@@ -182,11 +198,15 @@ class LLM(Engine):
         explain: bool,
     ) -> "_Run":
         """Queue all prompts, or none of them."""
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         count = len(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, Mapping):
+            raise ValueError(
+                "LLM.generate: sampling_params must be SamplingParams, got a dict. Pass "
+                "SamplingParams(**params)."
+            )
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * count
         priority = [0] * count if priority is None else priority
@@ -200,10 +220,13 @@ class LLM(Engine):
         try:
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True):
                 request_ids.append(self.add_request(prompt, params, priority=rank, explain=explain))
-        except BaseException:
+        except BaseException as error:
+            index = len(request_ids)
             for request_id in request_ids:
                 self.abort(request_id)
             self._num_requests = num_before
+            if isinstance(error, ValueError) and count > 1:
+                raise ValueError(f"prompts[{index}]: {error}") from None
             raise
         return _Run(self, [self._requests[request_id] for request_id in request_ids])
 
@@ -243,7 +266,12 @@ class _Run:
         while self.requests:
             request_id, _ = self.requests.popitem()
             self._llm._runs.pop(request_id, None)
-            self._llm.abort(request_id)
+            self._llm.end(request_id)
+
+    def drop(self) -> None:
+        """As `close`, as soon as that can be: Python may ask for this in the middle of a step."""
+        self._llm._dropped.append(self)
+        self._llm._end_dropped()
 
 
 class Stream:
@@ -272,7 +300,7 @@ class Stream:
         self._run.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._run.drop()
 
 
 def _raise_if_all_failed(outputs: list[RequestOutput]) -> None:

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 from paged_jax import memory
 from paged_jax.blocks import check_positive, num_blocks_needed
 from paged_jax.command_line import (
-    EXPECTED_ERRORS,
     Parser,
     add_size_arguments,
-    one_line,
     size_options,
 )
 from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -34,6 +32,8 @@ from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
+# As vLLM and Kubernetes read them.
+_UNITS |= {letter: 1000**i for i, letter in enumerate("kmgt", 1)}
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -76,6 +76,13 @@ class Plan:
         footprint, sizes = self.footprint, self.sizes
         return (self.memory - footprint.fixed) // (sizes.max_model_len * self.token_bytes)
 
+    @property
+    def num_engine_blocks(self) -> int:
+        """Blocks of an engine's pool: no more than all of its slots at full length can use."""
+        sizes = self.sizes
+        useful = memory.most_useful_blocks(sizes.num_slots, sizes.max_model_len, sizes.block_size)
+        return min(sizes.num_blocks, useful)
+
     def num_paged(self, length: int) -> int:
         """Sequences of so many tokens in the pool, none of which shares a block."""
         return self.sizes.num_blocks // num_blocks_needed(length, self.sizes.block_size)
@@ -83,18 +90,18 @@ class Plan:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status: 1 where it does not fit, in one line."""
-    args = _parse(argv)
-    try:
-        plan = _from_arguments(args)
-        lengths = _lengths(args.lengths, plan.sizes.max_model_len)
-    except EXPECTED_ERRORS as error:
-        print(f"paged_jax.plan: error: {one_line(error)}", file=sys.stderr)
-        return 1
+    parser = _parser()
+    args = parser.parse_args(argv)
+    return parser.run(lambda: _print(args))
+
+
+def _print(args: argparse.Namespace) -> None:
+    plan = _from_arguments(args)
+    lengths = _lengths(args.lengths, plan.sizes.max_model_len)
     print(json.dumps(as_dict(plan, lengths)) if args.json else as_text(plan, lengths))
-    return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m paged_jax.plan",
         description="Say what an engine takes of a device's memory, and how many sequences fit.",
@@ -129,7 +136,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="tokens of the sequences to count; default: a few up to --max-model-len",
     )
     parser.add_argument("--json", action="store_true", help="print one object")
-    return parser.parse_args(argv)
+    return parser
 
 
 def parse_bytes(text: str) -> int:
@@ -145,7 +152,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(
-            f"must be bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, got {text!r}"
+            "must be bytes, or a number with KiB, MiB, GiB, TiB, K, M, G, T, KB, MB, GB or TB, "
+            f"got {text!r}"
         )
     size = float(match[1]) * _UNITS[match[2]]
     if size >= 2**63:
@@ -280,6 +288,7 @@ def as_dict(plan: Plan, lengths: list[int]) -> dict[str, Any]:
         "block_overhead_bytes": footprint.block_overhead,
         "block_size": sizes.block_size,
         "num_blocks": sizes.num_blocks,
+        "num_engine_blocks": plan.num_engine_blocks,
         "num_tokens": sizes.num_blocks * sizes.block_size,
         "max_num_seqs": sizes.num_slots,
         "max_model_len": sizes.max_model_len,
@@ -320,8 +329,15 @@ def as_text(plan: Plan, lengths: list[int]) -> str:
         shown = "-" if ratio is None else f"{ratio:.1f}"
         counts = f"{plan.num_paged(length):>10,}{plan.num_contiguous:>12,}"
         lines.append(f"{length:>8,}{counts}{shown:>8}")
-    if any(plan.num_paged(length) > sizes.num_slots for length in lengths):
-        lines += ["", f"{sizes.num_slots} sequences run at once, see --max-num-seqs; others wait."]
+    at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
+    if plan.num_engine_blocks < sizes.num_blocks:
+        lines += [
+            "",
+            f"{at_once} at once and can use {plan.num_engine_blocks:,} blocks: an engine takes no "
+            "more unless --max-num-seqs is larger.",
+        ]
+    elif any(plan.num_paged(length) > sizes.num_slots for length in lengths):
+        lines += ["", f"{at_once} at once, see --max-num-seqs; others wait."]
     return "\n".join(lines)
 
 

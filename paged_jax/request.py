@@ -174,7 +174,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[sample.output() for sample in self.samples],
             finished=self.is_finished,
             metrics=self.metrics,

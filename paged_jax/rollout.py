@@ -19,6 +19,7 @@ from paged_jax.cache import PagedCache
 from paged_jax.decoding import DecodeState
 from paged_jax.dims import bind
 from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.checks import as_int32
 from paged_jax.models.llama import Llama
 from paged_jax.sampling import SlotSampling
 
@@ -42,7 +43,7 @@ def rollout(
     top_p: ArrayLike = 1.0,
     min_p: ArrayLike = 0.0,
     seed: ArrayLike = 0,
-    stop_token_ids: Sequence[int] = (),
+    stop_token_ids: Sequence[int] | None = None,
     block_size: int = 16,
     cache_dtype: DTypeLike = jnp.float32,
     backend: str | None = None,
@@ -54,15 +55,17 @@ def rollout(
 
     Args:
       model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
-      prompt_token_ids: i32[B, T], each row padded at its end.
-      num_tokens: i32[B], tokens in each prompt, 1 to T.
-      max_tokens: N, most tokens to generate in a row (static).
+      prompt_token_ids: integer [B, T], each row padded at its end.
+      num_tokens: integer [B], tokens in each prompt, 1 to T.
+      max_tokens: N, most tokens to generate in a row (static). T + N is at most
+        ``model.config.max_position_embeddings``.
       temperature, top_k, top_p, min_p: as in `SamplingParams`, one for all rows or one for each;
         they may be traced.
-      seed: an integer of 0 to 2**32 - 1, one for all rows or one for each; may be traced, as from
-        the number of the training step. Row b is sample b of its seed, so rows with the same prompt
-        differ, and a row's draws do not depend on the rows beside it.
-      stop_token_ids: tokens that end a row, such as ``model.config.eos_token_ids`` (static).
+      seed: an integer of 0 to 2**32 - 1, or ``jax.random.key`` of it, one for all rows or one for
+        each; may be traced, as from the number of the training step. Row b is sample b of its seed,
+        so rows with the same prompt differ, and a row's draws do not depend on the rows beside it.
+      stop_token_ids: tokens that end a row; None for ``model.config.eos_token_ids``, () for none
+        (static).
       block_size: of the cache, see `PagedCache`.
       cache_dtype: of K and V; on CPU, leave it at float32.
       backend: of the attention, see `paged_attention`.
@@ -71,7 +74,8 @@ def rollout(
       The tokens, their log-probabilities and how many there are in each row.
 
     Raises:
-      ValueError: shapes do not fit together, or a size is not positive.
+      ValueError: shapes or types do not fit together, a size is not positive, or rows may grow
+        longer than the model's positions.
 
     Cost: memory for K and V of B * (T + N) tokens; time until the last row has stopped.
 
@@ -90,13 +94,21 @@ def rollout(
     prompt_token_ids, num_tokens = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
     sizes = bind("rollout", prompt_token_ids=(prompt_token_ids, "BT"), num_tokens=(num_tokens, "B"))
     check_positive("rollout", max_tokens=max_tokens, block_size=block_size)
-    if isinstance(seed, int):
-        if not 0 <= seed < 2**32:
-            raise ValueError(
-                f"rollout: seed must be in [0, 2**32), got {seed}. Pass the number of the step."
-            )
-        seed = np.uint32(seed)  # jnp would take it for an int32
     B, T = sizes["B"], sizes["T"]
+    if not B or not T:
+        raise ValueError(
+            f"rollout: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row for "
+            "each prompt, of at least one token."
+        )
+    prompt_token_ids, num_tokens = as_int32(
+        "rollout", prompt_token_ids=prompt_token_ids, num_tokens=num_tokens
+    )
+    max_positions = model.config.max_position_embeddings
+    if T + max_tokens > max_positions:
+        raise ValueError(
+            f"rollout: T + max_tokens must be at most max_position_embeddings = {max_positions} "
+            f"of the model, got {T} + {max_tokens}. Pass fewer max_tokens."
+        )
     # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
     model = jax.tree.map(lax.stop_gradient, model)
     config, width = model.config, num_blocks_needed(T + max_tokens - 1, block_size)
@@ -111,11 +123,13 @@ def rollout(
         max_blocks_per_slot=width,
         dtype=cache_dtype,
     )
-    num_tokens = jnp.clip(num_tokens.astype(jnp.int32), 1, T)
+    num_tokens = jnp.clip(num_tokens, 1, T)
     if T > 1:
         _, cache, _ = model.prefill(
             cache, prompt_token_ids[:, :-1], slots, num_tokens - 1, backend=backend
         )
+    if stop_token_ids is None:
+        stop_token_ids = config.eos_token_ids
     stop_ids = jnp.array([list(stop_token_ids)], jnp.int32)
     state = DecodeState(
         cache=cache,
@@ -125,9 +139,9 @@ def rollout(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            seed=seed,
+            seed=_keys(seed),
         ),
-        token_ids=prompt_token_ids[slots, num_tokens - 1].astype(jnp.int32),
+        token_ids=prompt_token_ids[slots, num_tokens - 1],
         stop_ids=jnp.broadcast_to(stop_ids, (B, stop_ids.shape[1])),
         max_lengths=num_tokens + max_tokens,
     )
@@ -140,13 +154,42 @@ def rollout(
 def _sampling(state: SlotSampling, **values: ArrayLike) -> SlotSampling:
     """As `sampling.assign` writes it, for all rows at once and from values that may be traced."""
     B = state.temperature.shape[0]
-    rows = {name: jnp.broadcast_to(jnp.asarray(value), (B,)) for name, value in values.items()}
-    seeds = rows.pop("seed").astype(jnp.uint32)
-    rows["temperature"] = jnp.where(
-        rows["temperature"] < sampling.SMALLEST_TEMPERATURE, 0.0, rows["temperature"]
-    )
-    rows["top_k"] = jnp.maximum(rows["top_k"], 0)
-    keys = jnp.stack([jnp.zeros_like(seeds), seeds], axis=1)
-    samples = jnp.arange(B, dtype=jnp.uint32)
+    rows = {name: _rows(name, jnp.asarray(value), B) for name, value in values.items()}
+    keys = jax.random.key_data(rows.pop("seed"))
     rows = {name: row.astype(getattr(state, name).dtype) for name, row in rows.items()}
-    return dataclasses.replace(state, **rows, keys=jax.vmap(sampling.fold_in)(keys, samples))
+    state = dataclasses.replace(state, **rows, keys=keys)
+    return jax.vmap(sampling.settle)(state, jnp.arange(B, dtype=jnp.uint32))
+
+
+def _rows(name: str, value: jax.Array, num_rows: int) -> jax.Array:
+    """One value for each row."""
+    if value.shape not in ((), (num_rows,)):
+        raise ValueError(
+            f"rollout: {name} must be one value or have shape [{num_rows}], got shape "
+            f"{list(value.shape)}."
+        )
+    return jnp.broadcast_to(value, (num_rows,))
+
+
+def _keys(seed: ArrayLike) -> jax.Array:
+    """The keys of seeds, or keys as they are; of the kind that `sampling` draws with."""
+    if isinstance(seed, (int, np.integer)):
+        if not 0 <= seed < 2**32:
+            raise ValueError(
+                f"rollout: seed must be in [0, 2**32), got {seed}. Pass the number of the step."
+            )
+        seed = np.uint32(seed)  # jnp would take it for an int32
+    seed = jnp.asarray(seed)
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        if jax.random.key_data(seed).shape[seed.ndim :] != (2,):
+            raise ValueError(
+                f"rollout: seed must be an integer or a threefry2x32 key, got {seed.dtype}. Pass "
+                "jax.random.key(number, impl='threefry2x32')."
+            )
+        return seed
+    if not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise ValueError(f"rollout: seed must be an integer or a key, got {seed.dtype}.")
+    low = seed.astype(jnp.uint32)
+    return jax.random.wrap_key_data(
+        jnp.stack([jnp.zeros_like(low), low], axis=-1), impl="threefry2x32"
+    )

@@ -17,6 +17,7 @@ Beam search is not on the list, because its programs depend on the width: `warmu
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from paged_jax import decoding, steps
@@ -47,6 +49,9 @@ SCORE_WIDTH = 128
 # would cost more than the padding.
 _PUBLISH_WIDTH = 32
 SWAP_WIDTH = 16
+# Digests that the host remembers, for each block of the pool: the device is asked which of them are
+# still cached when they are more.
+_MAX_PUBLISHED = 4
 _MAX_COMPILERS = 8
 _ASSIGNMENT = "choice of tokens"
 
@@ -111,8 +116,9 @@ class ModelRunner:
         self._graphdef, self._treedef = graphdef, treedef
         # Bound to where they are (nothing is copied), as everything that comes later will be: a
         # program is compiled once for arrays that are bound to a device and once for others.
-        self._weights = [jax.device_put(x, x.sharding) for x in arrays]
-        self._programs = steps.programs(graphdef, treedef, cascade, backend)
+        self._weights = [jax.device_put(x, _in_auto_mode(x.sharding)) for x in arrays]
+        self._placement = _placement_beside(self._weights)
+        self._programs = steps.programs(graphdef, treedef, cascade, backend, self._placement)
         self._device = next(iter(self._weights[0].devices()))
         self._config = model.config
         self._cache_dtype = cache_dtype
@@ -129,6 +135,7 @@ class ModelRunner:
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
         self.num_resets = 0
+        self.wait_seconds = 0.0  # in `check`
         self._state: DecodeState | None = None
         self.reset()
 
@@ -136,31 +143,41 @@ class ModelRunner:
         """Start with an empty cache: whatever was resident or cached is not there any more."""
         self.num_resets += 1
         self._state = None  # gives its memory back before as much is taken again
-        with jax.default_device(self._device):
-            cache = PagedCache.create(
-                num_layers=self._config.num_hidden_layers,
-                num_blocks=self.sizes.num_blocks,
-                num_kv_heads=self._config.num_key_value_heads,
-                block_size=self.sizes.block_size,
-                head_dim=self._pool_head_dim,
-                num_slots=self.sizes.num_slots,
-                max_blocks_per_slot=self.sizes.max_blocks_per_slot,
-                dtype=self._cache_dtype,
-            )
-            state = DecodeState.create(
-                cache,
-                self._config.vocab_size,
-                max_logit_bias=self.sizes.max_logit_bias,
-                max_stop_ids=self.sizes.max_stop_ids,
-            )
-        self._state = jax.device_put(state, self._device)
+        if self._placement is None:
+            with jax.default_device(self._device):
+                self._state = jax.device_put(self._empty_state(), self._device)
+        else:
+            # One program: copies of what is made on one device would be held there beside it.
+            self._state = jax.jit(self._empty_state, out_shardings=self._placement)()
         self._num_free: int | None = self.sizes.num_blocks
         # By slot: who was assigned to it, and how many of its blocks can be found.
         self._owners: list[Sequence | None] = [None] * self.sizes.num_slots
         self._num_published = [0] * self.sizes.num_slots
+        # All digests that are cached, and some that are no more: others need no look-up.
+        self._published: set[bytes] = set()
         # Gathered for the next program: what a step publishes and releases costs few calls.
         self._to_publish: list[tuple[int, int, bytes, list[int]]] = []
         self._to_release: list[int] = []
+        # Whether blocks sufficed for the programs that were queued since the last fetch.
+        self._oks: list[jax.Array] = []
+
+    def _empty_state(self) -> DecodeState:
+        cache = PagedCache.create(
+            num_layers=self._config.num_hidden_layers,
+            num_blocks=self.sizes.num_blocks,
+            num_kv_heads=self._config.num_key_value_heads,
+            block_size=self.sizes.block_size,
+            head_dim=self._pool_head_dim,
+            num_slots=self.sizes.num_slots,
+            max_blocks_per_slot=self.sizes.max_blocks_per_slot,
+            dtype=self._cache_dtype,
+        )
+        return DecodeState.create(
+            cache,
+            self._config.vocab_size,
+            max_logit_bias=self.sizes.max_logit_bias,
+            max_stop_ids=self.sizes.max_stop_ids,
+        )
 
     @property
     def state(self) -> DecodeState:
@@ -175,24 +192,43 @@ class ModelRunner:
     def num_free(self) -> int:
         """Free blocks, those that are cached included."""
         if self._num_free is None:
+            self.check()
             self._num_free = int(self.state.cache.tables.pool.num_free)
         return self._num_free
 
     def attach(self, sequence: Sequence) -> int:
         """Begin the sequence's slot with the blocks of its tokens that are cached."""
         C, M = self.sizes.block_size, self.sizes.max_blocks_per_slot
+        self._drop_evicted()
         count = (len(sequence.token_ids) - 1) // C  # its last token is always computed
-        found = sequence.digests[:count]
-        if not found:
+        known = list(itertools.takewhile(self._published.__contains__, sequence.digests[:count]))
+        if not known:
             return 0
+        count = len(known)
         digests, token_ids = np.zeros((M, 8), np.uint32), np.zeros((M, C), np.int32)
-        digests[:count] = digest_words(found)
+        digests[:count] = digest_words(known)
         token_ids[:count] = np.reshape(sequence.token_ids[: count * C], (count, C))
         slot = slot_of(sequence)
         call = self._attach(np.int32(slot), digests, token_ids, np.int32(count))
         num_found = int(self._run(call))
         self._num_published[slot] = num_found
         return num_found * C
+
+    def _drop_evicted(self) -> None:
+        """Bound the digests that the host knows: of many, keep those that the device still has."""
+        if len(self._published) <= _MAX_PUBLISHED * self.sizes.num_blocks:
+            return
+        pool = self.state.cache.tables.pool
+        digests = np.asarray(pool.digests)[np.asarray(pool.is_cached)]
+        self._published = {words.astype("<u4").tobytes() for words in digests}
+
+    def num_held(self, sequences: list[Sequence]) -> int:
+        """Blocks that nobody else holds. Waits for the device."""
+        tables = self.state.cache.tables
+        rows, ref_counts = jax.device_get((tables.block_tables, tables.pool.ref_counts))
+        held = rows[[slot_of(sequence) for sequence in sequences]]
+        counts = np.bincount(held[held < len(ref_counts)], minlength=len(ref_counts))
+        return int(np.sum((counts > 0) & (counts == ref_counts)))
 
     def release(self, sequence: Sequence) -> None:
         """Give the blocks of the sequence's slot back; full ones stay cached until reused."""
@@ -219,7 +255,7 @@ class ModelRunner:
         num_tokens = np.zeros(self.sizes.num_slots, np.int32)
         num_tokens[slot] = sequence.num_computed
         with self._swapping(sequence):
-            _check(self._run(self._reserve(num_tokens)))
+            self._oks.append(self._run(self._reserve(num_tokens)))
             for first, piece in zip(self._pieces(sequence), sequence.host_blocks, strict=True):
                 self._run(self._write_blocks(slot, first, piece))
         sequence.host_blocks = None
@@ -255,7 +291,7 @@ class ModelRunner:
                 start = sequence.num_computed
                 token_ids[row, :count] = sequence.token_ids[start : start + count]
                 slots[row], num_tokens[row] = slot_of(sequence), count
-            _check(self._run(self._prefill(token_ids, slots, num_tokens)))
+            self._oks.append(self._run(self._prefill(token_ids, slots, num_tokens)))
 
     def score(self, sequence: Sequence, count: int) -> steps.Scores:
         """As `prefill` of one sequence, and how probable each of the following tokens was."""
@@ -267,9 +303,9 @@ class ModelRunner:
             token_ids[0, :size] = sequence.token_ids[start : start + size]
             targets[:size] = sequence.token_ids[start + 1 : start + size + 1]
             call = self._score(token_ids, slots, np.array([size], np.int32), targets)
-            scores, ok = self._run(call)
+            scores, ok = jax.device_get(self._run(call))
             _check(ok)
-            parts.append(jax.tree.map(lambda x, n=size: x[:n], jax.device_get(scores)))
+            parts.append(jax.tree.map(lambda x, n=size: x[:n], scores))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
 
     def fork(self, forks: Rows[tuple[Sequence, Rows[Sequence]]]) -> None:
@@ -281,7 +317,7 @@ class ModelRunner:
             for child in children:
                 parents[slot_of(child)] = slot_of(parent)
                 self._num_published[slot_of(child)] = self._num_published[slot_of(parent)]
-        _check(self._run(self._fork(parents)))
+        self._oks.append(self._run(self._fork(parents)))
 
     def decode(
         self, sequences: Rows[Sequence], num_steps: int, *, leave_on_stop: bool, with_top: bool
@@ -319,14 +355,28 @@ class ModelRunner:
         for row, (parent, slot, token_id) in enumerate(beams):
             parents[slot], slots[row], token_ids[row] = parent, slot, token_id
         tokens = jax.device_get(self._run(self._beam(parents, token_ids, slots, num_top)))
+        self.check()
         _check(tokens.ok)
         self._num_free = int(tokens.num_free)
         return tokens
 
     def _fetch(self, call: "Call") -> StepTokens:
-        tokens = jax.device_get(self._run(call))
+        tokens = self._run(call)
+        self.check()  # after the call is queued, so that the device goes on with it
+        tokens = jax.device_get(tokens)
         self._num_free = int(tokens.num_free)
         return tokens
+
+    def check(self) -> None:
+        """Wait for what is queued but the last call to decode, and see that blocks sufficed for it.
+
+        Raises:
+          RuntimeError: they did not, so that the state is not what the host takes it for.
+        """
+        start, oks = time.perf_counter(), self._oks
+        self._oks = []
+        _check(*jax.device_get(oks))
+        self.wait_seconds += time.perf_counter() - start
 
     def _decode_slots(self, sequences: Rows[Sequence], with_top: bool) -> np.ndarray:
         """The slots of the sequences, padded with -1, and told to the device where it is new."""
@@ -346,12 +396,14 @@ class ModelRunner:
         for column in range(self._num_published[slot], sequence.num_computed // C):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
             self._to_publish.append((slot, column, sequence.digests[column], token_ids))
+            self._published.add(sequence.digests[column])
             self._num_published[slot] = column + 1
 
     def reset_prefix_cache(self) -> None:
         """Let no block be found any more."""
         self.num_resets += 1
         self._run(self._forget())
+        self._published.clear()
         self._num_published = [0] * self.sizes.num_slots
 
     def replace_weights(self, weights: list[jax.Array]) -> None:
@@ -654,5 +706,37 @@ def _variant(with_top: bool) -> str:
     return " with candidates" if with_top else ""
 
 
-def _check(ok: jax.Array) -> None:
-    assert bool(ok), "the scheduler plans no more than the blocks allow"
+def _in_auto_mode(sharding: Sharding) -> Sharding:
+    """The same places, left to `jit` to divide products by, whatever the mode of the mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    names = sharding.mesh.axis_names
+    auto = (AxisType.Auto,) * len(names)
+    mesh = Mesh(np.asarray(sharding.mesh.devices), names, axis_types=auto)
+    return NamedSharding(mesh, sharding.spec)
+
+
+def _placement_beside(weights: list[jax.Array]) -> Sharding | None:
+    """Where all but weights go: whole on each of their devices. None if that is one device."""
+    first = weights[0].sharding
+    if any(x.sharding.device_set != first.device_set for x in weights):
+        raise ValueError(
+            "Engine: sharding must place all weights on the same devices, got different ones. "
+            "Replicate those that are not divided."
+        )
+    if len(first.device_set) == 1:
+        return None
+    if not isinstance(first, NamedSharding):
+        raise ValueError(
+            "Engine: sharding must be a NamedSharding for more than one device, got "
+            f"{type(first).__name__}."
+        )
+    return NamedSharding(first.mesh, PartitionSpec())
+
+
+def _check(*oks: np.ndarray) -> None:
+    if not all(oks):
+        raise RuntimeError(
+            "Engine: blocks must suffice for what the scheduler plans, got too few. This is a "
+            "defect of the engine; no request is lost by it."
+        )

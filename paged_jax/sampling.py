@@ -201,10 +201,9 @@ def assign(
     bias_ids = _token_ids("logit_bias", tuple(bias), vocab_size)
     held_ids = _token_ids("stop_token_ids", held, vocab_size)
     bias_values = _to_float32(list(bias.values()))
-    is_greedy = params.temperature < SMALLEST_TEMPERATURE
     row = SlotSampling(
-        temperature=_row(0.0 if is_greedy else params.temperature, np.float32),
-        top_k=_row(max(params.top_k, 0), np.int32),
+        temperature=_row(params.temperature, np.float32),
+        top_k=_row(params.top_k, np.int32),
         top_p=_row(params.top_p, np.float32),
         min_p=_row(params.min_p, np.float32),
         presence_penalty=_row(params.presence_penalty, np.float32),
@@ -226,8 +225,24 @@ def assign(
 def _write_row(
     state: SlotSampling, row: SlotSampling, slot: jax.Array, sample_index: jax.Array
 ) -> SlotSampling:
-    row = dataclasses.replace(row, keys=fold_in(row.keys, sample_index))
+    row = settle(row, sample_index)
     return jax.tree.map(lambda array, value: array.at[slot].set(value), state, row)
+
+
+def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
+    """One row as `sample` reads it, from what a request says and the key of its seed.
+
+    Args:
+      row: arrays of a `SlotSampling` without their first axis, numbers as in `SamplingParams`.
+      sample_index: u32[], which of the ``n`` samples this is.
+    """
+    is_greedy = row.temperature < SMALLEST_TEMPERATURE
+    return dataclasses.replace(
+        row,
+        temperature=jnp.where(is_greedy, 0.0, row.temperature),
+        top_k=jnp.maximum(row.top_k, 0),
+        keys=fold_in(row.keys, sample_index),
+    )
 
 
 def sample(
@@ -284,7 +299,7 @@ def sample(
     )
     tokens = jnp.where(active, tokens, 0)
     logprobs = _at(raw, tokens) - jax.nn.logsumexp(raw, axis=-1)
-    rows = jnp.arange(tokens.shape[0])
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     # The id V of inactive rows is out of range, and dropped.
     counted = jnp.where(active, tokens, raw.shape[1])
     counts = state.output_counts.at[rows, counted].add(1, mode="drop")
@@ -390,7 +405,7 @@ def _edit(
     vocab_size = logits.shape[1]
     is_biased = active[:, None] & (state.bias_ids < vocab_size)
     is_held = (active & (positions < state.held_until))[:, None] & (state.held_ids < vocab_size)
-    rows = jnp.arange(logits.shape[0])[:, None]
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
     def edit(logits):
         logits = logits.at[rows, state.bias_ids].add(state.bias_values, mode="drop")
@@ -462,7 +477,9 @@ def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
     groups = log_weights.reshape(num_rows, num_groups, _DRAW_GROUP)
     # "high" has the far tail of the noise right, which a large vocabulary does reach.
     noise = jax.vmap(
-        lambda key: jax.random.gumbel(_as_key(key), (num_groups + _DRAW_GROUP,), mode="high")
+        lambda key: jax.random.gumbel(
+            _as_key(key), (num_groups + _DRAW_GROUP,), jnp.float32, mode="high"
+        )
     )(keys)
     log_masses = jnp.log(jnp.sum(jnp.exp(groups), axis=-1))
     group = jnp.argmax(log_masses + noise[:, :num_groups], axis=1)
@@ -535,7 +552,7 @@ def _keep_above(z: jax.Array, cut: jax.Array, num_ties: jax.Array) -> jax.Array:
     is_tie = (z == cut) & (cut > -jnp.inf)
 
     def first_ties(is_tie):
-        rank = jnp.cumsum(is_tie.astype(jnp.int32), axis=1)
+        rank = jnp.cumsum(is_tie, axis=1, dtype=jnp.int32)
         return is_tie & (rank <= num_ties[:, None])
 
     is_kept_tie = _when(jnp.any(_count(is_tie) > num_ties), first_ties, is_tie)
@@ -548,7 +565,7 @@ def _when(is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: j
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask.astype(jnp.int32), axis=1)
+    return jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
 def _at(values: jax.Array, ids: jax.Array) -> jax.Array:

@@ -1,10 +1,10 @@
 """What a user may ask of the choice of tokens: plain Python, checked when it is made."""
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from paged_jax.checks import is_int, is_real
 
 MAX_LOGPROBS = 20
 """Most candidates that are reported with a token."""
@@ -24,7 +24,7 @@ class SamplingParams:
       frequency_penalty: subtracted once for each time that a token was generated before.
       repetition_penalty: divides the positive and multiplies the negative logits of tokens that
         are in the prompt or were generated.
-      seed: of the random draws, 0 to 2**63 - 1; None lets the engine pick one.
+      seed: of the random draws, 0 to 2**63 - 1; None, or -1, lets the engine pick one.
       stop: text that ends the output; one string or several, kept as a tuple.
       stop_token_ids: tokens that end the output, kept as a tuple.
       max_tokens: most tokens to generate; None is up to the longest context.
@@ -33,7 +33,7 @@ class SamplingParams:
       logprobs: how many of the most probable tokens to report at each position, beside the chosen
         one; None reports nothing.
       prompt_logprobs: the same for each position of the prompt but the first.
-      logit_bias: added to the logits of these tokens.
+      logit_bias: added to the logits of these tokens, of which there may be 1024.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
 
@@ -80,12 +80,10 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         t = self.temperature
-        _require(
-            _is_real(t) and t >= 0, "temperature", "be finite and >= 0", t, "Use 0 for greedy."
-        )
+        _require(is_real(t) and t >= 0, "temperature", "be finite and >= 0", t, "Use 0 for greedy.")
         p = self.top_p
         _require(
-            _is_real(p) and 0 < p <= 1, "top_p", "be in (0, 1]", p, "Use 1.0 to keep every token."
+            is_real(p) and 0 < p <= 1, "top_p", "be in (0, 1]", p, "Use 1.0 to keep every token."
         )
         k = self.top_k
         # The upper bound is that of the int32 which holds it on the device.
@@ -98,14 +96,14 @@ class SamplingParams:
         )
         m = self.min_p
         _require(
-            _is_real(m) and 0 <= m <= 1, "min_p", "be in [0, 1]", m, "Use 0.0 to keep every token."
+            is_real(m) and 0 <= m <= 1, "min_p", "be in [0, 1]", m, "Use 0.0 to keep every token."
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            ok = _is_real(value) and -2 <= value <= 2
+            ok = is_real(value) and -2 <= value <= 2
             _require(ok, name, "be in [-2, 2]", value, "Use 0.0 for none.")
         r = self.repetition_penalty
-        ok = _is_real(r) and r > 0
+        ok = is_real(r) and r > 0
         _require(ok, "repetition_penalty", "be finite and > 0", r, "Use 1.0 for none.")
 
     def _check_lengths(self) -> None:
@@ -135,6 +133,8 @@ class SamplingParams:
         )
 
     def _check_tokens(self) -> None:
+        if is_int(self.seed) and self.seed == -1:  # as vLLM has it
+            object.__setattr__(self, "seed", None)
         seed = self.seed
         _require(
             seed is None or (is_int(seed) and 0 <= seed < 2**63),
@@ -156,7 +156,7 @@ class SamplingParams:
             _require(
                 isinstance(self.logit_bias, Mapping)
                 and all(_is_token_id(token) for token in self.logit_bias)
-                and all(_is_real(bias) for bias in self.logit_bias.values()),
+                and all(is_real(bias) for bias in self.logit_bias.values()),
                 "logit_bias",
                 "map token ids >= 0 to finite numbers",
                 self.logit_bias,
@@ -195,15 +195,6 @@ class SamplingParams:
 def _require(is_ok: bool, name: str, rule: str, value: object, advice: str) -> None:
     if not is_ok:
         raise ValueError(f"SamplingParams: {name} must {rule}, got {value!r}. {advice}")
-
-
-def _is_real(value: Any) -> bool:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and math.isfinite(float(value))
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_token_id(value: Any) -> bool:

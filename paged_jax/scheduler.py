@@ -47,6 +47,10 @@ class Memory(Protocol):
         """
         ...
 
+    def num_held(self, sequences: list[Sequence]) -> int:
+        """How many blocks come free if all of these residents are released, and nobody else."""
+        ...
+
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of the sequence's slot back, its full ones findable where possible."""
         ...
@@ -214,7 +218,10 @@ class Scheduler:
         # Popped from the end: slot 0 is taken first.
         self._free_slots = list(range(num_slots))[::-1]
         self._unfinished: dict[str, list[Sequence]] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap; may name requests long gone
+        self._deadlines: list[
+            tuple[float, int, str]
+        ] = []  # a heap; may name requests that are gone
+        self._num_swapped_blocks = 0
         self._refused: list[Sequence] = []  # those that the last admission gave a reason to wait
 
     # Requests come and go
@@ -264,6 +271,7 @@ class Scheduler:
         """
         self.waiting, self.residents, self._refused = [], [], []
         self._unfinished, self._deadlines = {}, []
+        self._num_swapped_blocks = 0
         self._free_slots = list(range(self.num_slots))[::-1]
         self._track(sequences)
         for sequence in sequences:
@@ -480,7 +488,7 @@ class Scheduler:
             return False
         if sequence.is_swapped:
             memory.swap_in(sequence)
-            sequence.is_swapped = False
+            self._mark_swapped(sequence, False)
             num_attached = num_free - memory.num_free
         else:
             self._count_lookup(sequence, is_looked_up)
@@ -514,9 +522,11 @@ class Scheduler:
             if self._free_slots:
                 if self._enter(memory, room, sequence):
                     return True
-                # Shared blocks come free only with their last holder, so this is an upper bound.
-                most = sum(self._num_blocks(r.num_computed) + self._num_claimed(r) for r in juniors)
-                if sequence._num_wanted > self._spare(room) + most + len(juniors):
+                # With them goes what they alone hold, what they will claim, and the block that is
+                # kept back for each that grows.
+                claims = sum(self._num_claimed(r) + self._needs_more(r) for r in juniors)
+                most = self._spare(room) + memory.num_held(juniors) + claims
+                if sequence._num_wanted > most:
                     return False
             if not juniors:
                 return False
@@ -586,7 +596,7 @@ class Scheduler:
             sequence.history.preempt(sequence.index, kind, sequence.num_computed, detail)
         if is_swapped:
             memory.swap_out(sequence)
-            sequence.is_swapped = True
+            self._mark_swapped(sequence, True)
             self.stats.num_swap_preemptions += 1
         else:
             memory.release(sequence)
@@ -624,10 +634,14 @@ class Scheduler:
 
     def _fits_host(self, sequence: Sequence) -> bool:
         most = self.costs.max_swapped_blocks
-        if most is None:
-            return True
-        swapped = sum(self._num_blocks(s.num_computed) for s in self.waiting if s.is_swapped)
-        return swapped + self._num_blocks(sequence.num_computed) <= most
+        num_blocks = self._num_blocks(sequence.num_computed)
+        return most is None or self._num_swapped_blocks + num_blocks <= most
+
+    def _mark_swapped(self, sequence: Sequence, is_swapped: bool) -> None:
+        if sequence.is_swapped != is_swapped:
+            num_blocks = self._num_blocks(sequence.num_computed)
+            self._num_swapped_blocks += num_blocks if is_swapped else -num_blocks
+            sequence.is_swapped = is_swapped
 
     # Reasons, for those who asked
 
@@ -754,6 +768,14 @@ class Scheduler:
                 entry = (request.deadline, request.arrival, request.request_id)
                 heapq.heappush(self._deadlines, entry)
             self._unfinished.setdefault(request.request_id, []).append(sequence)
+        if len(self._deadlines) > 2 * len(self._unfinished):
+            self._forget_deadlines()
+
+    def _forget_deadlines(self) -> None:
+        """Drop those of requests that are gone, which may lie in a far future."""
+        arrivals = {name: left[0].request.arrival for name, left in self._unfinished.items()}
+        self._deadlines = [entry for entry in self._deadlines if arrivals.get(entry[2]) == entry[1]]
+        heapq.heapify(self._deadlines)
 
     def _queue(self, sequence: Sequence, reason: WaitReason = "turn") -> None:
         sequence._num_wanted = 0
@@ -791,7 +813,8 @@ class Scheduler:
         for sibling in sequence._siblings:
             self._queue(sibling)
         sequence._siblings = []
-        sequence.is_swapped, sequence.host_blocks = False, None
+        self._mark_swapped(sequence, False)
+        sequence.host_blocks = None
         self._end_wait(sequence)
         left = self._unfinished[sequence.request.request_id]
         left.remove(sequence)

@@ -11,11 +11,9 @@ import sys
 from pathlib import Path
 
 from paged_jax.command_line import (
-    EXPECTED_ERRORS,
     Parser,
     add_engine_arguments,
     engine_options,
-    one_line,
 )
 from paged_jax.engine import Engine
 
@@ -44,6 +42,7 @@ _LIMIT_HELP = {
     "max_prompt_tokens": "tokens of a prompt",
     "max_n": "samples of a prompt",
     "max_logprobs": "candidates for each token",
+    "max_answer_logprobs": "log-probabilities in an answer",
     "max_stop": "stop strings",
     "max_stop_chars": "characters of a stop string",
 }
@@ -51,18 +50,16 @@ _LIMIT_HELP = {
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal; return the exit status. Mistakes of the user end in one line."""
-    args = _parse(argv)
-    try:
-        _check(args)
-        # Before the model is loaded, which may take long, and in vain.
-        listener = _listener(args.host, args.port)
-        service = _service(args)
-    except EXPECTED_ERRORS as error:
-        print(f"paged_jax.serve: error: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    parser = _parser()
+    args = parser.parse_args(argv)
+    return parser.run(lambda: _serve(args))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    _check(args)
+    # Before the model is loaded, which may take long, and in vain.
+    listener = _listener(args.host, args.port)
+    service = _service(args)
     server = Server(
         service,
         drain_timeout=args.drain_timeout,
@@ -74,10 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     server.run([listener])
-    return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m paged_jax.serve",
         description="Serve a Llama-family checkpoint over HTTP, through a paged KV cache.",
@@ -134,7 +130,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             metavar="N",
             help=f"{_LIMIT_HELP[field.name]}; default: {field.default}",
         )
-    return parser.parse_args(argv)
+    return parser
 
 
 def _check(args: argparse.Namespace) -> None:

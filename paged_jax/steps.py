@@ -77,13 +77,20 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def programs(graphdef: Any, treedef: Any, cascade: bool, backend: str | None) -> Programs:
+def programs(
+    graphdef: Any,
+    treedef: Any,
+    cascade: bool,
+    backend: str | None,
+    placement: jax.sharding.Sharding | None = None,
+) -> Programs:
     """Build the steps of a model; each is compiled at its first call with a shape.
 
     Args:
       graphdef, treedef: the structure of a `Llama`: of its module, and of its weights.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: of the attention, see `paged_attention`.
+      placement: where all results go. None is for one device, where nothing needs to be said.
     """
 
     def model(weights: list[jax.Array]) -> Llama:
@@ -126,7 +133,8 @@ def programs(graphdef: Any, treedef: Any, cascade: bool, backend: str | None) ->
         return replace(state, cache=cache), tokens
 
     def jit(program: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        return jax.jit(program, donate_argnums=1, static_argnames=static)
+        # Else XLA would choose how the state lies, and not the same way in all programs.
+        return jax.jit(program, donate_argnums=1, static_argnames=static, out_shardings=placement)
 
     return Programs(
         prefill=jit(prefill),
@@ -136,7 +144,7 @@ def programs(graphdef: Any, treedef: Any, cascade: bool, backend: str | None) ->
         beam=jit(beam, "num_top"),
         fork=jit(_of_cache(paged_cache.fork)),
         release=jit(_of_cache(paged_cache.release)),
-        reserve=jit(_of_cache(_reserve)),
+        reserve=jit(_of_cache(functools.partial(_reserve, backend=backend))),
         attach=jit(_of_cache(paged_cache.attach)),
         publish=jit(_of_cache(paged_cache.publish)),
         forget=jit(_of_cache(paged_cache.forget)),
@@ -157,9 +165,9 @@ def _of_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     return program
 
 
-def _reserve(cache, num_tokens):
+def _reserve(cache, num_tokens, *, backend):
     capacity = cache.block_tables.shape[1] * cache.block_size
-    return paged_cache.reserve(cache, num_tokens, max_tokens=capacity)
+    return paged_cache.reserve(cache, num_tokens, max_tokens=capacity, backend=backend)
 
 
 def _read_blocks(cache, slot, first, *, width):

@@ -4,6 +4,7 @@ Blocks hold tokens in place of K and V. The runner draws each next token from wh
 so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` says what is right.
 """
 
+import collections
 from dataclasses import dataclass
 
 from paged_jax.prefix import PrefixChain, root_digest
@@ -92,6 +93,10 @@ class FakeMemory:
             self.tables[slot].append(block)
         self.lengths[slot] = len(self.tables[slot]) * self.block_size
         return self.lengths[slot]
+
+    def num_held(self, sequences: list[Sequence]) -> int:
+        held = collections.Counter(b for s in sequences for b in self.tables[self._slot(s)])
+        return sum(self.refs[block] == count for block, count in held.items())
 
     def release(self, sequence: Sequence) -> None:
         self.publish(sequence)

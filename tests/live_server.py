@@ -57,7 +57,7 @@ class LiveServer:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return httpx.get(self.url + path, **{"timeout": 60, **options})
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_model import SIZES, save_tiny_model
 from paged_jax import AsyncEngine, Engine, SamplingParams
 from paged_jax.async_engine import EngineClosedError
 from paged_jax.blocks import check_invariants
+from paged_jax.request import Request
 
 PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -70,6 +72,42 @@ def test_final_only_yields_the_finished_output(engine) -> None:
 
     [output] = run(engine, main)
     assert output.finished and len(output.outputs[0].token_ids) == GREEDY.max_tokens
+
+
+def test_final_only_makes_one_output(engine, monkeypatch) -> None:
+    made = []
+    output = Request.output
+    monkeypatch.setattr(Request, "output", lambda self: made.append(self) or output(self))
+
+    async def main(engine):
+        return [x async for x in engine.generate(PROMPTS[0], GREEDY, final_only=True)]
+
+    run(engine, main)
+    assert len(made) == 1
+
+
+def test_an_engine_that_hangs_is_not_entered_again(engine, monkeypatch) -> None:
+    advance, may_go_on = engine.advance, threading.Event()
+    monkeypatch.setattr(engine, "advance", lambda: (may_go_on.wait(30), advance())[1])
+
+    async def main():
+        asynchronous = AsyncEngine(engine)
+        await asynchronous.__aenter__()
+        task = asyncio.create_task(complete(asynchronous, PROMPTS[0]))
+        await asyncio.sleep(0.05)
+        await asynchronous.close(timeout=0.01)
+        with pytest.raises(RuntimeError, match="last step over"):
+            await asynchronous.__aenter__()
+        with pytest.raises(EngineClosedError):
+            await complete(asynchronous, PROMPTS[1])
+        may_go_on.set()
+        await asynchronous.close()
+        assert len(await task) < 12
+        async with asynchronous:
+            return await complete(asynchronous, PROMPTS[1])
+
+    assert len(asyncio.run(asyncio.wait_for(main(), 60))) == 12
+    assert not engine.has_unfinished
 
 
 def test_tasks_share_the_engine(engine) -> None:
@@ -212,7 +250,7 @@ def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, mon
         asynchronous = AsyncEngine(engine)
         for _ in range(2):
             async with asynchronous:
-                with pytest.raises(RuntimeError, match="once at a time"):
+                with pytest.raises(RuntimeError, match="must be closed"):
                     await asynchronous.__aenter__()
                 assert len(await complete(asynchronous, PROMPTS[0])) == 12
 
@@ -240,9 +278,9 @@ def test_a_device_that_is_lost_leaves_nobody_waiting(folder, monkeypatch) -> Non
 def test_on_step_sees_each_step_and_each_abort(engine) -> None:
     seen, told = [], []
 
-    def on_step(stepped: Engine, outputs) -> None:
+    def on_step(stepped: Engine, requests) -> None:
         assert stepped is engine
-        seen.extend((output.request_id, output.finished) for output in outputs)
+        seen.extend((request.request_id, request.is_finished) for request in requests)
 
     async def main():
         async with AsyncEngine(engine, on_step=on_step) as asynchronous:
@@ -265,8 +303,8 @@ def test_on_step_sees_each_step_and_each_abort(engine) -> None:
 def test_a_mistake_in_on_step_is_logged_once_and_hurts_nobody(engine, caplog) -> None:
     calls = []
 
-    def on_step(engine: Engine, outputs) -> None:
-        calls.append(outputs)
+    def on_step(engine: Engine, requests) -> None:
+        calls.append(requests)
         raise ZeroDivisionError
 
     async def main():

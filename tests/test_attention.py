@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
 from paged_jax.kernels import merge_attention, paged_attention, paged_prefill_attention
@@ -240,14 +242,46 @@ def test_paged_attention_sinks_in_half_precision() -> None:
     check_prefill(batch, q[:, None], [1, 1], {}, sinks=sinks)
 
 
+# What a user may have set, and what must then change neither a type nor a value.
+SETTINGS = {
+    "x64": lambda: jax.enable_x64(True),
+    "strict-promotion": lambda: jax.numpy_dtype_promotion("strict"),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["xla", "triton", "mosaic_tpu"])
-def test_paged_attention_under_x64(name) -> None:
+def test_paged_attention_under_settings_of_jax(name, setting) -> None:
     batch = PagedBatch.random([9, 20], lanes=lanes_for(BACKENDS[name], 16))
     options = {} if name == "xla" else BACKENDS[name]
-    with jax.enable_x64(True):
+    with SETTINGS[setting]():
         check_decode(batch, queries((2, 6, 16)), options, **OPTIONS["all"])
         check_prefill(batch, queries((2, 3, 6, 16)), [3, 2], options, **OPTIONS["all"])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("options", ["plain", "window", "cap", "sinks"])
+def test_paged_attention_jitted_under_settings_of_jax(options, setting) -> None:
+    """With the branches of all platforms traced, and pools narrower than the queries."""
+    batch = PagedBatch.random([0, 9, 20], dtype=jnp.bfloat16)
+    tables, lengths = batch.block_tables, batch.lengths
+    q, query_lens = queries((3, 4, 6, 16)), np.array([0, 4, 3], np.int32)
+
+    def both(q, pools):
+        shared = {"layer": LAYER, "return_lse": True, **OPTIONS[options]}
+        return (
+            paged_attention(q[:, 0], pools.k, pools.v, tables, lengths, **shared),
+            paged_prefill_attention(q, pools.k, pools.v, tables, lengths, query_lens, **shared),
+        )
+
+    with SETTINGS[setting]():
+        decoded, prefilled = jax.jit(both)(q, batch.pools)
+    assert all(x.dtype == jnp.float32 for x in (*decoded, *prefilled))
+    wanted = batch.expected_decode(q[:, 0], **OPTIONS[options])
+    wanted += batch.expected_prefill(q, query_lens, **OPTIONS[options])
+    for got, want in zip((*decoded, *prefilled), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 def test_paged_attention_is_the_same_twice(backend) -> None:
@@ -302,6 +336,77 @@ def test_paged_attention_layer_may_be_traced(backend) -> None:
 
     want, _ = batch.expected_decode(q)
     np.testing.assert_allclose(jax.jit(attend)(jnp.int32(LAYER)), want, atol=1e-5)
+
+
+def test_paged_attention_cuts_lengths_to_what_there_can_be(backend) -> None:
+    """More tokens than the table holds, and more queries than the chunk or the sequence."""
+    batch = PagedBatch.random([24, 3, 24], extra_width=0, lanes=lanes_for(backend, 16))
+    batch.lengths = np.array([25, 3, 2**31 - 1], np.int32)
+    q = queries((3, 5, 4, 16))
+    check_decode(batch, q[:, 0], backend)
+    check_decode(batch, q[:, 0], backend, sliding_window=9)
+    got = batch.prefill(q, [7, 4, 5], **backend)
+    for a, b in zip(got, batch.expected_prefill(q, [5, 3, 5]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_paged_attention_in_a_traced_layer_that_is_none(backend, layer) -> None:
+    """As if all sequences were empty."""
+    batch = PagedBatch.random([9, 20], lanes=lanes_for(backend, 16))
+    pools, tables, lens = batch.pools[:2], batch.block_tables, batch.lengths
+    q, sinks = queries((2, 3, 6, 16)), jnp.asarray(SINKS)
+
+    @jax.jit
+    def attend(layer):
+        options = dict(layer=layer, sinks=sinks, return_lse=True, **backend)
+        decoded = paged_attention(q[:, 0], *pools, tables, lens, **options)
+        return decoded, paged_prefill_attention(q, *pools, tables, lens, lens, **options)
+
+    (out, lse), (prefill_out, prefill_lse) = attend(jnp.int32(layer))
+    assert not out.any() and not prefill_out.any()
+    np.testing.assert_array_equal(lse, np.broadcast_to(SINKS, lse.shape))
+    np.testing.assert_array_equal(prefill_lse, np.full(prefill_lse.shape, -np.inf))
+
+
+@pytest.mark.parametrize("name", ["scale", "sliding_window", "soft_cap"])
+def test_paged_attention_options_are_static_numbers_of_any_type(name) -> None:
+    batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
+    out, _ = batch.decode(q, backend="reference", **{name: 3})
+    for three in (np.int64(3), jnp.int32(3)):
+        same, _ = batch.decode(q, backend="reference", **{name: three})
+        np.testing.assert_array_equal(same, out)
+
+    @jax.jit
+    def attend(value):
+        return paged_attention(
+            q, *batch.pools[:2], batch.block_tables, batch.lengths, **{name: value}
+        )
+
+    message = rf"paged_attention: {name} must be static, got a traced int32\[\]\."
+    with pytest.raises(ValueError, match=message):
+        attend(jnp.int32(3))
+
+
+def test_paged_attention_refuses_explicit_axes() -> None:
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,))
+    batch = PagedBatch.random([9, 20])
+    q = jax.device_put(queries((2, 4, 16)), NamedSharding(mesh, P(None, "heads")))
+    message = r"arrays must not be on a mesh with explicit axes, got .* jax\.shard_map\("
+    with pytest.raises(ValueError, match="paged_attention: " + message):
+        batch.decode(q)
+    with pytest.raises(ValueError, match="paged_prefill_attention: " + message):
+        jax.jit(lambda q: batch.prefill(q[:, None], [1, 1]))(q)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a device for a kernel")
+def test_paged_attention_names_the_device_that_a_kernel_needs() -> None:
+    batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
+    message = "'triton' runs on gpu only, got a device of cpu. .* backend=None .* interpret=True"
+    with pytest.raises(ValueError, match=message):
+        batch.decode(q, backend="triton")
+    with pytest.raises(ValueError, match=message):
+        batch.prefill(q[:, None], [1, 1], backend="triton")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
@@ -392,7 +497,9 @@ BAD_CALLS = {
     "interpret xla": ({"interpret": True, "backend": "xla"}, "interpret needs a backend"),
     "layer type": ({"layer": np.int64(7)}, r"layer must be in 0\.\.1, got 7"),
     "layer rank": ({"layer": np.zeros(1, np.int32)}, "layer must be one integer"),
-    "window type": ({"sliding_window": 4.0}, "sliding_window must be an integer"),
+    "window type": ({"sliding_window": 4.0}, "sliding_window must be an integer or None, got 4.0"),
+    "scale type": ({"scale": "auto"}, "scale must be a number or None, got 'auto'"),
+    "no lengths": ({"context_lens": None}, r"context_lens .* None\. .* jnp.full\(B, M \* C\)"),
 }
 
 

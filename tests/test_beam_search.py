@@ -398,6 +398,7 @@ def test_bad_prompts_are_refused(llm, prompt, message) -> None:
         ({"ignore_eos": 1}, "ignore_eos must be a bool, got 1"),
         ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output must be a bool"),
         ({"temperature": 0.7}, "temperature must be 0, .* got 0.7"),
+        ({"length_penalty": 10**400}, r"length_penalty must be in \[-10, 10\], got 1000"),
         ({"length_penalty": float("nan")}, r"length_penalty must be in \[-10, 10\], got nan"),
         ({"length_penalty": 11}, r"length_penalty must be in \[-10, 10\], got 11"),
         ({"length_penalty": "1"}, "length_penalty must be in"),

@@ -351,6 +351,49 @@ def test_release_twice_changes_nothing():
     assert_unchanged(twice, once)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_many_blocks_are_shared_and_released_in_the_order_of_few(seed):
+    """More than one piece of them: free blocks and counts are those of the plain model."""
+    num_blocks, num_slots, width = 1400, 6, 300
+    rng = np.random.default_rng(seed)
+    lengths = [*rng.integers(1, width * C, size=4).tolist(), 0, 0]
+    model = BlockModel(num_blocks, num_slots, width, C)
+    tables = BlockTables.create(num_blocks, num_slots, width, C)
+    model.reserve([[0] * length for length in lengths], width * C)
+    tables, _, ok = RESERVE(tables, i32(lengths), max_tokens=width * C)
+    assert ok
+    for block in rng.choice(num_blocks, size=num_blocks // 2, replace=False).tolist():
+        if model.refs[block]:
+            model.cached[block] = Content((block,) * 8, [0] * C)
+    is_cached = np.isin(np.arange(num_blocks), list(model.cached))
+    digests = jnp.tile(jnp.arange(num_blocks, dtype=jnp.uint32)[:, None], 8)
+    tables = broken(tables, is_cached=lambda x: jnp.array(is_cached), digests=lambda x: digests)
+
+    def agree() -> None:
+        assert rows(tables) == model.blocks
+        assert free_blocks(tables) == list(model.free)
+        assert tables.pool.ref_counts.tolist() == list(model.refs.values())
+
+    tables, ok = FORK(tables, i32([-1, -1, -1, -1, 0, 2]))
+    assert ok and model.fork([-1, -1, -1, -1, 0, 2])
+    agree()
+    tables, ok = REORDER(tables, i32([1, 1, 0, -1, 3, 2]))
+    assert ok and model.reorder([1, 1, 0, -1, 3, 2])
+    agree()
+    for mask in ([True, False, True, False, False, True], [True] * 6):
+        tables = RELEASE(tables, jnp.array(mask))
+        model.release(mask)
+        agree()
+    check_invariants(tables)
+
+
+def test_release_takes_no_memory_for_what_slots_could_hold():
+    tables = jax.eval_shape(lambda: BlockTables.create(2**17, 256, 2**13, C))
+    mask = jax.ShapeDtypeStruct([256], bool)
+    compiled = jax.jit(blocks.release, donate_argnums=0).lower(tables, mask).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**17
+
+
 def test_truncate_gives_back_the_blocks_past_the_new_end():
     tables = make_tables([2 * C + 1, C, 0])
     tables = TRUNCATE(tables, i32([C + 1, C, 0]), max_tokens=C)
@@ -492,6 +535,16 @@ def test_attach_compares_every_word_of_a_digest(word):
     assert_unchanged(after, tables)
 
 
+def test_attach_tells_digests_apart_that_begin_alike():
+    contents = [Content((7, 7, 7, 7, 7, 7, 7, entry), [entry] * C) for entry in range(M)]
+    tables = publish(make_tables([M * C, 0, 0]), [(0, m, contents[m]) for m in (3, 0, 1)])
+    assert cached(tables) == {m: contents[m] for m in (0, 1, 3)}
+    tables, num_found = attach(tables, 1, contents)
+    assert num_found == 2 and rows(tables)[1] == [0, 1]
+    tables, num_found = attach(tables, 2, [contents[3], contents[1], contents[0]])
+    assert num_found == 3 and rows(tables)[2] == [3, 1, 0]
+
+
 @pytest.mark.parametrize("place", range(C))
 def test_attach_is_a_miss_if_the_digest_agrees_but_a_token_does_not(place):
     [content] = contents_of(list(range(C)))
@@ -551,6 +604,19 @@ def test_publish_takes_a_block_once():
     assert_unchanged(publish(tables, [(0, 0, second)]), tables)
 
 
+def test_publish_refuses_an_entry_on_account_of_none_that_was_refused():
+    tables = make_tables([C, C, C])
+    first, second = contents_of(list(range(2 * C)))
+    tables = publish(tables, [(0, 0, first)])
+    # Slot 0's block is cached already, so that the digest is still to be had for slot 1's.
+    tables = publish(tables, [(0, 0, second), (1, 0, second), (2, 0, second)])
+    assert cached(tables) == {0: first, 1: second}
+    # As in one call, where slot 0's block is taken by the entry before.
+    tables = make_tables([C, C, C])
+    tables = publish(tables, [(0, 0, first), (0, 0, second), (1, 0, second)])
+    assert cached(tables) == {0: first, 1: second}
+
+
 def test_forget_lets_nothing_be_found():
     tokens = list(range(2 * C))
     tables = publish_slot(make_tables([2 * C, C, 0]), 0, tokens)
@@ -593,8 +659,8 @@ CONTENTS = (jnp.zeros((N, 8), jnp.uint32), jnp.zeros((N, C), jnp.int32))
         (blocks.release, (jnp.ones(N, bool),), 0.1),
         (blocks.reorder, (i32([-1] * N),), 0.1),
         (partial(blocks.truncate, max_tokens=N), (i32([1] * N),), 0.1),
-        (blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.3),
-        (blocks.publish, (i32([0] * N), i32([0] * N), *CONTENTS), 0.03),
+        (blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.4),
+        (blocks.publish, (i32([0] * N), i32([0] * N), *CONTENTS), 0.25),
     ],
     ids=["reserve", "fork", "release", "reorder", "truncate", "attach", "publish"],
 )

@@ -397,3 +397,39 @@ def test_donated_reserve_needs_no_memory_of_the_size_of_a_pool(dtype):
     memory = RESERVE.lower(cache, num_tokens).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * nbytes
     assert memory.temp_size_in_bytes < 0.01 * nbytes
+
+
+def use_all_operations(digests: jax.Array, token_ids: jax.Array) -> tuple:
+    """What every operation of a cache returns, one after the other."""
+    cache = PagedCache.create(
+        num_layers=L, num_blocks=P, num_kv_heads=K, block_size=C, head_dim=D,
+        num_slots=S, max_blocks_per_slot=M, dtype=jnp.int8,
+    )  # fmt: skip
+    none = jnp.full(S, -1, jnp.int32)
+    cache, is_reserved = lib.reserve(cache, i32([2 * C + 1, 0, 0]), max_tokens=M * C)
+    cache = lib.publish(cache, i32([0, 0]), i32([0, 1]), digests, token_ids)
+    cache, num_found = lib.attach(cache, 1, digests, token_ids, 2)
+    cache, is_forked = lib.fork(cache, none.at[2].set(1))
+    cache, is_appended = lib.reserve(cache, i32([1, 1, 1]))
+    cache, is_reordered = lib.reorder(cache, none.at[2].set(0))
+    cache = lib.truncate(cache, i32([C, C, C]), max_tokens=C)
+    cache = lib.release(cache, jnp.array([False, True, True]))
+    cache = lib.write_blocks(lib.forget(cache), 0, 0, lib.read_blocks(cache, 0, 0, width=2))
+    places = lib.locate(cache.tables, i32([0, 1]), i32([0, 3]))
+    values = lib.gather(cache, 0, layer=0)
+    return cache, is_reserved, num_found, is_forked, is_appended, is_reordered, places, values
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [partial(jax.numpy_dtype_promotion, "strict"), partial(jax.enable_x64, True)],
+    ids=["strict", "x64"],
+)
+def test_operations_keep_their_dtypes_in_every_mode_of_jax(mode):
+    shapes = (
+        jax.ShapeDtypeStruct((2, 8), jnp.uint32),
+        jax.ShapeDtypeStruct((2, C), jnp.int32),
+    )
+    expected = jax.eval_shape(use_all_operations, *shapes)
+    with mode():
+        assert jax.eval_shape(use_all_operations, *shapes) == expected

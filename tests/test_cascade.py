@@ -45,6 +45,21 @@ def test_cascade_with_a_soft_cap_and_sinks() -> None:
     np.testing.assert_allclose(out, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_cascade_cuts_lengths_to_the_table(backend) -> None:
+    batch = PagedBatch.random([24, 17, 24], C=C, extra_width=0).sharing(2)
+    q = queries((3, 4, 16))
+    batch.lengths = np.array([25, 17, 1000], np.int32)
+    want, _ = batch.expected_decode(q)
+    np.testing.assert_allclose(run(batch, q, 2, backend=backend), want, atol=1e-5)
+
+
+def test_cascade_names_missing_lengths() -> None:
+    batch = PagedBatch.random([24], C=C)
+    with pytest.raises(ValueError, match=r"cascade_attention: context_lens .* got None\."):
+        cascade_attention(queries((1, 4, 16)), *batch.pools[:2], batch.block_tables, None, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
 def test_cascade_through_kernels(name) -> None:

@@ -3,7 +3,10 @@
 import contextlib
 import importlib.util
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +55,25 @@ def test_samples_print_what_the_page_says(page: Path) -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(sample, str(page), "exec"), names)
         assert printed.getvalue().splitlines() == _PRINTED.findall(sample)
+
+
+@pytest.mark.slow
+def test_sharded_sample_prints_what_the_page_says_on_two_devices() -> None:
+    [sample] = [text for text in samples(DOCS / "embedding.md") if "shard_map" in text]
+    program = f"{sample}\nassert out.sharding.num_devices == 2"
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        },
+        timeout=300,
+    ).stdout
+    assert printed.splitlines() == _PRINTED.findall(sample)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,39 @@ def test_the_last_token_is_always_computed(engine) -> None:
     assert second.outputs == first.outputs
 
 
+def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> None:
+    counts, look_up = [], engine._runner._attach
+
+    def counting(slot, digests, token_ids, num_blocks):
+        counts.append(int(num_blocks))
+        return look_up(slot, digests, token_ids, num_blocks)
+
+    monkeypatch.setattr(engine._runner, "_attach", counting)
+    complete(engine, LONG)
+    complete(engine, OTHER)
+    assert counts == []
+    begins_alike = {"prompt_token_ids": [*LONG["prompt_token_ids"][:9], *range(30, 20, -1)]}
+    assert complete(engine, begins_alike).num_cached_tokens == 8
+    assert counts == [2]
+    engine.reset_prefix_cache()
+    complete(engine, LONG)
+    assert counts == [2]
+
+
+def test_the_host_forgets_digests_that_the_device_has_forgotten(engine, monkeypatch) -> None:
+    monkeypatch.setattr("paged_jax.runner._MAX_PUBLISHED", 1)
+    runner = engine._runner
+    for token_id in range(5, 11):
+        complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})
+        assert len(runner._published) <= engine.num_blocks + 7  # those of one request more
+        pool = engine.cache.tables.pool
+        cached = np.asarray(pool.digests)[np.asarray(pool.is_cached)]
+        assert {words.tobytes() for words in cached} <= runner._published
+    # The latest prompt is still there, the first one is not.
+    assert complete(engine, {"prompt_token_ids": [BOS, *[10] * 17]}).num_cached_tokens == 16
+    assert complete(engine, {"prompt_token_ids": [BOS, *[5] * 17]}).num_cached_tokens == 0
+
+
 def test_salts_keep_tenants_apart(engine) -> None:
     def num_cached(**salt):
         params = dataclasses.replace(GREEDY, max_tokens=1)  # all of them fit the pool
@@ -424,3 +457,44 @@ def test_speculation_changes_no_token_and_finds_repetitions(model) -> None:
     assert guessing.stats.num_accepted_tokens > 15
     assert guessing.stats.num_accepted_tokens <= guessing.stats.num_draft_tokens
     check_empty(guessing)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: jax.enable_x64(True), lambda: jax.numpy_dtype_promotion("strict")],
+    ids=["x64", "strict-promotion"],
+)
+def test_settings_of_jax_change_no_token(model, setting) -> None:
+    def generate() -> dict[str, list[int]]:
+        engine = Engine(model, **SIZES)
+        engine.add_request(LONG, GREEDY)
+        engine.add_request(LONG, dataclasses.replace(SEEDED, top_k=8, top_p=0.9, n=2))
+        return finish(engine)
+
+    with setting():
+        tokens = generate()
+    assert tokens == generate()
+
+
+@pytest.mark.parametrize("program", ["prefill", "fork"])
+def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) -> None:
+    """Before the step returns, and without losing a request."""
+    wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
+    engine.reset_prefix_cache()
+    programs = engine._runner._programs
+    run = getattr(programs, program)
+
+    def fail(*args, **static):
+        return run(*args, **static)[0], jnp.array(False)
+
+    engine.add_request(LONG, dataclasses.replace(SEEDED, n=2))
+    monkeypatch.setattr(engine._runner, "_programs", programs._replace(**{program: fail}))
+    with pytest.raises(RuntimeError, match="blocks must suffice"):
+        engine.step()
+        engine.step()
+    monkeypatch.undo()
+    outputs = []
+    while engine.has_unfinished:
+        outputs = engine.step()
+    assert [o.token_ids for o in outputs[0].outputs] == [o.token_ids for o in wanted]
+    check_empty(engine)

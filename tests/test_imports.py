@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "paged_jax"
 
 # From the bottom up. Modules of one layer may import each other.
 LAYERS = [
-    {"dims", "sampling_params", "prefix"},
+    {"checks", "dims", "sampling_params", "prefix"},
     {"kernels"},
     {"block_pool", "blocks"},
     {"cache", "sampling", "picture"},

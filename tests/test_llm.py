@@ -19,7 +19,7 @@ from paged_jax.blocks import check_invariants
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}. {% endfor %}"
-    "{% if add_generation_prompt %}a: {% endif %}"
+    "{% if add_generation_prompt %}a: {% endif %}{% if enable_thinking %}hm{% endif %}"
 )
 PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -365,6 +365,37 @@ def test_a_stream_that_is_never_read_ends_its_requests(llm) -> None:
     assert not llm.has_unfinished
 
 
+def test_a_stream_dropped_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch) -> None:
+    alone = generate(llm, PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+    cycle: list = [llm.stream(PROMPTS[1:3], GREEDY)]
+    next(cycle[0])
+    cycle.append(cycle)
+    decode, num_resets = llm._runner.decode, llm.num_cache_resets
+
+    def collect_and_decode(*args, **kwargs):
+        gc.collect()
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(llm._runner, "decode", collect_and_decode)
+    del cycle
+    [output] = generate(llm, PROMPTS[0], GREEDY)
+    assert output.outputs[0].token_ids == alone
+    assert not llm.has_unfinished and llm.num_cache_resets == num_resets
+
+
+def test_a_call_within_another_is_refused(llm, monkeypatch) -> None:
+    decode, refused = llm._runner.decode, []
+
+    def step_and_decode(*args, **kwargs):
+        with pytest.raises(RuntimeError, match="a call must end before the next") as error:
+            llm.step()
+        refused.append(error)
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(llm._runner, "decode", step_and_decode)
+    assert len(generate(llm, PROMPTS[0], GREEDY)[0].outputs[0].token_ids) == 12 and refused
+
+
 def test_no_bound_on_tokens_means_what_the_pool_holds(llm) -> None:
     small = LLM(llm.model, tokenizer=llm.tokenizer, **{**SIZES, "num_blocks": 12})
     completion = complete(small, "ab", max_tokens=None)
@@ -459,7 +490,8 @@ def test_prompt_logprobs_are_those_of_the_model(llm) -> None:
 
 
 def test_logit_bias_forces_a_token(llm) -> None:
-    token_ids = complete(llm, "ab", logit_bias={9: 1000.0}, max_tokens=4).token_ids
+    bias = {**dict.fromkeys(range(43), 900.0), 9: 1000.0}
+    token_ids = complete(llm, "ab", logit_bias=bias, max_tokens=4).token_ids
     assert token_ids == [9] * 4
 
 
@@ -483,13 +515,15 @@ def test_prompt_forms_are_equivalent(llm) -> None:
     assert token_ids[0] == BOS and BOS not in token_ids[1:]
     forms = [text, {"prompt": text}, {"prompt_token_ids": token_ids}]
     forms.append({"prompt_token_ids": np.array(token_ids)})
+    forms.append({"prompt_token_ids": jnp.array(token_ids)})
+    forms.append({"prompt_token_ids": list(np.array(token_ids, np.uint16))})
     outputs = generate(llm, forms, GREEDY)
     for output in outputs:
         assert output.prompt_token_ids == token_ids
         assert all(type(token_id) is int for token_id in output.prompt_token_ids)
     assert tokens_of(outputs) == [tokens_of(outputs)[0]] * len(forms)
-    assert [output.prompt for output in outputs] == [text, text, None, None]
-    for one in (text, forms[2]):
+    assert [output.prompt for output in outputs] == [text, text, None, None, None, None]
+    for one in (text, forms[2], iter([text])):
         assert tokens_of(generate(llm, one, GREEDY)) == tokens_of(outputs[:1])
     assert generate(llm, [], GREEDY) == []
 
@@ -562,7 +596,8 @@ def test_a_request_may_use_the_whole_pool(llm) -> None:
     ("prompts", "params", "message"),
     [
         ("", GREEDY, "at least one character, got ''"),
-        ([PROMPTS[0], ""], GREEDY, "at least one character"),
+        ([PROMPTS[0], ""], GREEDY, r"^prompts\[1\]: request: .*at least one character"),
+        (PROMPTS[0], {"temperature": 0}, r"got a dict\. Pass SamplingParams\(\*\*params\)"),
         ({"prompt": 5}, GREEDY, "at least one character, got 5"),
         ("\ud800", GREEDY, "valid Unicode"),
         ({"prompt_token_ids": []}, GREEDY, "at least one token"),
@@ -572,15 +607,21 @@ def test_a_request_may_use_the_whole_pool(llm) -> None:
         ({"prompt_token_ids": [-1]}, GREEDY, "integers in 0..42, got -1"),
         ({"prompt_token_ids": [5, True]}, GREEDY, "integers in 0..42, got True"),
         ({"prompt_token_ids": [5.0]}, GREEDY, "integers in 0..42, got 5.0"),
+        ({"prompt_token_ids": np.array([5.0])}, GREEDY, r"shape \(1,\) and dtype float64"),
+        ({"prompt_token_ids": jnp.array([True])}, GREEDY, r"shape \(1,\) and dtype bool"),
+        ({"prompt_token_ids": np.array([[5, 6]])}, GREEDY, r"one row of .* shape \(1, 2\)"),
+        ({"prompt_token_ids": np.array(5)}, GREEDY, r"one row of integers, got .* shape \(\)"),
+        ({"prompt_token_ids": jnp.array([5, 99])}, GREEDY, "integers in 0..42, got 99"),
         ({"prompt": "ab", "prompt_token_ids": [5]}, GREEDY, "either prompt or prompt_token_ids"),
         ({"text": "ab"}, GREEDY, r"got the keys \['text'\]"),
+        ({"prompt": "ab", "cache_slat": "a"}, GREEDY, r"cache_salt, got cache_slat\."),
         ([[5, 6]], GREEDY, r"got \[5, 6\]"),
         ({"prompt_token_ids": [5] * 64}, GREEDY, "at most 63 tokens.*context of 64, got 64"),
         (PROMPTS, [GREEDY], "as many as the 5 prompts, got 1"),
         ("ab", [GREEDY, GREEDY], "as many as the 1 prompts, got 2"),
         ({"prompt": "ab", "cache_salt": 5}, GREEDY, "cache_salt must be a text, got 5"),
         ("ab", SamplingParams(logit_bias={43: 1.0}), "logit_bias must hold integers in 0..42"),
-        ("ab", SamplingParams(logit_bias=dict.fromkeys(range(40), 1.0)), "at most 32 entries"),
+        ("ab", SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "at most 1024 entries"),
         ("ab", SamplingParams(stop_token_ids=[43]), "stop_token_ids must hold integers in 0..42"),
         ("ab", SamplingParams(stop_token_ids=list(range(2, 20))), "at most 16"),
     ],
@@ -595,6 +636,12 @@ def test_mistakes_are_refused_before_anything_runs(llm, prompts, params, message
     after = generate(llm, "ab", GREEDY)[0]
     assert after.outputs == before.outputs
     assert int(after.request_id) == int(before.request_id) + 1, "a refused request has no number"
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), 10**400, True, "1"])
+def test_timeouts_that_are_none_are_refused(llm, timeout) -> None:
+    with pytest.raises(ValueError, match="timeout must be seconds > 0 or None, got "):
+        llm.add_request("ab", GREEDY, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -659,6 +706,15 @@ def test_chat_uses_the_template(llm) -> None:
     assert tokens_of(several[:1]) == tokens_of([output])
     assert several[1].prompt_token_ids != expected
     assert llm.chat([], GREEDY) == []
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}] * 2}]
+    joined = [{"role": "user", "content": "helhel"}]
+    assert llm.chat_prompt(parts) == llm.chat_prompt(joined)
+    [thinking] = llm.chat(
+        messages, GREEDY, chat_template_kwargs={"enable_thinking": True}, use_tqdm=False
+    )
+    assert llm.tokenizer.decode(thinking.prompt_token_ids).endswith("a: hm")
+    with pytest.raises(ValueError, match="got 'tokenize'"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"tokenize": False})
 
 
 def test_chat_without_a_template_is_refused(llm, folder) -> None:

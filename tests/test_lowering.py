@@ -9,11 +9,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import pytest
 from decode_step import DecodeStep
 from kernel_cases import Case, lower
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
 
 LANES = 128
 
@@ -128,6 +130,27 @@ def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_decode_step_lowers_to_the_kernels_of_the_platform(platform) -> None:
+    step = _small_step()
+    assert lowers_to_kernel(step.function(), step.shapes(), platform)
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_kernel"), [(None, True), ("reference", True), ("xla", False)]
+)
+def test_a_model_writes_with_the_backend_that_is_asked_for(backend, is_kernel) -> None:
+    """Or, where that one does not write, with the platform's."""
+    step = _small_step()
+
+    def prefill(model, cache, token_ids, slots):
+        return Llama.prefill(model, cache, token_ids, slots, slots, backend=backend)
+
+    model, cache, slots, _ = step.shapes()
+    token_ids = jax.ShapeDtypeStruct((*slots.shape, 8), slots.dtype)
+    program = lower(prefill, model, cache, token_ids, slots, platform="cuda").as_text()
+    assert ("paged_write" in program) == is_kernel
+
+
+def _small_step() -> DecodeStep:
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=256,
@@ -137,5 +160,4 @@ def test_decode_step_lowers_to_the_kernels_of_the_platform(platform) -> None:
         num_key_value_heads=1,
         head_dim=128,
     )
-    step = DecodeStep(config, pool_gigabytes=1, batch=2, max_blocks_per_slot=4)
-    assert lowers_to_kernel(step.function(), step.shapes(), platform)
+    return DecodeStep(config, pool_gigabytes=1, batch=2, max_blocks_per_slot=4)

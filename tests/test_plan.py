@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from tiny_model import CONFIG, SIZES
 
+import paged_jax
 from paged_jax import generate, memory
 from paged_jax.engine import Engine
 from paged_jax.memory import DeviceMemory, block_bytes, record_bytes, weight_bytes
@@ -162,7 +163,7 @@ def test_pools_that_cpus_copy_are_planned_with_their_copies(kv_dtype) -> None:
 
 
 def test_memory_fraction_gives_the_pool_what_is_planned(monkeypatch) -> None:
-    total = 40 << 20
+    total = 104 << 20
     set_memory(monkeypatch, total)
     engine = Engine(tiny_llama(), block_size=4, max_num_seqs=4096, memory_fraction=0.5,
                     max_num_batched_tokens=4096)  # fmt: skip
@@ -294,7 +295,24 @@ def test_main_prints_what_fits(capsys) -> None:
     assert f"{plan.sizes.num_blocks:,} of 16 tokens in float32" in out
     row = [64, plan.sizes.num_blocks // 4, plan.num_contiguous]
     assert [int(number) for number in out.split("ratio\n")[1].split()[:3]] == row
-    assert "16 sequences run at once" in out
+    assert f"can use {plan.num_engine_blocks:,} blocks" in out
+    assert plan.num_engine_blocks == 16 * 512 // 16 < plan.sizes.num_blocks
+
+
+def test_main_says_when_sequences_wait(capsys) -> None:
+    arguments = ("--memory", "64M", "--platform", "cpu", "--lengths", "64", "--max-num-seqs", "40")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and "40 sequences run at once, see --max-num-seqs" in out
+
+
+def test_main_knows_what_was_meant(capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--max_num_seqs", "3"])
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err.endswith("Did you mean --max-num-seqs?\n")
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"paged_jax {paged_jax.__version__}\n"
 
 
 def test_main_plans_for_this_machine(capsys) -> None:

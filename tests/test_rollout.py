@@ -1,5 +1,7 @@
 """A rollout is what the steps of decoding would give, as one function inside other programs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,28 @@ def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
     assert int(out.num_tokens[0]) < N
 
 
+def test_rollout_ends_rows_at_the_end_tokens_of_the_model(model) -> None:
+    whole = run(model, temperature=0.0)
+    stop = int(whole.token_ids[0, 2])
+    ending = nnx.clone(model)
+    ending.config = dataclasses.replace(model.config, eos_token_ids=(stop,))
+    asked = run(model, temperature=0.0, stop_token_ids=(stop,))
+    out = run(ending, temperature=0.0, stop_token_ids=None)
+    assert out.num_tokens.tolist() == asked.num_tokens.tolist() != [N] * B
+    np.testing.assert_array_equal(out.token_ids, asked.token_ids)
+    np.testing.assert_array_equal(run(ending, temperature=0.0).token_ids, whole.token_ids)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_rollout_takes_keys_for_seeds(model, is_one) -> None:
+    seed = np.uint32(2**32 - 3) if is_one else np.array([4, 2, 2**32 - 3], np.uint32)
+    key = jax.random.key(seed) if is_one else jax.vmap(jax.random.key)(seed)
+    out = RUN(
+        model, PROMPTS, NUM_TOKENS, max_tokens=N, block_size=4, stop_token_ids=(), seed=key
+    )  # fmt: skip
+    np.testing.assert_array_equal(out.token_ids, run(model, seed=seed).token_ids)
+
+
 def test_rows_with_the_same_prompt_differ(model) -> None:
     prompts, num_tokens = np.repeat(PROMPTS[:1], B, axis=0), np.repeat(NUM_TOKENS[:1], B)
     out = run(model, prompts, num_tokens, seed=1)
@@ -114,7 +138,9 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
 
     def loss(weights, step):
         model = nnx.merge(graphdef, weights)
-        out = rollout(model, PROMPTS, NUM_TOKENS, max_tokens=N, seed=step, block_size=4)
+        out = rollout(
+            model, PROMPTS, NUM_TOKENS, max_tokens=N, seed=step, block_size=4, stop_token_ids=()
+        )
         positions = NUM_TOKENS[:, None] + np.arange(N)[None]
         rows = np.arange(B)[:, None]
         sequences = jnp.zeros((B, T + N), jnp.int32).at[:, :T].set(PROMPTS)
@@ -157,6 +183,16 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         ({"prompt_token_ids": PROMPTS[0]}, r"must have shape \[B, T\], got \[5\]"),
         ({"max_tokens": 0}, "max_tokens must be a positive integer, got 0"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
+        ({"seed": 0.5}, "rollout: seed must be an integer or a key, got float32"),
+        ({"seed": jax.random.key(0, impl="rbg")}, r"a threefry2x32 key, got key<rbg>"),
+        ({"seed": jax.random.PRNGKey(0)}, r"seed must be one value or have shape \[3\], .* \[2\]"),
+        ({"top_p": np.ones((3, 1))}, r"top_p must be one value or have shape \[3\]"),
+        ({"max_tokens": 60}, r"at most max_position_embeddings = 64 of the model, got 5 \+ 60\."),
+        ({"prompt_token_ids": PROMPTS * 1.0}, "rollout: prompt_token_ids must be an integer array"),
+        (
+            {"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]},
+            r"rollout: prompt_token_ids must hold a token, got shape \[0, 5\]",
+        ),
     ],
 )
 def test_mistakes_are_refused(model, changes, message) -> None:

@@ -662,20 +662,28 @@ def test_create_without_room_for_bias_still_samples():
 NAN, INF = math.nan, math.inf
 BAD_PARAMS = {
     "n": [0, -1, 1.0, True],
-    "temperature": [-0.1, NAN, INF, "1", True, None],
-    "top_p": [0.0, -0.5, 1.0001, NAN, None],
+    "temperature": [-0.1, NAN, INF, 10**400, "1", True, None],
+    "top_p": [0.0, -0.5, 1.0001, NAN, 10**400, None],
     "top_k": [-2, 1.5, True, 2**31],
-    "min_p": [-0.01, 1.01, NAN],
-    "presence_penalty": [-2.01, 2.01, NAN],
-    "frequency_penalty": [-2.01, 2.01, NAN],
-    "repetition_penalty": [0.0, -1.0, INF, NAN],
-    "seed": [-1, 2**63, 1.0, True],
+    "min_p": [-0.01, 1.01, NAN, 10**400],
+    "presence_penalty": [-2.01, 2.01, NAN, -(10**400)],
+    "frequency_penalty": [-2.01, 2.01, NAN, 10**400],
+    "repetition_penalty": [0.0, -1.0, INF, NAN, 10**400],
+    "seed": [-2, 2**63, 1.0, -1.0, True],
     "stop": ["", ["a", ""], [1], 5],
     "stop_token_ids": [[-1], [1.5], [True], "12", 7],
     "max_tokens": [0, -5, 1.5, True],
     "min_tokens": [-1, 17, 0.5],
     "logprobs": [-1, 21, True, 1.0],
-    "logit_bias": [{-1: 0.0}, {"3": 1.0}, {1: NAN}, {1: INF}, {True: 1.0}, [(1, 1.0)]],
+    "logit_bias": [
+        {-1: 0.0},
+        {"3": 1.0},
+        {1: NAN},
+        {1: INF},
+        {1: 10**400},
+        {True: 1.0},
+        [(1, 1.0)],
+    ],  # fmt: skip
     "ignore_eos": [1, None],
     "skip_special_tokens": ["yes"],
     "include_stop_str_in_output": [0],
@@ -711,6 +719,7 @@ def test_sampling_params_normalises_and_hashes():
     params = SamplingParams(stop="END", stop_token_ids=[3, 4], logit_bias=bias)
     assert params.stop == ("END",) and params.stop_token_ids == (3, 4)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(seed=-1) == SamplingParams()
     assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
     bias[1] = NAN
     assert params.logit_bias == {1: 2.0}

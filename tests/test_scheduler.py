@@ -213,6 +213,17 @@ def test_a_deadline_does_not_end_a_later_request_of_the_same_name():
     assert old in engine.finished
 
 
+def test_deadlines_in_a_far_future_are_forgotten_with_their_requests():
+    engine = make_engine()
+    for number in range(50):
+        add(engine, number, length=3, deadline=1e9 + number)
+        engine.run()
+    assert len(engine.scheduler._deadlines) <= 2
+    [left] = add(engine, 50, length=3, max_tokens=60, deadline=5.0)
+    engine.step()
+    assert engine.step(now=6.0).expired == [left]
+
+
 # Prefill and budget
 
 
@@ -669,6 +680,21 @@ def test_nobody_is_preempted_in_vain():
     assert not engine.scheduler.stats.num_preemptions
 
 
+def test_nobody_is_preempted_for_blocks_that_others_hold_as_well():
+    engine = make_engine(num_slots=5, num_blocks=14)
+    prompt = prompt_of(0, 25)
+    add(engine, 0, length=25, prompt=prompt, max_tokens=3)
+    engine.step()
+    low = [add(engine, n, length=25, prompt=prompt, max_tokens=3, priority=2)[0] for n in (1, 2, 3)]
+    engine.step()
+    assert engine.memory.num_free == 4 and engine.memory.num_held(low) == 3
+    [middle] = add(engine, 4, length=30, max_tokens=3, priority=1)
+    engine.step()
+    assert middle.waits_for == "blocks" and not engine.scheduler.stats.num_preemptions
+    engine.run()
+    check_outputs(engine)
+
+
 def test_a_better_priority_goes_first_among_those_that_wait():
     engine = make_engine(num_slots=1)
     sequences = [add(engine, n, length=3, priority=-n)[0] for n in range(3)]
@@ -859,6 +885,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = {*self.scheduler.waiting, *self.scheduler.residents}
         assert known <= unfinished
         assert self.scheduler.has_unfinished == bool(unfinished)
+        swapped = [s for s in self.scheduler.waiting if s.is_swapped]
+        num_blocks = sum(-(-s.num_computed // C) for s in swapped)
+        assert self.scheduler._num_swapped_blocks == num_blocks
 
     def teardown(self):
         if not hasattr(self, "engine"):

@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,12 +18,23 @@ from tiny_model import BOS, SIZES, save_tiny_model
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.blocks import check_invariants
-from paged_jax.server import Limits, Service, Settings, create_app
+from paged_jax.server import Limits, Service, Settings, create_app, schemas
+from paged_jax.server.answers import CompletionAnswer
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+    "{% if enable_thinking %}hm{% endif %}"
+)
 PROMPTS = ["the cat sat", "in the house", "ab"]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-LIMITS = Limits(max_body_bytes=20_000, max_prompts=4, max_stop=2, max_stop_chars=10, max_n=3)
+LIMITS = Limits(
+    max_body_bytes=20_000,
+    max_prompts=4,
+    max_stop=2,
+    max_stop_chars=10,
+    max_n=3,
+    max_answer_logprobs=2000,
+)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +208,100 @@ def test_openai_chat(client, folder) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_a_chat_without_a_length_ends_at_the_limit(server) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], **GREEDY, "n": 3, "logprobs": True}
+    del body["max_tokens"]
+
+    def usage(**more) -> int:
+        answer = server.post("/v1/chat/completions", {**body, **more}).json()
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        return answer["usage"]["completion_tokens"]
+
+    prompt = len("u:ab\na:")
+    assert usage(top_logprobs=1) == 3 * (64 - prompt)
+    assert usage(top_logprobs=20) == 3 * (2000 // (3 * 21))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_are_as_published(server, stream) -> None:
+    """What is not checked where it is made."""
+    asked = {**GREEDY, "n": 2, "stream": stream}
+    chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 3}
+    text = {"prompt": "ab", "logprobs": 3}
+    chat_type = schemas.ChatCompletionChunk if stream else schemas.ChatCompletion
+    for path, body, answer_type in (
+        ("/v1/chat/completions", chat, chat_type),
+        ("/v1/completions", {**text, "echo": True}, schemas.Completion),
+        ("/generate", {**text, "prompt_logprobs": 2}, schemas.Generated),
+    ):
+        response = server.post(path, {**asked, **body})
+        answers = events(response) if stream else [response.json()]
+        for answer in answers:
+            checked = answer_type.model_validate_json(json.dumps(answer), strict=True)
+            assert json.loads(checked.model_dump_json()) == answer
+        assert '"logprobs":{' in response.text or '"logprobs":[{' in response.text
+
+
+@pytest.mark.parametrize(("stream", "name"), [(False, "answer"), (True, "chunks")])
+def test_making_a_large_answer_holds_nobody_up(server, monkeypatch, stream, name) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    make = getattr(CompletionAnswer, name)
+
+    def make_slowly(*arguments):
+        has_begun.set()
+        assert may_end.wait(10)
+        return make(*arguments)
+
+    def tokens_of(response: httpx.Response) -> list[str]:
+        answers = events(response) if stream else [response.json()]
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        return [token for choice in choices for token in choice["logprobs"]["tokens"]]
+
+    body = {"prompt": "ab", **GREEDY, "logprobs": 20, "stream": stream}
+    want = tokens_of(server.post("/v1/completions", body))
+    monkeypatch.setattr("paged_jax.server.service._SMALL", 20)
+    monkeypatch.setattr(CompletionAnswer, name, make_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", body)
+        assert has_begun.wait(10)
+        assert server.get("/health", timeout=5).json()["num_running"] <= 1
+        may_end.set()
+        assert tokens_of(answer.result()) == want
+
+
+def test_openai_chat_goes_on(client) -> None:
+    """The second turn sends the first answer back, as the client's library writes it."""
+    messages = [{"role": "user", "content": "ab"}]
+    options = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    first = client.chat.completions.create(messages=messages, **options)
+    message = first.choices[0].message.model_dump()
+    assert {"refusal", "annotations", "audio", "function_call", "tool_calls"} <= set(message)
+    messages += [message, {"role": "user", "content": "the"}]
+    second = client.chat.completions.create(messages=messages, **options)
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens + 4
+    silent = [{"role": "assistant", "content": None, "tool_calls": []}, messages[0]]
+    told = client.chat.completions.create(messages=silent, **options)
+    assert told.usage.prompt_tokens == first.usage.prompt_tokens + len("a:\n")
+    for field, value in (("tool_calls", [{"id": "1"}]), ("audio", {"id": "1"})):
+        with pytest.raises(openai.BadRequestError, match=f"messages.0.{field}"):
+            client.chat.completions.create(messages=[{**silent[0], field: value}], **options)
+    with pytest.raises(openai.BadRequestError, match="messages.0.content: "):
+        parts = [{"type": "image_url", "image_url": {"url": "x"}}]
+        client.chat.completions.create(messages=[{"role": "user", "content": parts}], **options)
+
+
+def test_chat_template_kwargs_reach_the_template(server) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], **GREEDY}
+    path = "/v1/chat/completions"
+    usage = server.post(path, body).json()["usage"]
+    body["chat_template_kwargs"] = {"enable_thinking": True}
+    more = server.post(path, body).json()["usage"]
+    assert more["prompt_tokens"] == usage["prompt_tokens"] + len("hm")
+    body["chat_template_kwargs"] = {"messages": []}
+    error = error_of(server.post(path, body), 400)
+    assert error["param"] == "chat_template_kwargs" and "'messages'" in error["message"]
+
+
 def test_openai_stop_and_seed(client) -> None:
     options = {"model": "tiny", "prompt": "ab", "max_tokens": 30, "seed": 1}
     options["extra_body"] = {"ignore_eos": True}
@@ -246,13 +353,17 @@ def test_openai_errors(client) -> None:
         ({"prompt": "a", "n": 4}, "max_n"),
         ({"prompt": "a", "n": 0}, "n: .*greater"),
         ({"prompt": "a", "logprobs": 21}, "max_logprobs"),
+        # The prompt is a start token and a letter.
+        ({"prompt": "a", "logprobs": 20, "n": 3, "max_tokens": 32}, "max_answer_log.* got 2016"),
+        ({"prompt": "a", "logprobs": 20, "n": 2, "max_tokens": 99}, "got 2604"),
+        ({"prompt": ["a"] * 4, "logprobs": 9, "echo": True, "max_tokens": 50}, "got 2080"),
         ({"prompt": "a", "stop": ["a", "b", "c"]}, "max_stop"),
         ({"prompt": "a", "stop": "a" * 11}, "max_stop_chars"),
         ({"prompt": "a", "temperature": "hot"}, "temperature: .*number"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens"),
         ({"prompt": "a", "max_token": 5}, "max_token: .*not permitted"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(40)}}, "at most 32"),
+        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "at most 1024"),
         ({"prompt": "a", "stop_token_ids": [99]}, "stop_token_ids"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"prompt": "a", "timeout": 0}, "timeout"),

@@ -513,13 +513,13 @@ def own_server(folder):
 
 
 def test_health_tells_of_an_engine_that_hangs(own_server, monkeypatch) -> None:
-    go_on, step = threading.Event(), own_server.engine.step
+    go_on, advance = threading.Event(), own_server.engine.advance
 
     def hang():
         go_on.wait(30)
-        return step()
+        return advance()
 
-    monkeypatch.setattr(own_server.engine, "step", hang)
+    monkeypatch.setattr(own_server.engine, "advance", hang)
     try:
         with open_stream(own_server) as connection:
             wait_until(lambda: own_server.get("/health").json()["status"] == "stalled")
@@ -542,7 +542,7 @@ def test_everybody_hears_of_an_engine_that_died(own_server, monkeypatch) -> None
     with open_stream(own_server, {**LONG, "n": 16}) as connection:
         while b"data: " not in connection.recv(5000):
             pass
-        monkeypatch.setattr(own_server.engine, "step", fail)
+        monkeypatch.setattr(own_server.engine, "advance", fail)
         wait_until(lambda: own_server.get("/health").json()["status"] == "failed")
         rest = b""
         while not rest.endswith(b"0\r\n\r\n"):

@@ -1,5 +1,6 @@
 """Tokenizers, chat templates and detokenisation of streams."""
 
+import codecs
 import json
 
 import pytest
@@ -208,6 +209,72 @@ def test_detokenizer_continues_a_text(name, data):
         assert first + "".join(rest) == whole
 
 
+def _with_each_byte_replaced(error):
+    """For `bytes.decode`, which by itself gives one replacement character to several bytes."""
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("each_byte", _with_each_byte_replaced)
+_HALVES = [
+    b"\xf0\x9f\x99\x82",
+    b"\xf0\x9f\x99",
+    b"\xe6\x97\xa5",
+    b"\xe6\x97",
+    b"\xc3",
+    b"\xff",
+    b"a",
+]
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+@given(parts=st.lists(st.sampled_from(_HALVES) | st.binary(max_size=6), max_size=12))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_detokenizer_replaces_bytes_that_are_no_text_and_no_others(name, parts):
+    data = b"".join(parts)
+    tokenizer, is_level = _TOKENIZERS[name], name == "byte_level"
+    token_ids = [tokenizer._backend.token_to_id(_byte_token(byte, is_level)) for byte in data]
+    stream, pieces = Detokenizer(tokenizer, continues_text=True), []
+    for token_id in token_ids:
+        pieces.append(stream.push(token_id))
+        assert len(stream._pending) <= 3
+    text = "".join([*pieces, stream.finish()])
+    # A token for each byte is one replacement character for each; else it is as in Python.
+    assert text == data.decode(errors="replace" if is_level else "each_byte")
+    assert tokenizer.decode(token_ids, continues_text=True) == text
+
+
+def _byte_token(byte, is_level):
+    if not is_level:
+        return f"<0x{byte:02X}>"
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return chr(byte) if byte in visible else chr(256 + others.index(byte))
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+@pytest.mark.parametrize("kind", ["bytes", "unknown"])
+def test_detokenizer_does_not_hold_what_never_becomes_text(name, kind):
+    tokenizer = _TOKENIZERS[name]
+    byte = tokenizer._backend.token_to_id(_byte_token(0xFF, name == "byte_level"))
+    stream = Detokenizer(tokenizer)
+    token_ids = [byte if kind == "bytes" else 10**6] * 100
+    texts = [stream.push(token_id) for token_id in token_ids]
+    assert len(stream._pending) <= 3
+    assert all(texts[3:]) if kind == "bytes" else not any(texts)
+
+
+def test_detokenizer_waits_where_tokens_begin_and_end_within_characters():
+    """In such a text no token may be handed out without its neighbours."""
+    tail, middle, head = "\u0139\u00a5", "\u0139\u00a5\u00e6", "\u00e6"
+    backend = Backend(models.BPE({"a": 0, head: 1, middle: 2, tail: 3}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend)
+    for count in (1, 5, 12):
+        assert "".join(_stream(tokenizer, [1] + [2] * count + [3])) == "日" * (count + 1)
+    texts = _stream(tokenizer, [1] + [2] * 1000)
+    assert max(map(len, texts)) < 50
+
+
 def test_detokenizer_hands_out_text_as_soon_as_it_is_final():
     tokenizer = _TOKENIZERS["byte_fallback"]
     assert _stream(tokenizer, tokenizer.encode("a\nb")) == ["a", "\n", "b", ""]
@@ -283,6 +350,10 @@ def test_apply_chat_template_agrees_with_transformers(template):
         ("{{ messages.append(1) }}", [], "unsafe|not safely callable"),
         (_CHATML, [{"content": "a"}], "must have a role"),
         (_CHATML, ["a"], "must have a role"),
+        (_CHATML, [{"role": "user", "content": 5}], "content must be a text or a list .* got 5"),
+        (_CHATML, [{"role": "user", "content": [{"type": "image_url"}]}], "got 'image_url'"),
+        (_CHATML, [{"role": "user", "content": [{"type": "text"}]}], "got one without a text"),
+        (_CHATML, [{"role": "user", "content": ["Hi"]}], "each part of content must be .* 'Hi'"),
     ],
 )
 def test_apply_chat_template_refuses_in_one_line(template, messages, message):
@@ -290,6 +361,33 @@ def test_apply_chat_template_refuses_in_one_line(template, messages, message):
     with pytest.raises(ChatTemplateError, match=message) as raised:
         tokenizer.apply_chat_template(messages)
     assert "\n" not in str(raised.value)
+
+
+def test_apply_chat_template_joins_the_parts_of_a_message():
+    tokenizer = Tokenizer(_byte_fallback(), chat_template=_CHATML)
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    for content, text in ((parts, "Hi there"), (tuple(parts), "Hi there"), ([], ""), (None, "")):
+        messages = [{"role": "user", "content": content}]
+        expected = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        assert tokenizer.apply_chat_template(messages) == expected
+        assert messages == [{"role": "user", "content": content}]
+
+
+def test_encode_chat_passes_variables_on_but_its_own():
+    template = (
+        "{{ messages[0].content }}{% if enable_thinking %} a{% endif %}{% if n %}b{% endif %}"
+    )
+    tokenizer = Tokenizer(_byte_fallback(), chat_template=template)
+    messages = [{"role": "user", "content": "ab"}]
+    text = tokenizer.apply_chat_template(messages, enable_thinking=True, n=0)
+    asked = tokenizer.encode_chat(messages, {"enable_thinking": True, "n": 0})
+    assert asked == tokenizer.encode(text) == tokenizer.encode("ab a")
+    assert tokenizer.encode_chat(messages) == tokenizer.encode("ab")
+    for name in ("messages", "add_generation_prompt", "tokenize", "self", "bos_token", 5):
+        with pytest.raises(ChatTemplateError, match=f"own variables, got {name!r}"):
+            tokenizer.encode_chat(messages, {name: True})
+    with pytest.raises(ChatTemplateError, match="must be a dict, got 5"):
+        tokenizer.encode_chat(messages, 5)
 
 
 def test_tokenizer_refuses_templates_that_are_no_jinja():

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.interface import QUANTISED, Pools, is_quantised, quantise
 from paged_jax.kernels.writing import copy_blocks, paged_write
@@ -337,6 +339,27 @@ def test_copy_blocks_refuses_wrong_arguments():
         copy_blocks(POOL, POOL[:, 1:], pair, pair)
     with pytest.raises(ValueError, match="copy_blocks: sources must be an integer array"):
         copy_blocks(POOL, POOL, np.zeros(1), pair)
+
+
+def test_paged_write_and_copy_blocks_refuse_explicit_axes():
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,))
+    pool = jax.device_put(POOL, NamedSharding(mesh, Spec(None, None, "heads")))
+    new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
+    message = "arrays must not be on a mesh with explicit axes"
+    with pytest.raises(ValueError, match=f"paged_write: {message}"):
+        paged_write(pool, pool, new, new, places, places)
+    with pytest.raises(ValueError, match=f"copy_blocks: {message}"):
+        copy_blocks(pool, pool, places, places)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a device for a kernel")
+def test_paged_write_and_copy_blocks_name_the_device_that_a_kernel_needs():
+    new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
+    message = "'triton' runs on gpu only, got a device of cpu"
+    with pytest.raises(ValueError, match=f"paged_write: backend {message}"):
+        paged_write(POOL, POOL, new, new, places, places, backend="triton")
+    with pytest.raises(ValueError, match=f"copy_blocks: backend {message}"):
+        copy_blocks(POOL, POOL, places, places, backend="triton")
 
 
 def test_paged_write_refuses_more_rows_than_int32_counts():

@@ -7,6 +7,8 @@ from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
 from paged_jax.kernels.cascade import cascade_attention, num_shared_blocks
 from paged_jax.kernels.dispatch import (
     BACKENDS,
+    backend_for,
+    backend_over_devices,
     check_backend_runs_on,
     choose_backend,
     padded_head_dim,
@@ -18,6 +20,8 @@ from paged_jax.kernels.writing import copy_blocks, paged_write
 __all__ = [
     "BACKENDS",
     "Pools",
+    "backend_for",
+    "backend_over_devices",
     "cascade_attention",
     "check_backend_runs_on",
     "choose_backend",

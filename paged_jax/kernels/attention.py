@@ -8,19 +8,31 @@ with K and V of sequence ``b`` read through ``block_tables[b]``: token ``t`` lie
 ``block_tables[b, t // C]`` of the pool, at offset ``t % C``. Query heads ``h`` in
 ``[g * G, (g + 1) * G)`` share the KV head ``g``. Bytes of the pool that belong to no token of a
 sequence, and table entries past its length, never reach its output, whatever they hold.
+
+Numbers out of range have one meaning for all backends. A length is cut to what there can be: more
+than M * C tokens are M * C, and a chunk has at most T queries and at most the tokens of its
+sequence. A traced layer that the pools do not have holds no tokens, and writes to it are dropped.
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from paged_jax import dims
-from paged_jax.kernels.checks import as_int32, check_pools, pool_letters
-from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.checks import (
+    as_arrays,
+    as_int32,
+    check_pools,
+    check_sharding,
+    pool_letters,
+)
+from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
 from paged_jax.kernels.interface import Options, Pools, Problem
 
@@ -55,20 +67,22 @@ def paged_attention(
       v_pool: the values, as the keys.
       block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the
         length may hold anything.
-      context_lens: integer ``[B]``, tokens in each sequence, the last included, at most M * C.
-        Where it is 0 the output is 0. The entries that hold the tokens must be blocks.
-      layer: which layer of the pools to read; a Python int or a traced scalar.
-      scale: of the scores, ``D ** -0.5`` if None.
-      sliding_window: attend to this many last tokens only, the query's own included.
-      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2).
+      context_lens: integer ``[B]``, tokens in each sequence, the last included; above M * C it
+        counts as M * C. Where it is 0 the output is 0. The entries that hold the tokens must be
+        blocks.
+      layer: which layer of the pools to read; a Python int or a traced scalar. In a traced layer
+        that the pools do not have, all sequences are empty.
+      scale: of the scores, ``D ** -0.5`` if None (static).
+      sliding_window: attend to this many last tokens only, the query's own included (static).
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
       k_scale, v_scale: f32 ``[L, P, K, C]``, what the numbers of a quantised pool are multiplied
         by; None for other pools.
       sinks: floating point ``[H]``: one more logit in the softmax of each head, without a value,
         neither scaled nor capped (gpt-oss model card, section 2.2).
       return_lse: return the log-sum-exp too, which `merge_attention` needs.
       backend: ``"triton"`` (GPU), ``"mosaic_tpu"``, ``"xla"``, ``"reference"``, or None for the
-        best one of the platform that the program is lowered for.
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform.
+        best one of the platform that the program is lowered for (static).
+      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
 
     Returns:
       ``[B, H, D]`` in the dtype of `q`. Softmax and accumulation are in float32. With
@@ -76,8 +90,9 @@ def paged_attention(
       denominator, sinks included, and -inf where that is 0.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, or the
-        backend's name is unknown.
+      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, what is
+        static is traced, arrays are on a mesh with explicit axes, or the backend's name is unknown
+        or it does not run on the device of the arrays.
       NotImplementedError: the backend that was asked for cannot do this; it says why.
 
     Cost: proportional to the tokens in the batch, whatever the width of the table.
@@ -137,7 +152,8 @@ def paged_prefill_attention(
       v_pool: the values, as the keys.
       block_tables: integer ``[B, M]``.
       context_lens: integer ``[B]``, tokens in each sequence, the chunk included.
-      query_lens: integer ``[B]``, tokens in each chunk, 0 to T and at most `context_lens`.
+      query_lens: integer ``[B]``, tokens in each chunk, 0 to T and at most `context_lens`; what is
+        above counts as the most that there can be.
       layer, scale, sliding_window, soft_cap, k_scale, v_scale, sinks, return_lse, backend,
         interpret: as for `paged_attention`.
 
@@ -185,7 +201,7 @@ def _attend(
     backend: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of either op, choose the backend and run it."""
-    named = {name: jnp.asarray(x) for name, x in zip(letters, arrays, strict=True)}
+    named = as_arrays(function, **dict(zip(letters, arrays, strict=True)))
     pools = jax.tree.map(jnp.asarray, pools)
     sinks = None if sinks is None else jnp.asarray(sinks)
     q = named["q"]
@@ -203,39 +219,76 @@ def _attend(
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
     check_pools(function, pools, layer)
-    options = replace(options, scale=sizes["D"] ** -0.5 if scale is None else float(scale))
-    _check_options(function, options)
+    check_sharding(function, (named, pools, sinks))
+    scale = sizes["D"] ** -0.5 if scale is None else scale
+    options = _checked_options(function, replace(options, scale=scale))
     del named["q"]
-    integers = as_int32(function, **named)
+    block_tables, *lens = as_int32(function, **named)
+    layer = jnp.asarray(layer, jnp.int32)
+    lens = _bounded(lens, layer, sizes)
 
     problem = Problem.of(op, sizes, q.dtype, pools, options, has_sinks=sinks is not None)
     run = Dispatch(function, problem, backend)
+    if not options.interpret:
+        check_arrays_are_on_its_device(function, backend, q)
     if q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(op, q, sinks)
-    arguments = q, pools, *integers, sinks, layer, options
+    layer = jnp.clip(layer, 0, sizes["L"] - 1)
+    arguments = q, pools, block_tables, *lens, sinks, layer, options
     if backend == "reference":  # JAX differentiates it by itself, to any order and either way
         return run(*arguments)
     return differentiable(run, *arguments)
+
+
+def _bounded(lens: list[jax.Array], layer: jax.Array, sizes: Mapping[str, int]) -> list[jax.Array]:
+    """Context lengths within the table, 0 in a layer that is none, and chunks within them."""
+    context_lens, *query_lens = lens
+    is_layer = (layer >= 0) & (layer < sizes["L"])
+    context_lens = jnp.clip(context_lens, 0, jnp.where(is_layer, sizes["M"] * sizes["C"], 0))
+    return [
+        context_lens,
+        *(jnp.clip(n, 0, jnp.minimum(context_lens, sizes["T"])) for n in query_lens),
+    ]
 
 
 def _attend_to_nothing(
     op: str, q: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """What there is to say without queries, or with tables without blocks."""
-    lse = jnp.full(q.shape[:-1], -jnp.inf)
+    lse = jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
     if op == "decode" and sinks is not None:
         lse = jnp.broadcast_to(sinks.astype(lse.dtype)[None], lse.shape)
     return jnp.zeros_like(q), lse
 
 
-def _check_options(function: str, options: Options) -> None:
-    scale, window, soft_cap = options.scale, options.sliding_window, options.soft_cap
+def _checked_options(function: str, options: Options) -> Options:
+    """The options as Python numbers, which a program can be made for."""
+    scale = _static(function, "scale", options.scale, float)
+    window = _static(function, "sliding_window", options.sliding_window, operator.index)
+    soft_cap = _static(function, "soft_cap", options.soft_cap, float)
     if not math.isfinite(scale):
         raise ValueError(f"{function}: scale must be finite, got {scale}.")
-    if window is not None and not (isinstance(window, int) and 1 <= window < 2**31):
+    if window is not None and not 1 <= window < 2**31:
         raise ValueError(
             f"{function}: sliding_window must be an integer, at least 1 and below 2**31, or None, "
             f"got {window}."
         )
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
+    return replace(options, scale=scale, sliding_window=window, soft_cap=soft_cap)
+
+
+def _static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A number that the program depends on, as Python's own; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{function}: {name} must be static, got a traced {jax.typeof(value)}. Pass a Python "
+            "number; in your own jit, name it in static_argnames."
+        )
+    try:
+        return convert(value)
+    except (TypeError, ValueError):
+        kind = "an integer" if convert is operator.index else "a number"
+        raise ValueError(f"{function}: {name} must be {kind} or None, got {value!r}.") from None

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import paged_attention
+from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding
 from paged_jax.kernels.merge import merge_attention
 
 # Tokens whose reading must be spared before the shared blocks get a pass of their own, which costs
@@ -43,7 +44,7 @@ def num_shared_blocks(
     first = block_tables[jnp.argmax(is_used)][None]
     is_same = jnp.all((block_tables == first) | ~is_used[:, None], axis=0)
     num_full = jnp.min(jnp.where(is_used, context_lens // block_size, M))
-    is_shared = is_same & (jnp.arange(M) < num_full)
+    is_shared = is_same & (jnp.arange(M, dtype=jnp.int32) < num_full)
     count = jnp.sum(jnp.cumprod(is_shared.astype(jnp.int32)), dtype=jnp.int32)
     spared = (jnp.sum(is_used, dtype=jnp.int32) - 1) * count * block_size
     return jnp.where(spared >= _WORTHWHILE, count, 0)
@@ -93,14 +94,20 @@ def cascade_attention(
       >>> out.shape
       (2, 4, 16)
     """
-    sizes = bind(
+    letters = {"q": "BHD", "k_pool": "LPKCE", "block_tables": "BM", "context_lens": "B"}
+    named = as_arrays(
         "cascade_attention",
-        q=(q, "BHD"),
-        k_pool=(k_pool, "LPKCE"),
-        block_tables=(block_tables, "BM"),
-        context_lens=(context_lens, "B"),
-    )
+        q=q, k_pool=k_pool, block_tables=block_tables, context_lens=context_lens,
+    )  # fmt: skip
+    sizes = bind("cascade_attention", **{name: (x, letters[name]) for name, x in named.items()})
+    check_sharding("cascade_attention", named)
     B, H, D, K, C, M = (sizes[name] for name in "BHDKCM")
+    q = named["q"]
+    block_tables, context_lens = as_int32(
+        "cascade_attention",
+        block_tables=named["block_tables"], context_lens=named["context_lens"],
+    )  # fmt: skip
+    context_lens = jnp.clip(context_lens, 0, M * C)
 
     def attend(q, tables, lens, sinks=None):
         return paged_attention(

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from paged_jax.kernels.interface import Pools, is_quantised
 
@@ -66,6 +67,41 @@ def check_pools(function: str, pools: Pools, layer: Any) -> None:
         raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
     if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
+
+
+# What a caller who leaves lengths out may mean.
+_FULL = {
+    "context_lens": " Where all tables are full, pass jnp.full(B, M * C).",
+    "query_lens": " Where all chunks are full, pass jnp.full(B, T).",
+}
+
+
+def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
+    """The arguments as arrays, by name.
+
+    Raises:
+      ValueError: one of them is None.
+    """
+    for name, array in arrays.items():
+        if array is None:
+            raise ValueError(f"{function}: {name} must be an array, got None.{_FULL.get(name, '')}")
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def check_sharding(function: str, arrays: Any) -> None:
+    """Refuse arrays on a mesh with explicit axes: they ask of every index how to shard its result.
+
+    Args:
+      function: the name of the caller, for the message.
+      arrays: a tree of arrays, of which None is a part too.
+    """
+    for array in jax.tree.leaves(arrays):
+        if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
+            raise ValueError(
+                f"{function}: arrays must not be on a mesh with explicit axes, got "
+                f"{jax.typeof(array)}. Call it in jax.shard_map(..., check_vma=False), see 'Tensor "
+                "parallel over KV heads' in docs/embedding.md."
+            )
 
 
 def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:

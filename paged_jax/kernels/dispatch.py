@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
+from jax.core import Tracer
 
 from paged_jax.kernels import mosaic_tpu, reference, scatter, triton, xla
 from paged_jax.kernels.checks import in_whole_lanes
@@ -83,6 +85,11 @@ def backends_of(op: str) -> tuple[str, ...]:
     return tuple(name for name, backend in BACKENDS.items() if op in backend.ops)
 
 
+def backend_for(op: str, name: str | None) -> str | None:
+    """The backend asked for if it has an op, else None: what is best on the platform."""
+    return name if name in backends_of(op) else None
+
+
 def choose_backend(problem: Problem, platform: str) -> Choice:
     """Say which backend ``backend=None`` takes on a platform, and why.
 
@@ -122,8 +129,47 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         own = "gpu"
     if own not in (None, platform):
         raise ValueError(
-            f"{function}: backend {name!r} runs on {own} only, got a device of {platform}."
+            f"{function}: backend {name!r} runs on {own} only, got a device of {platform}. Pass "
+            "backend=None for the best one there; the ops run it anywhere with interpret=True."
         )
+
+
+def check_arrays_are_on_its_device(function: str, name: str | None, array: jax.Array) -> None:
+    """Refuse a backend whose programs cannot run where an array lies.
+
+    A traced array lies nowhere yet: its program may be compiled for a device that is not here.
+
+    Raises:
+      ValueError: as `check_backend_runs_on`.
+    """
+    if not isinstance(array, Tracer):
+        [platform] = {device.platform for device in array.devices()}
+        check_backend_runs_on(function, name, platform)
+
+
+def backend_over_devices(function: str, name: str | None, platform: str) -> str:
+    """The backend of programs that `jit` divides over devices: it cannot divide Pallas kernels.
+
+    Args:
+      function: the name of the caller, for the message.
+      name: of the backend that is asked for, or None.
+      platform: `jax.Device.platform` of the devices.
+
+    Raises:
+      ValueError: the backend is written in Pallas, or the devices are GPUs, where blocks are copied
+        by a Pallas kernel whatever the backend.
+    """
+    if platform == "gpu":
+        raise ValueError(
+            f"{function}: sharding must keep to one GPU, got several. The kernel that copies "
+            "blocks there cannot be divided."
+        )
+    if name is not None and BACKENDS[name].platform is not None:
+        raise ValueError(
+            f"{function}: backend must be 'xla' for weights on several devices, got {name!r}. Its "
+            "kernels cannot be divided."
+        )
+    return name or "xla"
 
 
 def padded_head_dim(head_dim: int, platform: str) -> int:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.interface import Options, Pools
+from paged_jax.kernels.interface import Options, Pools, wider_dtype
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
 QUERIES = 128
@@ -178,7 +178,7 @@ def _only_layer(pool: jax.Array, bar: jax.Array, layer: jax.Array, num_layers: i
     """A pool that is zero but for one layer, and there in the lanes beyond D too."""
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
     # Not by an update of zeros: XLA would make those of K and V once, and copy them.
-    is_layer = jnp.arange(num_layers) == layer
+    is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
 
@@ -236,7 +236,7 @@ def prefill_backward(
     """
     B, T, H, D = q.shape
     P, K, C = pools.k.shape[1:4]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = wider_dtype(q.dtype, jnp.float32)
     is_row = lse != -jnp.inf  # elsewhere the results are constants
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)
@@ -260,7 +260,7 @@ def prefill_backward(
 
     def fold_queries(index: jax.Array, bars: Gradients) -> Gradients:
         chunk_B = lax.dynamic_slice_in_dim(order, index // tiles_a_chunk * chunks, chunks)
-        token_T = index % tiles_a_chunk * queries + jnp.arange(queries)
+        token_T = index % tiles_a_chunk * queries + jnp.arange(queries, dtype=jnp.int32)
         rows = _read_rows(
             chunk_B, token_T, q, out_bar, lse, shift_BTH, context_lens, query_lens, num_kv_heads=K
         )
@@ -311,7 +311,7 @@ def _read_rows(
 
     def read(x: jax.Array) -> jax.Array:
         x = x.at[chunk_B[:, None], token_T[None]].get(mode="fill", fill_value=0)
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(wider_dtype(x.dtype, jnp.float32))
         # Padding may hold NaN, which a weight of zero would not remove from the sum over queries.
         x = jnp.where(jnp.expand_dims(is_query_BT, range(2, x.ndim)), x, 0)
         B, T, H, *D = x.shape
@@ -354,11 +354,13 @@ def _fold_keys(
 
     def step(index, bars):
         q_bar, k_bar, v_bar = bars
-        entries_BM = ((begin_B + index) * tile_blocks)[:, None] + jnp.arange(tile_blocks)[None]
+        columns_M = jnp.arange(tile_blocks, dtype=jnp.int32)
+        entries_BM = ((begin_B + index) * tile_blocks)[:, None] + columns_M[None]
         blocks_BM = jnp.take_along_axis(tables_BM, entries_BM, axis=1, mode="clip")
         # Entries past the tokens may be blocks of others; P is none.
         blocks_BM = jnp.where(entries_BM * C <= last_B[:, None], blocks_BM, P)
-        positions_BS = ((begin_B + index) * tile)[:, None] + jnp.arange(tile)[None]
+        tokens_S = jnp.arange(tile, dtype=jnp.int32)
+        positions_BS = ((begin_B + index) * tile)[:, None] + tokens_S[None]
         seen_BTS = positions_BS[:, None] <= rows.positions[..., None]
         if options.sliding_window is not None:
             window = options.sliding_window
@@ -398,7 +400,7 @@ def _weights(
 
 def _blocks_and_heads(blocks_BM: jax.Array, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
     """Index of ``[P, K, ...]`` that gives ``[B, K, M, ...]``."""
-    return blocks_BM[:, None], jnp.arange(num_kv_heads)[None, :, None]
+    return blocks_BM[:, None], jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
 
 
 def _gather(

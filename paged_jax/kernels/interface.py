@@ -8,7 +8,8 @@ A backend is a module with these functions, of which it may lack any::
     copy_blocks(pools, sources, targets, options) -> pools
 
 and ``refusal(problem)``, which says in a sentence why the backend cannot do what is asked, or
-returns None. Arguments have been checked before a backend sees them.
+returns None. Arguments have been checked before a backend sees them, and in attention ``layer`` is
+in 0..L - 1, ``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``.
 """
 
 from collections.abc import Mapping
@@ -117,7 +118,13 @@ def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
     """
     if is_quantised(pool_dtype):
         return jnp.dtype(q_dtype)
-    return jnp.promote_types(q_dtype, pool_dtype)
+    return wider_dtype(q_dtype, pool_dtype)
+
+
+def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
+    """What two types have in common, also where `jax_numpy_dtype_promotion` is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
 
 
 def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels.interface import wider_dtype
+
 
 def merge_attention(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
@@ -38,7 +40,7 @@ def merge_attention(
             f"[..., D] and [...], got {list(out_a.shape)}, {list(lse_a.shape)}, "
             f"{list(out_b.shape)} and {list(lse_b.shape)}."
         )
-    dtype = jnp.promote_types(out_a.dtype, jnp.float32)
+    dtype = wider_dtype(out_a.dtype, jnp.float32)
     peak = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     weight_a, weight_b = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)

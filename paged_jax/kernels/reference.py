@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.interface import Options, Pools, Problem
+from paged_jax.kernels.interface import Options, Pools, Problem, wider_dtype
 
 
 def refusal(problem: Problem) -> str | None:
@@ -54,11 +54,12 @@ def prefill(
     """A chunk of queries per sequence, causal."""
     B, T, H, D = q.shape
     K, C = pools.k.shape[2:4]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    is_query_BT = jnp.arange(T)[None] < query_lens[:, None]
-    query_positions = (context_lens - query_lens)[:, None, None] + jnp.arange(T)[None, :, None]
+    dtype = wider_dtype(q.dtype, jnp.float32)
+    tokens_T = jnp.arange(T, dtype=jnp.int32)
+    is_query_BT = tokens_T[None] < query_lens[:, None]
+    query_positions = (context_lens - query_lens)[:, None, None] + tokens_T[None, :, None]
     S = block_tables.shape[1] * C
-    key_positions = jnp.arange(S)[None, None]
+    key_positions = jnp.arange(S, dtype=jnp.int32)[None, None]
     seen_BTS = is_query_BT[..., None] & (key_positions <= query_positions)
     if options.sliding_window is not None:
         seen_BTS &= key_positions > query_positions - options.sliding_window

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
-from paged_jax.kernels.checks import as_int32, check_pools, pool_letters
-from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.checks import as_int32, check_pools, check_sharding, pool_letters
+from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.interface import Options, Pools, Problem
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
@@ -45,19 +45,21 @@ def paged_write(
       blocks: integer ``[N]``. Tokens whose block is no block, such as P, are dropped.
       offsets: integer ``[N]``, the token's place in its block, below C. No two tokens that are
         written share a place.
-      layer: which layer of the pools to write; a Python int or a traced scalar.
+      layer: which layer of the pools to write; a Python int or a traced scalar. Where a traced one
+        is no layer, nothing is written.
       k_scale, v_scale: f32 ``[L, P, K, C]``, the scales of quantised pools; None for others.
       backend: ``"triton"`` (GPU), ``"xla"``, or None for the best one of the platform that the
-        program is lowered for.
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform.
+        program is lowered for (static).
+      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
 
     Returns:
       The `Pools`. Differentiable in pools and new values, unless the pools are quantised: then a
       gradient is refused with NotImplementedError.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, or the
-        pool has more rows than int32 counts.
+      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, the pool
+        has more rows than int32 counts, arrays are on a mesh with explicit axes, or the backend's
+        name is unknown or it does not run on the device of the arrays.
       NotImplementedError: the backend that was asked for cannot do this; it says why.
 
     Example:
@@ -76,6 +78,7 @@ def paged_write(
     for name, array in {"k": k, "v": v}.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"paged_write: {name} must be floating point, got {array.dtype}.")
+    check_sharding("paged_write", (pools, k, v, blocks, offsets))
     check_num_rows("paged_write", pools.k.shape, num_new=sizes["N"] * sizes["K"])
     blocks, offsets = as_int32("paged_write", blocks=blocks, offsets=offsets)
     if pools.is_quantised:
@@ -84,6 +87,8 @@ def paged_write(
     options = Options(interpret=interpret)
     problem = Problem.of("write", sizes, k.dtype, pools, options)
     run = Dispatch("paged_write", problem, backend)
+    if not interpret:
+        check_arrays_are_on_its_device("paged_write", backend, pools.k)
     if not sizes["N"]:
         return pools
     return run(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32), options)
@@ -126,12 +131,15 @@ def copy_blocks(
     shapes = pool_letters(pools, pools.k.shape[-1] if pools.k.ndim else 0)
     sizes = dims.bind("copy_blocks", **shapes, **pairs)
     check_pools("copy_blocks", pools, 0)
+    check_sharding("copy_blocks", (pools, sources, targets))
     check_num_rows("copy_blocks", pools.k.shape)
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
     options = Options(interpret=interpret)
     problem = Problem.of("copy_blocks", sizes, pools.k.dtype, pools, options)
     run = Dispatch("copy_blocks", problem, backend)
+    if not interpret:
+        check_arrays_are_on_its_device("copy_blocks", backend, pools.k)
     if not sizes["N"]:
         return pools
     return run(pools, sources, targets, options)

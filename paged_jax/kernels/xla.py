@@ -75,7 +75,7 @@ def decode(
 
     # Longest first: the sequences that still have a tile are then always the leading ones.
     padded = _ceil_div(B, rows) * rows
-    order = jnp.argsort(-num_tiles) if B > rows else jnp.arange(B)
+    order = jnp.argsort(-num_tiles) if B > rows else jnp.arange(B, dtype=jnp.int32)
     order = jnp.pad(order, (0, padded - B), constant_values=B)
     starts, ends, num_tiles, tables, q_BKGD = (
         x.at[order].get(mode="fill", fill_value=0)
@@ -95,11 +95,10 @@ def decode(
             return lax.dynamic_slice_in_dim(x, row, rows)
 
         first_block = (take(starts) // tile + index) * tile_blocks
-        positions = first_block[:, None] * C + jnp.arange(tile)[None]
+        positions = first_block[:, None] * C + jnp.arange(tile, dtype=jnp.int32)[None]
         seen = (positions >= take(starts)[:, None]) & (positions < take(ends)[:, None])
-        blocks = jnp.take_along_axis(
-            take(tables), first_block[:, None] + jnp.arange(tile_blocks)[None], axis=1, mode="clip"
-        )
+        columns = first_block[:, None] + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
+        blocks = jnp.take_along_axis(take(tables), columns, axis=1, mode="clip")
         folded = _fold(
             jax.tree.map(take, softmax),
             take(q_BKGD),
@@ -157,20 +156,20 @@ def prefill(
         b, first = index // num_query_tiles, index % num_query_tiles * queries
         start = context_lens[b] - query_lens[b] + first  # position of the tile's first query
         num_queries = jnp.clip(query_lens[b] - first, 0, queries)
-        offsets = jnp.arange(queries)
+        offsets = jnp.arange(queries, dtype=jnp.int32)
         query_positions = jnp.where(offsets < num_queries, start + offsets, -1)
-        q_KRD = lax.dynamic_slice(q_BKTGD, (b, 0, first, 0, 0), (1, K, queries, G, D)).reshape(
-            K, queries * G, D
-        )
+        zero = jnp.zeros_like(b)  # a Python integer would be 64 bits wide under jax_enable_x64
+        q_KRD = lax.dynamic_slice(
+            q_BKTGD, (b, zero, first, zero, zero), (1, K, queries, G, D)
+        ).reshape(K, queries * G, D)
 
         def step(key_tile, softmax):
-            positions = key_tile * tile + jnp.arange(tile)
+            positions = key_tile * tile + jnp.arange(tile, dtype=jnp.int32)
             seen = positions[None] <= query_positions[:, None]
             if options.sliding_window is not None:
                 seen &= positions[None] > query_positions[:, None] - options.sliding_window
-            blocks = jnp.take(
-                block_tables[b], key_tile * tile_blocks + jnp.arange(tile_blocks), mode="clip"
-            )
+            columns = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+            blocks = jnp.take(block_tables[b], columns, mode="clip")
             return _fold(
                 softmax,
                 q_KRD,
@@ -195,7 +194,7 @@ def prefill(
         )
         return out.reshape(K, queries, G, D), lse
 
-    out, lse = lax.map(query_tile, jnp.arange(B * num_query_tiles))
+    out, lse = lax.map(query_tile, jnp.arange(B * num_query_tiles, dtype=jnp.int32))
     out = out.reshape(B, num_query_tiles, K, queries, G, D).transpose(0, 1, 3, 2, 4, 5)
     lse = lse.reshape(B, num_query_tiles, K, queries, G).transpose(0, 1, 3, 2, 4)
     out, lse = out.reshape(B, padded, H, D), lse.reshape(B, padded, H)
@@ -262,11 +261,12 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _empty(q: jax.Array, sinks: jax.Array | None) -> _Softmax:
     """A softmax over nothing but the sinks, if any, broadcast to the rows of ``q [..., D]``."""
-    out = jnp.zeros(q.shape)
+    rows, out = q.shape[:-1], jnp.zeros(q.shape, jnp.float32)
     if sinks is None:
-        return _Softmax(jnp.full(q.shape[:-1], _LOWEST), jnp.zeros(q.shape[:-1]), out)
-    peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), q.shape[:-1])
-    return _Softmax(peak, jnp.ones(q.shape[:-1]), out)
+        peak = jnp.full(rows, _LOWEST, jnp.float32)
+        return _Softmax(peak, jnp.zeros(rows, jnp.float32), out)
+    peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), rows)
+    return _Softmax(peak, jnp.ones(rows, jnp.float32), out)
 
 
 def _fold(

@@ -54,22 +54,19 @@ class ChatTemplate:
         """Write a chat as the text that the model was trained to continue.
 
         Args:
-          messages: each with ``"role"`` and most often ``"content"``, oldest first.
+          messages: each with ``"role"`` and most often ``"content"``, oldest first. The content is
+            a text, a list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
           add_generation_prompt: end with what opens an answer.
           **variables: others that the template reads.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template refuses them.
         """
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ChatTemplateError(
-                    f"apply_chat_template: each message must have a role, got {message!r}."
-                )
+        messages = [_with_text(message) for message in messages]
         variables = {"tools": None, "documents": None, **variables}
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **variables
+                messages=messages, add_generation_prompt=add_generation_prompt, **variables
             )
         # Beside its own errors, a template raises whatever its expressions do.
         except Exception as error:
@@ -77,6 +74,34 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"apply_chat_template: the model's template refuses the messages: {reason}"
             ) from None
+
+
+def _with_text(message: Any) -> Mapping[str, Any]:
+    """The message with one text for content, as templates of text models expect it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatTemplateError(
+            f"apply_chat_template: each message must have a role, got {message!r}."
+        )
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return message
+    parts = [] if content is None else content
+    if not isinstance(parts, list | tuple):
+        raise ChatTemplateError(
+            f"apply_chat_template: content must be a text or a list of parts, got {content!r}."
+        )
+    return {**message, "content": "".join(map(_text_of, parts))}
+
+
+def _text_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    text = part["text"] if kind == "text" and "text" in part else None
+    if not isinstance(text, str):
+        raise ChatTemplateError(
+            'apply_chat_template: each part of content must be {"type": "text", "text": TEXT}, got '
+            f"{'one without a text' if kind == 'text' else repr(kind)}."
+        )
+    return text
 
 
 class _Generation(ext.Extension):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paged_jax.checks import is_int
+
 _REQUIRED: Any = object()  # the default of a key that has none
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -516,7 +518,7 @@ def _dtype(config: Mapping[str, Any]) -> str:
 def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     value = config.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(_is_integer(token) and token >= 0 for token in values):
+    if not all(is_int(token) and token >= 0 for token in values):
         raise ValueError(f"LlamaConfig: {key} must be token ids, got {value!r}.")
     return tuple(values)
 
@@ -536,20 +538,16 @@ def _get(config: Mapping[str, Any], key: str, default: Any) -> Any:
     return default
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
     value = _get(config, key, default)
-    if value is not None and not _is_integer(value):
+    if value is not None and not is_int(value):
         raise ValueError(f"LlamaConfig: {key} must be an integer, got {value!r}.")
     return value
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
     value = _get(config, key, default)
-    if not _is_integer(value) and not isinstance(value, float):
+    if not is_int(value) and not isinstance(value, float):
         raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
     try:
         return float(value)

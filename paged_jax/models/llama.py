@@ -15,6 +15,7 @@ from paged_jax import cache as paged_cache
 from paged_jax.cache import PagedCache
 from paged_jax.kernels import (
     Pools,
+    backend_for,
     cascade_attention,
     num_shared_blocks,
     paged_attention,
@@ -175,7 +176,8 @@ class Llama(nnx.Module):
                 carry,
             )
 
-        positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
+        steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        positions = jnp.broadcast_to(steps, token_ids.shape)
         x, _ = self._run_layers(
             self.embed_tokens[...][token_ids].astype(jnp.float32), positions, attend, ()
         )
@@ -324,7 +326,7 @@ class Llama(nnx.Module):
         """
         if cascade and self.config.sliding_window is not None:
             raise ValueError("Llama.decode: cascade must be False with a sliding window.")
-        cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1)
+        cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1, backend)
         if cascade:
             num_shared = num_shared_blocks(rows.block_tables, rows.lengths, cache.block_size)
             attention = functools.partial(cascade_attention, num_shared=num_shared)
@@ -333,7 +335,7 @@ class Llama(nnx.Module):
             attention = functools.partial(paged_attention, sliding_window=window)
 
         def attend(layer, q, k, v, pools):
-            pools = rows.write(pools, k, v, layer)
+            pools = rows.write(pools, k, v, layer, backend)
             out = attention(
                 q,
                 pools.k,
@@ -361,10 +363,10 @@ class Llama(nnx.Module):
         """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
         and how many tokens of each row were taken ``[B]``."""
         B, T = token_ids.shape
-        cache, ok, rows = _append(cache, slots, num_tokens, T)
+        cache, ok, rows = _append(cache, slots, num_tokens, T, backend)
 
         def attend(layer, q, k, v, pools):
-            pools = rows.write(pools, k, v, layer)
+            pools = rows.write(pools, k, v, layer, backend)
             out = paged_prefill_attention(
                 q.reshape(B, T, *q.shape[1:]),
                 pools.k,
@@ -457,7 +459,9 @@ class _Rows:
     blocks: jax.Array  # i32 [N], P where there is nothing to write
     offsets: jax.Array  # i32 [N], in their blocks
 
-    def write(self, pools: Pools, k: jax.Array, v: jax.Array, layer: Any) -> Pools:
+    def write(
+        self, pools: Pools, k: jax.Array, v: jax.Array, layer: Any, backend: str | None
+    ) -> Pools:
         return paged_write(
             pools.k,
             pools.v,
@@ -468,11 +472,12 @@ class _Rows:
             layer=layer,
             k_scale=pools.k_scale,
             v_scale=pools.v_scale,
+            backend=backend_for("write", backend),
         )
 
 
 def _append(
-    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int
+    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
 ) -> tuple[PagedCache, jax.Array, _Rows]:
     """Reserve room for up to T tokens in each of the slots i32 [B], and find their places."""
     is_row = slots >= 0
@@ -483,7 +488,7 @@ def _append(
     requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
     # A slot that does not exist fails the whole step, as a negative number of tokens does.
     requested = jnp.where(jnp.all(slots < cache.num_slots), requested, -1)
-    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T)
+    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]

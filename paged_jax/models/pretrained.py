@@ -22,7 +22,10 @@ def from_pretrained(
     """Load a Llama, see `Llama.from_pretrained`."""
     folder = bundled_folder() if folder is None else Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"from_pretrained: folder must exist, got {folder}.")
+        raise FileNotFoundError(
+            f"from_pretrained: folder must exist, got {folder}. Nothing is downloaded: fetch it "
+            "first, as with `hf download ORG/NAME --local-dir DIR`."
+        )
     config = LlamaConfig.from_file(folder)
     if scan_layers is None:
         # On CPU and GPU a scan copies every layer's weights out of the stack.

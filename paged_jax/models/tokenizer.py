@@ -13,6 +13,19 @@ from paged_jax.models.chat_template import ChatTemplate, ChatTemplateError
 from paged_jax.models.config import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Bytes of a character that may wait for its last one.
+_MAX_OPEN_BYTES = 3
+# Tokens that wait for their text to be final. One may have several bytes, and begin and end within
+# characters: so many of that kind in a row are no text that a model writes.
+_MAX_PENDING = 16
+# What a caller of `Tokenizer.encode_chat` may not set as a variable of the template.
+_RESERVED_VARIABLES = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "documents",
+        "messages", "raise_exception", "return_dict", "return_tensors", "self", "strftime_now",
+        "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
+    )
+)  # fmt: skip
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -96,7 +109,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work."""
+        """Whether `apply_chat_template` and `encode_chat` can work."""
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -120,9 +133,10 @@ class Tokenizer:
     ) -> str:
         """Turn token ids into text.
 
-        As the `tokenizers` library does, except next to bytes that are not UTF-8. There the library
-        gives up every character that is spelled in bytes; here those in front of them stay, because
-        they have been streamed already.
+        As the `tokenizers` library does, except next to bytes that are not UTF-8, in tokenizers
+        that have a token for each byte (byte fallback). There the library gives up every character
+        that is spelled in bytes; here only those bytes become replacement characters, because what
+        stands in front of them has been streamed already.
 
         Args:
           token_ids: ids; those outside the vocabulary are left out.
@@ -148,7 +162,8 @@ class Tokenizer:
         """Write a chat as text, to be encoded without adding special tokens.
 
         Args:
-          messages: each with ``"role"`` and ``"content"``, oldest first.
+          messages: each with ``"role"`` and ``"content"``, oldest first. The content is a text, a
+            list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
           add_generation_prompt: end with what opens an answer.
           **variables: others that the template reads, such as ``enable_thinking``.
 
@@ -166,9 +181,42 @@ class Tokenizer:
             **{**self.special_tokens, **variables},
         )
 
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Turn a chat into the token ids that ask for its next message.
+
+        Args:
+          messages: as for `apply_chat_template`.
+          chat_template_kwargs: variables for the template, such as ``enable_thinking``.
+
+        Raises:
+          ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
+            may set.
+        """
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise ChatTemplateError(
+                f"encode_chat: chat_template_kwargs must be a dict, got {variables!r}."
+            )
+        for name in variables:
+            if not isinstance(name, str) or name in _RESERVED_VARIABLES:
+                raise ChatTemplateError(
+                    "encode_chat: chat_template_kwargs must have names of the template's own "
+                    f"variables, got {name!r}."
+                )
+        text = self.apply_chat_template(messages, **variables)
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out."""
         return token_id in self._special_ids
+
+    def _is_known(self, token_id: int) -> bool:
+        return self._backend.id_to_token(token_id) is not None
 
     def _decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool, continues_text: bool
@@ -196,7 +244,8 @@ class Detokenizer:
 
     Text is handed out once later tokens cannot change it; all of it together is what
     `Tokenizer.decode` makes of all the tokens. (`tokenizers.DecodeStream` fails for good once a
-    character is followed by bytes that are none, and never gives out the last of them.)
+    character is followed by bytes that are none, and never gives out the last of them.) A token
+    costs the same however many came before it, and whatever they are.
 
     Args:
       tokenizer: where the tokens come from.
@@ -220,24 +269,49 @@ class Detokenizer:
         """Take one token and return the text that is final with it, often none."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
+        if not self._tokenizer._is_known(token_id):
+            return ""
         self._pending.append(token_id)
-        text = self._decode()
-        # Ends within a character, or with bytes that are none: the next token will tell.
-        return "" if text.endswith(_REPLACEMENT) else self._hand_out(text)
+        text = self._decode(self._pending, self._continues_text)
+        if text.endswith(_REPLACEMENT):
+            return self._settle(text)
+        if text:
+            return self._hand_out(text, len(self._pending))
+        # Behind nothing, a space is dropped: the next token is decoded together with this one.
+        del self._pending[:-_MAX_OPEN_BYTES]
+        return ""
 
     def finish(self) -> str:
         """Return what is left, with a replacement character for each byte that is no text."""
-        return self._hand_out(self._decode())
+        text = self._decode(self._pending, self._continues_text)
+        return self._hand_out(text, len(self._pending))
 
-    def _decode(self) -> str:
-        return self._tokenizer._decode(
-            self._pending, self._skip_special_tokens, self._continues_text
-        )
+    def _settle(self, text: str) -> str:
+        """Hand out what is final of a text that ends within a character, or with bytes that are
+        none."""
+        count = len(self._pending)
+        splits = [self._split(at) for at in range(1, count)]
+        for head, tail in splits:
+            if tail and not tail.endswith(_REPLACEMENT):  # behind bytes that are none: they stay so
+                return self._hand_out(head + tail, count)
+        if count <= _MAX_OPEN_BYTES:
+            return ""
+        # Where the text falls into two, the front is final. Elsewhere a character would be cut.
+        places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
+        at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
+        return self._hand_out(splits[at - 1][0], at) if at else ""
 
-    def _hand_out(self, text: str) -> str:
-        if text:  # an id outside the vocabulary, for one, starts no text
-            self._pending.clear()
-            self._continues_text = True
+    def _split(self, at: int) -> tuple[str, str]:
+        """The texts of the tokens that wait, in two parts."""
+        head = self._decode(self._pending[:at], self._continues_text)
+        return head, self._decode(self._pending[at:], self._continues_text or bool(head))
+
+    def _decode(self, token_ids: list[int], continues_text: bool) -> str:
+        return self._tokenizer._decode(token_ids, self._skip_special_tokens, continues_text)
+
+    def _hand_out(self, text: str, num_tokens: int) -> str:
+        del self._pending[:num_tokens]
+        self._continues_text |= bool(text)
         return text
 
 

@@ -1,6 +1,7 @@
 """From a request's body to a job for the engine, and from its outputs to each endpoint's answer."""
 
 import dataclasses
+import functools
 import re
 import secrets
 import time
@@ -17,6 +18,8 @@ from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service
 
 _REQUEST_ID = re.compile(r"request ((?:gen|cmpl|chatcmpl)-[0-9a-f]+-\d+)")
+# Begins a message of those that refuse: a function's or a class's name, which no client knows.
+_WHO = re.compile(r"^(?:request|SamplingParams|encode_chat|apply_chat_template): ")
 # JSON has no infinity; OpenAI answers this for a token that cannot come.
 _LOWEST = -9999.0
 # Fields of a body that are SamplingParams' own.
@@ -32,13 +35,13 @@ class Job:
     """What the engine is asked for.
 
     Attributes:
-      prompts: each a text, or token ids.
+      prompts: token ids of each.
       params: of all of them.
       cache_salt: of the client, with what its key adds.
       options: of `AsyncEngine.generate`.
     """
 
-    prompts: list[str | list[int]]
+    prompts: list[list[int]]
     params: SamplingParams
     cache_salt: str
     options: dict[str, Any]
@@ -60,6 +63,15 @@ class News:
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         logprobs = self.sample.logprobs
         return None if logprobs is None else logprobs[self.start :]
+
+
+def size(output: RequestOutput, news: Sequence[News]) -> int:
+    """Tokens and log-probabilities that an answer with these news tells of: its cost."""
+    rows = [row for each in news for row in each.logprobs or ()]
+    # Those of the prompt come with the first news or with the last.
+    if output.finished or any(each.start == 0 for each in news):
+        rows += [row for row in output.prompt_logprobs or () if row is not None]
+    return sum(map(len, rows)) + sum(len(each.token_ids) for each in news)
 
 
 def whole(output: RequestOutput) -> list[News]:
@@ -116,7 +128,7 @@ class Answer(ABC):
     def params(self) -> dict[str, Any]:
         """Fields of `SamplingParams`, those only that were given."""
         given = {name: getattr(self.body, name) for name in _PARAMS}
-        if self.body.seed is not None:
+        if self.body.seed is not None and self.body.seed != -1:
             given["seed"] = self.body.seed % 2**63  # OpenAI's may be negative
         if self.body.logit_bias is not None:
             given["logit_bias"] = _as_token_ids(self.body.logit_bias)
@@ -158,6 +170,7 @@ class Answer(ABC):
             prompts = self.prompts()
             limits.check("max_prompts", len(prompts), param="the number of prompts")
             prompts = [self._encode(prompt) for prompt in prompts]
+            params = self._bounded(params, prompts)
         except ValueError as error:
             raise bad_request(error) from None
         options: dict[str, Any] = {"explain": body.explain}
@@ -175,7 +188,24 @@ class Answer(ABC):
         recommended = tokenizer.sampling_defaults if tokenizer else {}
         return SamplingParams(**{**(recommended or self.unrecommended), **params})
 
-    def _encode(self, prompt: str | list[int]) -> str | list[int]:
+    def _bounded(self, params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
+        """The parameters; where nobody says how many tokens, as many as an answer may tell of."""
+        service, limits = self.service, self.service.limits
+        context = min(service.max_model_len, service.num_blocks * service.block_size + 1)
+        room = [max(1, context - len(prompt)) for prompt in prompts]
+        per_token = params.n * _num_candidates(params.logprobs)
+        count = params.n * _num_candidates(params.prompt_logprobs) * sum(map(len, prompts))
+        if per_token:
+            most = params.max_tokens
+            if most is None:
+                most = max(1, min(*room, (limits.max_answer_logprobs - count) // per_token))
+                params = dataclasses.replace(params, max_tokens=most)
+            count += per_token * sum(min(most, each) for each in room)
+        product = "n times the tokens times the log-probabilities of each"
+        limits.check("max_answer_logprobs", count, param=product)
+        return params
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         tokenizer = self.service.tokenizer
         if isinstance(prompt, str):
             if tokenizer is None:
@@ -236,11 +266,11 @@ class GenerateAnswer(Answer):
 
     def _generated(self, output: RequestOutput, news: list[News]) -> schemas.Generated:
         is_end = output.finished
-        return schemas.Generated(
+        return schemas.Generated.model_construct(
             request_id=self.id,
             text=[each.text for each in news],
             outputs=[
-                schemas.GeneratedSample(
+                schemas.GeneratedSample.model_construct(
                     index=each.sample.index,
                     text=each.text,
                     token_ids=each.token_ids,
@@ -331,7 +361,7 @@ class CompletionAnswer(OpenAiAnswer):
         if logprobs is not None:
             rows += zip(token_ids, logprobs, strict=True)
         self._offsets[key] = offset + len(text)
-        return schemas.CompletionChoice(
+        return schemas.CompletionChoice.model_construct(
             index=self._index(prompt, output, news),
             text=text,
             logprobs=None if logprobs is None else self._logprobs(rows, offset),
@@ -381,9 +411,8 @@ class ChatAnswer(OpenAiAnswer):
         tokenizer = self.service.tokenizer
         if tokenizer is None:
             raise ValueError("request: the model has no tokenizer, which chats need.")
-        text = tokenizer.apply_chat_template([_as_message(m) for m in self.body.messages])
-        # The template writes the special tokens itself.
-        return [tokenizer.encode(text, add_special_tokens=False)]
+        messages = [_as_message(message) for message in self.body.messages]
+        return [tokenizer.encode_chat(messages, self.body.chat_template_kwargs)]
 
     def params(self) -> dict[str, Any]:
         # As long as the context allows, if nobody says.
@@ -399,7 +428,7 @@ class ChatAnswer(OpenAiAnswer):
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         [output] = outputs
         choices = [
-            schemas.ChatChoice(
+            schemas.ChatChoice.model_construct(
                 index=news.sample.index,
                 message=schemas.ChatMessage(content=news.text),
                 logprobs=_chat_logprobs(news, self.body.top_logprobs or 0),
@@ -427,7 +456,7 @@ class ChatAnswer(OpenAiAnswer):
         ]
 
     def _chunk(self, index: int, delta: schemas.ChatDelta, **fields: Any) -> BaseModel:
-        choice = schemas.ChatChunkChoice(index=index, delta=delta, **fields)
+        choice = schemas.ChatChunkChoice.model_construct(index=index, delta=delta, **fields)
         return schemas.ChatCompletionChunk(**self.head, choices=[choice])
 
 
@@ -461,10 +490,15 @@ def explanation(output: RequestOutput) -> dict[str, Any] | None:
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """What the engine refuses: "request: FIELD must ..." or "SamplingParams: FIELD must ..."."""
-    message = str(error).removeprefix("request: ").removeprefix("SamplingParams: ")
+    """What the engine refuses, or the tokenizer: "WHO: FIELD must ..."."""
+    message = _WHO.sub("", str(error))
     param, must, _ = message.partition(" must ")
     return ApiError(400, message, param=param if must and " " not in param else None)
+
+
+def _num_candidates(asked: int | None) -> int:
+    """Log-probabilities of each token, its own included."""
+    return 0 if asked is None else asked + 1
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:
@@ -476,12 +510,10 @@ def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:
         ) from None
 
 
-def _as_message(message: schemas.Message) -> dict[str, str]:
-    content = message.content
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
+def _as_message(message: schemas.Message) -> dict[str, Any]:
+    # A template may ask whether there is a name.
     named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content, **named}
+    return message.model_dump(include={"role", "content"}) | named
 
 
 def _candidates(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
@@ -491,11 +523,11 @@ def _candidates(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
         None
         if row is None
         else {
-            token_id: schemas.Candidate(
-                logprob=max(each.logprob, _LOWEST),
-                rank=each.rank,
-                decoded_token=each.decoded_token,
-            )
+            token_id: {
+                "logprob": max(each.logprob, _LOWEST),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
             for token_id, each in row.items()
         }
         for row in rows
@@ -505,23 +537,23 @@ def _candidates(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
 def _chat_logprobs(news: News, num_top: int) -> schemas.ChatLogprobs | None:
     if news.logprobs is None:
         return None
-    content = []
-    for token_id, row in zip(news.token_ids, news.logprobs, strict=True):
-        # The chosen token is in the row even if it is not among the most probable ones.
-        top = sorted(row.values(), key=lambda each: each.rank)[:num_top]
-        content.append(
-            schemas.TokenLogprob(
-                **_token(row[token_id]),
-                top_logprobs=[schemas.TopLogprob(**_token(each)) for each in top],
-            )
-        )
-    return schemas.ChatLogprobs(content=content)
+    rows = zip(news.token_ids, news.logprobs, strict=True)
+    return {"content": (_chosen(row[token_id], row, num_top) for token_id, row in rows)}
 
 
-def _token(each: Logprob) -> dict[str, Any]:
-    return {
-        "token": each.decoded_token,
-        "logprob": max(each.logprob, _LOWEST),
-        # Of a piece of a character the text does not tell the bytes.
-        "bytes": None if "\ufffd" in each.decoded_token else list(each.decoded_token.encode()),
-    }
+def _chosen(token: Logprob, row: dict[int, Logprob], num_top: int) -> schemas.TokenLogprob:
+    # The chosen token is in the row even if it is not among the most probable ones.
+    top = sorted(row.values(), key=lambda each: each.rank)[:num_top]
+    return {**_token(token), "top_logprobs": [_token(each) for each in top]}
+
+
+def _token(each: Logprob) -> schemas.TopLogprob:
+    text = each.decoded_token
+    return {"token": text, "logprob": max(each.logprob, _LOWEST), "bytes": _bytes_of(text)}
+
+
+@functools.lru_cache(maxsize=2**14)
+def _bytes_of(text: str) -> list[int] | None:
+    # Made once for each token: they take longer than all the rest, and nobody changes them.
+    # Of a piece of a character the text does not tell the bytes.
+    return None if "\ufffd" in text else list(text.encode())

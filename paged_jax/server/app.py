@@ -27,8 +27,11 @@ from paged_jax.server.answers import (
     CompletionAnswer,
     GenerateAnswer,
     Job,
+    News,
     Sent,
     bad_request,
+    size,
+    whole,
 )
 from paged_jax.server.errors import ApiError, of_validation
 from paged_jax.server.security import IS_KNOWN, SALT, Security
@@ -178,8 +181,7 @@ async def _complete(
             # Whatever is wrong shows before the first event, while there still is a status.
             first = await service.unless_over(request.receive, anext(events))
             return _EventStream(service, first, events, stack.pop_all())
-        collected = _collect(service, answer, job)
-        return _json(await service.unless_over(request.receive, collected))
+        return await service.unless_over(request.receive, _collect(service, answer, job))
 
 
 async def _read(service: Service, request: Request) -> bytes:
@@ -209,29 +211,35 @@ async def _read(service: Service, request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def _collect(service: Service, answer: Answer, job: Job) -> BaseModel:
+async def _collect(service: Service, answer: Answer, job: Job) -> Response:
     done: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
         async for index, output in outputs:
             done[index] = output
-    return answer.answer([done[index] for index in range(len(job.prompts))])
+    ordered = [done[index] for index in range(len(job.prompts))]
+    num_rows = sum(size(output, whole(output)) for output in ordered)
+    return await service.render(num_rows, lambda: _json(answer.answer(ordered)))
 
 
 async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
     """The answer in pieces, as server-sent events."""
     sent, done = Sent(), {}
-    has_begun = False
+    opening = b"".join(map(_event, answer.opening()))
     async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
         async for index, output in outputs:
-            pieces = [] if has_begun else answer.opening()
-            has_begun = True
-            pieces += answer.chunks(index, output, list(sent.news(index, output)))
+            news = list(sent.news(index, output))
+            chunk = functools.partial(_chunk, answer, index, output, news)
+            if data := opening + await service.render(size(output, news), chunk):
+                yield data
+            opening = b""
             if output.finished:
                 done[index] = output
-            if pieces:
-                yield b"".join(map(_event, pieces))
     closing = answer.closing([done[index] for index in range(len(job.prompts))])
     yield b"".join([*map(_event, closing), _DONE])
+
+
+def _chunk(answer: Answer, index: int, output: RequestOutput, news: list[News]) -> bytes:
+    return b"".join(map(_event, answer.chunks(index, output, news)))
 
 
 def _outputs(

@@ -1,5 +1,6 @@
 """What a client did wrong, or what went wrong here, in the shape of OpenAI's API."""
 
+import itertools
 from typing import Any
 
 from pydantic import ValidationError
@@ -83,12 +84,11 @@ def of_validation(error: ValidationError) -> ApiError:
         )
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
-    place = [part for part in first["loc"] if _is_place(part)]
     # A field that may have several forms has a mistake in each.
-    same = [each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1]]
-    message = ", or ".join(dict.fromkeys(same))
-    if place and len(same) > 1:
-        place = place[:1]
+    same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
+    message = ", or ".join(dict.fromkeys(each["msg"] for each in same))
+    places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
+    place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]
     param = ".".join(map(str, place)) or None
     return ApiError(
         400, f"{param}: {message}." if param else f"{message}.", param=param, code=first["type"]

@@ -6,6 +6,9 @@ import math
 from paged_jax.sampling_params import MAX_LOGPROBS
 from paged_jax.server.errors import ApiError
 
+# The schema's own bound: not even to say that they exceed a limit is a million of them looked at.
+MAX_PROMPTS = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -24,6 +27,9 @@ class Limits:
       max_prompt_tokens: of each prompt; the model's context is a limit, too.
       max_n: samples of a prompt.
       max_logprobs: candidates for each token.
+      max_answer_logprobs: log-probabilities in an answer: `n` times its tokens, those of prompts
+        included where asked for, times the candidates and one. A chat that names no number of
+        tokens ends there. One takes up to a hundred bytes.
       max_stop: stop strings.
       max_stop_chars: characters of each.
     """
@@ -40,6 +46,7 @@ class Limits:
     max_prompt_tokens: int = 2**20
     max_n: int = 16
     max_logprobs: int = MAX_LOGPROBS
+    max_answer_logprobs: int = 2**17
     max_stop: int = 16
     max_stop_chars: int = 256
 
@@ -49,10 +56,11 @@ class Limits:
             if not (0 < value < math.inf if is_time else value >= 0):
                 rule = "be finite seconds > 0" if is_time else "be >= 0"
                 raise ValueError(f"Limits: {name} must {rule}, got {value}.")
-        if self.max_logprobs > MAX_LOGPROBS:
-            raise ValueError(
-                f"Limits: max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}."
-            )
+        for name, most in (("max_logprobs", MAX_LOGPROBS), ("max_prompts", MAX_PROMPTS)):
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f"Limits: {name} must be at most {most}, got {getattr(self, name)}."
+                )
 
     def check(self, name: str, value: int | None, *, param: str, status: int = 400) -> None:
         """Raise an `ApiError` that names the limit if a value exceeds it."""

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from paged_jax.outputs import RequestOutput
+from paged_jax.request import Request
 
 if TYPE_CHECKING:
     from paged_jax.server.monitor import Reading
@@ -82,47 +82,47 @@ class Metrics:
         """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def observe(self, outputs: Iterable[RequestOutput], now: float) -> None:
+    def observe(self, requests: Iterable[Request], now: float) -> None:
         """Note what a step has brought."""
-        for output in outputs:
-            num_tokens = sum(len(sample.token_ids) for sample in output.outputs)
-            self._observe_tokens(output, num_tokens, now)
-            if output.finished:
-                self._observe_end(output, num_tokens)
-                self._running.pop(output.request_id, None)
+        for request in requests:
+            num_tokens = sum(len(sample.token_ids) for sample in request.samples)
+            self._observe_tokens(request, num_tokens, now)
+            if request.is_finished:
+                self._observe_end(request, num_tokens)
+                self._running.pop(request.request_id, None)
 
-    def _observe_tokens(self, output: RequestOutput, num_tokens: int, now: float) -> None:
-        histograms, metrics = self._histograms, output.metrics
-        before = self._running.get(output.request_id)
+    def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
+        histograms, metrics = self._histograms, request.metrics
+        before = self._running.get(request.request_id)
         if before is None:
             if metrics.first_scheduled_time is not None:
                 waited = metrics.first_scheduled_time - metrics.arrival_time
                 histograms["request_queue_time_seconds"].observe(waited)
-                self._prompt_tokens.inc(len(output.prompt_token_ids))
+                self._prompt_tokens.inc(len(request.prompt_token_ids))
             if metrics.first_token_time is not None:
                 seconds = metrics.first_token_time - metrics.arrival_time
                 histograms["time_to_first_token_seconds"].observe(seconds)
         self._generation_tokens.inc(num_tokens - (before.num_tokens if before else 0))
         if before is not None and num_tokens > before.num_tokens:
             # Of n samples each got its share of the tokens in this time.
-            per_sample = (num_tokens - before.num_tokens) / len(output.outputs)
+            per_sample = (num_tokens - before.num_tokens) / len(request.samples)
             for _ in range(max(1, round(per_sample))):
                 histograms["inter_token_latency_seconds"].observe(
                     (now - before.time) / max(1, per_sample)
                 )
-        self._running[output.request_id] = _Progress(now, num_tokens)
+        self._running[request.request_id] = _Progress(now, num_tokens)
 
-    def _observe_end(self, output: RequestOutput, num_tokens: int) -> None:
-        histograms, metrics = self._histograms, output.metrics
-        reason = output.outputs[0].finish_reason or "abort"
+    def _observe_end(self, request: Request, num_tokens: int) -> None:
+        histograms, metrics = self._histograms, request.metrics
+        reason = request.samples[0].finish_reason or "abort"
         self._success.labels(self._model_name, reason).inc()
-        histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
         histograms["request_generation_tokens"].observe(num_tokens)
         end, first = metrics.finished_time, metrics.first_token_time
         if end is None:
             return
         histograms["e2e_request_latency_seconds"].observe(end - metrics.arrival_time)
-        per_sample = num_tokens / len(output.outputs)
+        per_sample = num_tokens / len(request.samples)
         if first is not None and per_sample > 1:
             histograms["request_time_per_output_token_seconds"].observe(
                 (end - first) / (per_sample - 1)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from paged_jax.engine import Engine, EngineStats
-from paged_jax.outputs import RequestOutput
+from paged_jax.request import Request
 from paged_jax.server.metrics import Metrics
 
 
@@ -61,11 +61,11 @@ class Monitor:
         # When there was last nothing to do, or a step.
         self._last_progress = time.perf_counter()
 
-    def on_step(self, engine: Engine, outputs: list[RequestOutput]) -> None:
+    def on_step(self, engine: Engine, requests: list[Request]) -> None:
         """To be called in the engine's thread after each step, and what else ends requests."""
         self.reading = Reading.of(engine)
         self._last_progress = self.reading.time
-        self.metrics.observe(outputs, self.reading.time)
+        self.metrics.observe(requests, self.reading.time)
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:

@@ -3,9 +3,13 @@
 Names are OpenAI's, and vLLM's where OpenAI has none.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from paged_jax.server.limits import MAX_PROMPTS
 
 T = TypeVar("T")
 
@@ -14,6 +18,7 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+Nothing = Annotated[list[Any] | None, Field(max_length=0)]
 
 
 class Body(BaseModel):
@@ -89,9 +94,9 @@ class CompletionBody(OpenAiBody):
 
     prompt: (
         Text
-        | Annotated[Items[Text], Field(min_length=1)]
+        | Annotated[Items[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | TokenIds
-        | Annotated[Items[TokenIds], Field(min_length=1)]
+        | Annotated[Items[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
@@ -106,9 +111,14 @@ class TextPart(Body):
 
 class Message(Body):
     role: Text
-    content: str | Items[TextPart]
+    content: str | Items[TextPart] | None
     name: str | None = None
+    # What an answer has that a client sends back.
     refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Nothing = None
+    tool_calls: Nothing = None
 
 
 class ResponseFormat(Body):
@@ -123,13 +133,17 @@ class ChatBody(OpenAiBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the model's chat template, such as enable_thinking."
+    )
+    tools: Nothing = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 
-# Answers. OpenAI sends null for some fields that do not apply, and leaves others out.
+# Answers. OpenAI sends null for some fields that do not apply, and leaves others out. What comes by
+# the thousand in an answer are dicts: models would take ten times as long.
 
 
 def _is_none(value: object) -> bool:
@@ -150,7 +164,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(TypedDict):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -181,7 +195,7 @@ class Completion(OpenAiAnswer):
     choices: list[CompletionChoice]
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(TypedDict):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -191,8 +205,10 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
+class ChatLogprobs(TypedDict):
+    # Made one by one while they are written: all at once, Python's search for garbage among them
+    # would hold up everybody.
+    content: Iterable[TokenLogprob]
 
 
 class ChatMessage(BaseModel):
@@ -225,7 +241,7 @@ class ChatCompletionChunk(OpenAiAnswer):
     choices: list[ChatChunkChoice]
 
 
-class Candidate(BaseModel):
+class Candidate(TypedDict):
     logprob: float
     rank: int
     decoded_token: str

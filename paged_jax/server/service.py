@@ -12,7 +12,7 @@ from starlette.types import Receive
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine import Engine
 from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.outputs import RequestOutput
+from paged_jax.request import Request
 from paged_jax.server.errors import ApiError, too_many
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics
@@ -22,6 +22,8 @@ from paged_jax.server.watch import CacheWatch
 T = TypeVar("T")
 # Seconds for the last step, in the end: one that is stuck must not keep the server from ending.
 _LAST_STEP = 10.0
+# Tokens and log-probabilities of an answer, some microseconds each, that streams may wait for.
+_SMALL = 2048
 
 
 class ClientGone(Exception):
@@ -75,6 +77,7 @@ class Service:
         self.num_active = 0
         self._num_streams = 0
         self._is_stopping = asyncio.Event()
+        self._rendering = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextlib.asynccontextmanager
@@ -88,8 +91,8 @@ class Service:
         finally:
             await self.engine.close(timeout=_LAST_STEP)
 
-    def _on_step(self, engine: Engine, outputs: list[RequestOutput]) -> None:
-        self.monitor.on_step(engine, outputs)
+    def _on_step(self, engine: Engine, requests: list[Request]) -> None:
+        self.monitor.on_step(engine, requests)
         self.watch.on_step(engine)
 
     # The end. Both may be called by a signal handler.
@@ -154,6 +157,20 @@ class Service:
             return await self.unless_over(receive, self.engine.call(function))
         except EngineClosedError:
             raise engine_stopped() from None
+
+    async def render(self, size: int, function: Callable[[], T]) -> T:
+        """Return ``function()``, which makes an answer: a large one in a thread.
+
+        One at a time: several threads would take the interpreter from the streams all the same.
+
+        Args:
+          size: tokens and log-probabilities in it.
+          function: reads and writes nothing that others change meanwhile.
+        """
+        if size <= _SMALL:
+            return function()
+        async with self._rendering:
+            return await asyncio.to_thread(function)
 
     async def unless_over(self, receive: Receive, work: Awaitable[T]) -> T:
         """Do something for a client unless it leaves, or the server stops.
