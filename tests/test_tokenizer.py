@@ -209,6 +209,13 @@ def test_detokenizer_continues_a_text(name, data):
         assert first + "".join(rest) == whole
 
 
+def test_detokenizer_keeps_a_character_behind_a_space_that_is_dropped():
+    tokenizer = _TOKENIZERS["byte_fallback"]
+    token_ids = [3 + byte for byte in b" \xf0\x9f\x99\x82"]
+    assert tokenizer.decode(token_ids) == "🙂"
+    assert "".join(_stream(tokenizer, token_ids)) == "🙂"
+
+
 def _with_each_byte_replaced(error):
     """For `bytes.decode`, which by itself gives one replacement character to several bytes."""
     return "\ufffd" * (error.end - error.start), error.end

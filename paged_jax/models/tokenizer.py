@@ -277,8 +277,9 @@ class Detokenizer:
             return self._settle(text)
         if text:
             return self._hand_out(text, len(self._pending))
-        # Behind nothing, a space is dropped: the next token is decoded together with this one.
-        del self._pending[:-_MAX_OPEN_BYTES]
+        # Nothing by itself, or a space that is dropped because it comes first: it is not any more.
+        self._continues_text |= bool(self._decode(self._pending, True))
+        self._pending.clear()
         return ""
 
     def finish(self) -> str:
