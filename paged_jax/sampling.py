@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax.checks import is_int
 from paged_jax.dims import bind
-from paged_jax.sampling_params import SamplingParams, is_int
+from paged_jax.sampling_params import SamplingParams
 
 # vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
 # denormal floats, which some backends flush to zero.

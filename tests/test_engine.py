@@ -498,3 +498,15 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) ->
         outputs = engine.step()
     assert [o.token_ids for o in outputs[0].outputs] == [o.token_ids for o in wanted]
     check_empty(engine)
+
+
+def test_blocks_that_nobody_else_holds_are_counted(folder) -> None:
+    engine = Engine(folder, **SIZES, steps_per_dispatch=1)
+    params = SamplingParams(n=2, temperature=1, seed=0, max_tokens=8, ignore_eos=True)
+    engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)
+    while sum(sequence.slot is not None for sequence in engine.sequences) < 2:
+        engine.step()
+    runner, both = engine._runner, engine.sequences
+    num_used = engine.num_blocks - runner.num_free
+    alone = [runner.num_held([sequence]) for sequence in both]
+    assert runner.num_held(both) == num_used > sum(alone) > 0
