@@ -270,8 +270,7 @@ def decode_steps(
     Raises:
       ValueError: `max_steps` is not positive, `num_top` is out of range, or `slots` is not i32[B].
 
-    Cost: that of the steps; around them one copy, there and back, of 5 * B * V bytes of sampling
-    state. The pools are updated in place.
+    Cost: that of the steps. The pools and the sampling state are updated in place.
 
     Example:
       >>> from flax import nnx
@@ -315,7 +314,7 @@ def decode_steps(
 
     rows = _Rows.take(state, slots, max_steps, num_top)
     cache, rows = lax.while_loop(is_to_go_on, step, (state.cache, rows))
-    return rows.put_back(state, cache, slots)
+    return rows.put_back(state, cache)
 
 
 def verify_steps(
@@ -378,18 +377,16 @@ def verify_steps(
         ends = cache.lengths.at[_drop(slots, cache)].set(starts + rows.tokens.num_new, mode="drop")
         ends = jnp.where(ok, ends, cache.lengths)
         cache = paged_cache.truncate(cache, ends, max_tokens=T)
-    return rows.put_back(state, cache, slots)
+    return rows.put_back(state, cache)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The running sequences as rows of a batch, and what they have drawn: the carry of the loops.
+    """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
 
-    Taken out of the state once, not at every step: 5 * V bytes a row are too much for that.
-    """
-
-    sampling: SlotSampling  # of B rows
+    sampling: SlotSampling  # of all S slots: what it counts is 5 * V bytes a slot, and not copied
+    slots: jax.Array  # i32 [B], out of range where there is no row
     token_ids: jax.Array  # i32 [B], last known
     stop_ids: jax.Array  # i32 [B, X]
     max_lengths: jax.Array  # i32 [B]
@@ -400,8 +397,8 @@ class _Rows:
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Rows":
         B = slots.shape[0]
         rows = _drop(slots, state.cache)
-        parts = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
-        parts = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), parts)
+        parts = (state.token_ids, state.stop_ids, state.max_lengths)
+        parts = [x.at[rows].get(mode="clip") for x in parts]
         tokens = StepTokens(
             token_ids=jnp.zeros((max_steps, B), jnp.int32),
             logprobs=jnp.zeros((max_steps, B), jnp.float32),
@@ -413,7 +410,7 @@ class _Rows:
             num_free=state.cache.tables.pool.num_free,
             ok=jnp.ones((), jnp.bool_),
         )
-        return cls(*parts, is_running=slots >= 0, tokens=tokens)
+        return cls(state.sampling, rows, *parts, is_running=slots >= 0, tokens=tokens)
 
     def draw(
         self,
@@ -424,7 +421,9 @@ class _Rows:
         num_top: int,
     ) -> "_Rows":
         """Draw a token for each active row from f32 [B, V]; rows that must stop run no more."""
-        ids, logprobs, new_sampling = sampling.sample(logits, self.sampling, positions, active)
+        ids, logprobs, new_sampling = sampling.sample(
+            logits, self.sampling, positions, active, self.slots
+        )
         done, i = self.tokens, self.tokens.num_steps
         tokens = done._replace(
             token_ids=done.token_ids.at[i].set(ids),
@@ -445,7 +444,7 @@ class _Rows:
             )
         # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0.
         is_stop = jnp.any(ids[:, None] == self.stop_ids, axis=1)
-        is_stop &= positions >= self.sampling.held_until
+        is_stop &= positions >= self.sampling.held_until.at[self.slots].get(mode="clip")
         is_stop |= positions + 1 >= self.max_lengths
         return dataclasses.replace(
             self,
@@ -455,16 +454,12 @@ class _Rows:
             tokens=tokens,
         )
 
-    def put_back(
-        self, state: DecodeState, cache: PagedCache, slots: jax.Array
-    ) -> tuple[StepTokens, DecodeState]:
-        rows = _drop(slots, cache)
-        counts = state.sampling.output_counts.at[rows].set(self.sampling.output_counts, mode="drop")
+    def put_back(self, state: DecodeState, cache: PagedCache) -> tuple[StepTokens, DecodeState]:
         state = dataclasses.replace(
             state,
             cache=cache,
-            sampling=dataclasses.replace(state.sampling, output_counts=counts),
-            token_ids=state.token_ids.at[rows].set(self.token_ids, mode="drop"),
+            sampling=self.sampling,
+            token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         return self.tokens._replace(num_free=cache.tables.pool.num_free), state
 

@@ -1,6 +1,7 @@
 """Text in, text out, offline: `LLM`, with the names and meanings of vLLM's class."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -283,6 +284,8 @@ class Stream:
 
     def __init__(self, run: _Run):
         self._run = run
+        # Not __del__: at the end of the process nothing is left that could be ended.
+        weakref.finalize(self, run.drop).atexit = False
 
     def __iter__(self) -> Iterator[tuple[int, RequestOutput]]:
         return self
@@ -298,9 +301,6 @@ class Stream:
     def close(self) -> None:
         """End the requests that have not finished."""
         self._run.close()
-
-    def __del__(self) -> None:
-        self._run.drop()
 
 
 def _raise_if_all_failed(outputs: list[RequestOutput]) -> None:

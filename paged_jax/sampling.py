@@ -247,31 +247,37 @@ def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
 
 
 def sample(
-    logits: jax.Array, state: SlotSampling, positions: jax.Array, active: jax.Array
+    logits: jax.Array,
+    state: SlotSampling,
+    positions: jax.Array,
+    active: jax.Array,
+    slots: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, SlotSampling]:
-    """Choose one token for each active slot.
+    """Choose one token for each active row.
 
     Args:
-      logits: [S, V], any float dtype; computed with in float32.
-      state: of the same slots.
-      positions: i32[S], the index that the new token will have in its sequence, which is the
+      logits: [B, V], any float dtype; computed with in float32.
+      state: of S slots.
+      positions: i32[B], the index that the new token will have in its sequence, which is the
         number of tokens before it. Seeds the draw.
-      active: bool[S]. The logits of other slots are ignored.
+      active: bool[B]. The logits of other rows are ignored.
+      slots: i32[B], the distinct slots of the active rows; of others they mean nothing. None is for
+        B = S, where row i is slot i.
 
     Returns:
-      tokens: i32[S], 0 where not active.
-      logprobs: f32[S], the log-probability of the token under the logits as they came, before
+      tokens: i32[B], 0 where not active.
+      logprobs: f32[B], the log-probability of the token under the logits as they came, before
         bias, penalties and temperature (vLLM's ``raw_logprobs``); 0 where not active, NaN where
         the row holds NaN or +inf.
-      state: with the tokens of active slots counted.
+      state: with the tokens of active rows counted; in place, if it is donated.
 
     Raises:
       ValueError: shapes disagree (at trace time).
 
     Cost: what no active row asks for is skipped at run time, by ``lax.cond``: a greedy batch makes
-    no noise and looks for no cut-off. Do not ``vmap`` this: it turns every cond into both of its
-    branches. On 2 CPU cores at S = 16, V = 49152: greedy 1.2 ms, drawn 2 ms, top_k or top_p
-    6 to 9 ms, both 13 to 16 ms.
+    no noise, looks for no cut-off and reads no counts. Do not ``vmap`` this: it turns every cond
+    into both of its branches. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, drawn 2 ms, top_k
+    or top_p 6 to 9 ms, both 13 to 16 ms.
 
     Example:
       >>> state = assign(SlotSampling.create(2, 3), 0, SamplingParams(temperature=0), seed=0)
@@ -281,29 +287,46 @@ def sample(
       >>> tokens.tolist()
       [1, 0]
     """
+    num_slots, vocab_size = state.output_counts.shape
+    if slots is None:
+        bind("sample", logits=(logits, "SV"), output_counts=(state.output_counts, "SV"))
+        slots = jnp.arange(num_slots, dtype=jnp.int32)
     bind(
         "sample",
-        logits=(logits, "SV"),
-        output_counts=(state.output_counts, "SV"),
-        positions=(positions, "S"),
-        active=(active, "S"),
+        logits=(logits, "BV"),
+        prompt_mask=(state.prompt_mask, "SV"),
+        positions=(positions, "B"),
+        active=(active, "B"),
+        slots=(slots, "B"),
     )
     raw = logits.astype(jnp.float32)
-    z = _penalise(_edit(raw, state, positions, active), state, active)
-    # The policy for bad logits, see the top of the file.
-    z = jnp.nan_to_num(z, nan=-jnp.inf, posinf=jnp.finfo(jnp.float32).max, neginf=-jnp.inf)
-    is_drawn = active & (state.temperature > 0)
-    tokens = _when(
-        jnp.any(is_drawn),
-        lambda tokens: jnp.where(is_drawn, _draw(z, state, positions, is_drawn), tokens),
-        _argmax(z),
+    rows = _rows_of(state, slots)
+    is_edited = jnp.any(_is_edited(rows, positions, active, vocab_size))
+    is_penalised = jnp.any(_is_penalised(rows, active))
+    is_drawn = active & (rows.temperature > 0)
+
+    def choose(raw):
+        z = _when(is_edited, lambda z: _edit(z, rows, positions, active), raw)
+        z = _when(is_penalised, lambda z: _penalise(z, rows, slots), z)
+        z = _finite_or_dropped(z)
+        return _when(
+            jnp.any(is_drawn),
+            lambda tokens: jnp.where(is_drawn, _draw(z, rows, positions, is_drawn), tokens),
+            _argmax(z),
+        )
+
+    # All in one branch: each cond that returns logits costs a copy of them.
+    tokens = lax.cond(
+        is_edited | is_penalised | jnp.any(is_drawn),
+        choose,
+        lambda raw: _argmax(_finite_or_dropped(raw)),
+        raw,
     )
     tokens = jnp.where(active, tokens, 0)
     logprobs = _at(raw, tokens) - jax.nn.logsumexp(raw, axis=-1)
-    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    # The id V of inactive rows is out of range, and dropped.
-    counted = jnp.where(active, tokens, raw.shape[1])
-    counts = state.output_counts.at[rows, counted].add(1, mode="drop")
+    # The slot S of inactive rows is out of range, and dropped.
+    counted = jnp.where(active, slots, num_slots)
+    counts = state.output_counts.at[counted, tokens].add(1, mode="drop")
     state = dataclasses.replace(state, output_counts=counts)
     return tokens, jnp.where(active, logprobs, 0.0), state
 
@@ -399,42 +422,63 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
     return 1 + _count(logits > _at(logits, token_ids)[:, None])
 
 
-def _edit(
-    logits: jax.Array, state: SlotSampling, positions: jax.Array, active: jax.Array
+def _rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
+    """The slots of a batch; what has an entry for each token of the vocabulary stays whole."""
+    counts = {"prompt_mask": state.prompt_mask, "output_counts": state.output_counts}
+    rows = jax.tree.map(
+        lambda x: x.at[slots].get(mode="clip"), dataclasses.replace(state, **dict.fromkeys(counts))
+    )
+    return dataclasses.replace(rows, **counts)
+
+
+def _finite_or_dropped(z: jax.Array) -> jax.Array:
+    """The policy for bad logits, see the top of the file."""
+    return jnp.nan_to_num(z, nan=-jnp.inf, posinf=jnp.finfo(jnp.float32).max, neginf=-jnp.inf)
+
+
+def _is_edited(
+    rows: SlotSampling, positions: jax.Array, active: jax.Array, vocab_size: int
 ) -> jax.Array:
-    """Add the biases and hold stop tokens back, f32[S, V]. Skipped if no active row has any."""
+    """Which active rows have a bias or hold stop tokens back, bool[B]."""
+    is_biased = jnp.any(rows.bias_ids < vocab_size, axis=1)
+    is_held = (positions < rows.held_until) & jnp.any(rows.held_ids < vocab_size, axis=1)
+    return active & (is_biased | is_held)
+
+
+def _edit(
+    logits: jax.Array, rows: SlotSampling, positions: jax.Array, active: jax.Array
+) -> jax.Array:
+    """Add the biases and hold stop tokens back, f32[B, V]."""
     vocab_size = logits.shape[1]
-    is_biased = active[:, None] & (state.bias_ids < vocab_size)
-    is_held = (active & (positions < state.held_until))[:, None] & (state.held_ids < vocab_size)
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-
-    def edit(logits):
-        logits = logits.at[rows, state.bias_ids].add(state.bias_values, mode="drop")
-        ids = jnp.where(is_held, state.held_ids, vocab_size)
-        return logits.at[rows, ids].set(-jnp.inf, mode="drop")
-
-    return _when(jnp.any(is_biased) | jnp.any(is_held), edit, logits)
+    is_held = active & (positions < rows.held_until)
+    held_ids = jnp.where(is_held[:, None], rows.held_ids, vocab_size)
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    logits = logits.at[row, rows.bias_ids].add(rows.bias_values, mode="drop")
+    return logits.at[row, held_ids].set(-jnp.inf, mode="drop")
 
 
-def _penalise(logits: jax.Array, state: SlotSampling, active: jax.Array) -> jax.Array:
-    """Apply the penalties, f32[S, V]. Skipped if no active row has any."""
-    is_penalised = active & (
-        (state.repetition_penalty != 1)
-        | (state.frequency_penalty != 0)
-        | (state.presence_penalty != 0)
+def _is_penalised(rows: SlotSampling, active: jax.Array) -> jax.Array:
+    """Which active rows have a penalty, bool[B]."""
+    return active & (
+        (rows.repetition_penalty != 1)
+        | (rows.frequency_penalty != 0)
+        | (rows.presence_penalty != 0)
     )
 
-    def penalise(z):
-        # With neutral values every line below returns its input bit for bit, so a row without
-        # penalties does not see whether a neighbour has them.
-        counts = state.output_counts
-        seen = counts > 0
-        r = state.repetition_penalty[:, None]
-        z = jnp.where(state.prompt_mask | seen, jnp.where(z > 0, z / r, z * r), z)
-        z = z - state.frequency_penalty[:, None] * counts.astype(jnp.float32)
-        return z - jnp.where(seen, state.presence_penalty[:, None], 0.0)
 
-    return _when(jnp.any(is_penalised), penalise, logits)
+def _penalise(z: jax.Array, rows: SlotSampling, slots: jax.Array) -> jax.Array:
+    """Apply the penalties, f32[B, V].
+
+    With neutral values every line returns its input bit for bit, so a row without penalties does
+    not see whether a neighbour has them.
+    """
+    is_prompt = rows.prompt_mask.at[slots].get(mode="clip")
+    counts = rows.output_counts.at[slots].get(mode="clip")
+    seen = counts > 0
+    r = rows.repetition_penalty[:, None]
+    z = jnp.where(is_prompt | seen, jnp.where(z > 0, z / r, z * r), z)
+    z = z - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    return z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
 
 
 def _argmax(z: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ import dataclasses
 import gc
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -363,6 +365,14 @@ def test_a_stream_that_is_never_read_ends_its_requests(llm) -> None:
     llm.stream(PROMPTS, GREEDY)
     gc.collect()
     assert not llm.has_unfinished
+
+
+@pytest.mark.slow
+def test_a_stream_left_open_at_the_end_of_a_process_says_nothing() -> None:
+    lines = ["import paged_jax", "stream = paged_jax.LLM().stream(['It is'])", "next(stream)"]
+    process = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True)
+    assert process.returncode == 0
+    assert process.stderr == b""
 
 
 def test_a_stream_dropped_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch) -> None:
