@@ -3,8 +3,13 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
+
+# An example that compiles takes as long as the machine is slow.
+hypothesis.settings.register_profile("paged_jax", deadline=None)
+hypothesis.settings.load_profile("paged_jax")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -926,7 +926,6 @@ def bounded(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
         stateful_step_count=30,
-        deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )

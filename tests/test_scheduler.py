@@ -790,7 +790,6 @@ def bounded(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
         stateful_step_count=40,
-        deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )

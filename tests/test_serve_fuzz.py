@@ -70,7 +70,6 @@ def test_answers_are_those_of_the_document(server, schema, method, path, mode) -
         max_examples=NUM_EXAMPLES,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(case=schema[path][method].as_strategy(generation_mode=mode))

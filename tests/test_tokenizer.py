@@ -182,7 +182,7 @@ def test_from_folder_refuses_folders_without_a_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(data=st.data(), skip_special_tokens=st.booleans())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_detokenizer_gives_what_decode_gives(name, data, skip_special_tokens):
     tokenizer = _TOKENIZERS[name]
     ids = st.integers(0, tokenizer.vocab_size - 1)
@@ -198,7 +198,7 @@ def test_detokenizer_gives_what_decode_gives(name, data, skip_special_tokens):
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(data=st.data())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_detokenizer_continues_a_text(name, data):
     tokenizer = _TOKENIZERS[name]
     head, tail = data.draw(st.lists(st.text("ab é日🙂\n"), min_size=2, max_size=2))
@@ -235,7 +235,7 @@ _HALVES = [
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(parts=st.lists(st.sampled_from(_HALVES) | st.binary(max_size=6), max_size=12))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_detokenizer_replaces_bytes_that_are_no_text_and_no_others(name, parts):
     data = b"".join(parts)
     tokenizer, is_level = _TOKENIZERS[name], name == "byte_level"
