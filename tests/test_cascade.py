@@ -10,7 +10,7 @@ from paged_batch import LAYER, PagedBatch, queries
 from test_attention import BACKENDS, FLOAT8
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.kernels import cascade_attention, num_shared_blocks
+from paged_jax.kernels import cascade_attention, num_shared_blocks, paged_attention
 
 C = 8
 
@@ -35,6 +35,15 @@ def test_cascade_matches_float64(backend, dtype, G) -> None:
     for num_shared in (0, 1, 3):
         out = run(batch, q, jnp.int32(num_shared), backend=backend)
         np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_cascade_of_nothing_shared_is_paged_attention_bit_for_bit() -> None:
+    batch = PagedBatch.random([17, 0, 90], C=C)
+    q = queries((3, 4, 16))
+    want = paged_attention(
+        q, batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths, layer=LAYER
+    )
+    np.testing.assert_array_equal(run(batch, q, jnp.int32(0)), want)
 
 
 def test_cascade_with_a_soft_cap_and_sinks() -> None:

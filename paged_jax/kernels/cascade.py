@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import paged_attention
@@ -19,6 +20,16 @@ from paged_jax.kernels.merge import merge_attention
 # Tokens whose reading must be spared before the shared blocks get a pass of their own, which costs
 # about 0.06 ms. From 2 cores.
 _WORTHWHILE = 512
+
+
+def may_be_worthwhile(batch_size: int, max_blocks: int, block_size: int) -> bool:
+    """Whether `num_shared_blocks` can be other than 0 for tables of this size.
+
+    Example:
+      >>> may_be_worthwhile(1, 1000, 16), may_be_worthwhile(8, 64, 16)
+      (False, True)
+    """
+    return (batch_size - 1) * max_blocks * block_size >= _WORTHWHILE
 
 
 def num_shared_blocks(
@@ -130,17 +141,23 @@ def cascade_attention(
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
     num_shared_tokens = num_shared * C
-    # All queries that read a KV head are the query heads of that one head, of a single sequence.
-    q_1BKGD = q.reshape(1, B, K, H // K, D)
-    q_1HD = q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
-    table = block_tables[jnp.argmax(is_used)]
-    out, lse = attend(q_1HD, table[None], num_shared_tokens[None])
-    out = out.reshape(K, B, H // K, D).transpose(1, 0, 2, 3).reshape(B, H, D)
-    lse = lse.reshape(K, B, H // K).transpose(1, 0, 2).reshape(B, H)
-    out = jnp.where(is_used[:, None, None], out, 0)
-    lse = jnp.where(is_used[:, None], lse, -jnp.inf)
-
     columns = num_shared + jnp.arange(M, dtype=jnp.int32)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
-    lens = jnp.where(is_used, context_lens - num_shared_tokens, 0)
-    return merge_attention(out, lse, *attend(q, rest, lens, sinks))[0]
+    own_out, own_lse = attend(
+        q, rest, jnp.where(is_used, context_lens - num_shared_tokens, 0), sinks
+    )
+
+    def with_shared(own_out, own_lse):
+        # All queries that read a KV head are the query heads of that one head, of one sequence.
+        q_1BKGD = q.reshape(1, B, K, H // K, D)
+        q_1HD = q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
+        table = block_tables[jnp.argmax(is_used)]
+        out, lse = attend(q_1HD, table[None], num_shared_tokens[None])
+        out = out.reshape(K, B, H // K, D).transpose(1, 0, 2, 3).reshape(B, H, D)
+        lse = lse.reshape(K, B, H // K).transpose(1, 0, 2).reshape(B, H)
+        out = jnp.where(is_used[:, None, None], out, 0)
+        lse = jnp.where(is_used[:, None], lse, -jnp.inf)
+        return merge_attention(out, lse, own_out, own_lse)[0]
+
+    # A batch that shares nothing does not pay for the second pass.
+    return lax.cond(num_shared > 0, with_shared, lambda out, lse: out, own_out, own_lse)

@@ -22,6 +22,7 @@ from paged_jax.kernels import (
     paged_prefill_attention,
     paged_write,
 )
+from paged_jax.kernels.cascade import may_be_worthwhile
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.rope import inverse_frequencies, rotate, rotations
@@ -327,7 +328,7 @@ class Llama(nnx.Module):
         if cascade and self.config.sliding_window is not None:
             raise ValueError("Llama.decode: cascade must be False with a sliding window.")
         cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1, backend)
-        if cascade:
+        if cascade and may_be_worthwhile(*rows.block_tables.shape, cache.block_size):
             num_shared = num_shared_blocks(rows.block_tables, rows.lengths, cache.block_size)
             attention = functools.partial(cascade_attention, num_shared=num_shared)
         else:
