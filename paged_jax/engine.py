@@ -133,7 +133,8 @@ class Engine:
       num_speculative_tokens: most tokens that are guessed from earlier text and verified in one
         pass; 0 guesses none. Outputs are the same.
       cascade_attention: whether decoding reads blocks that all running sequences begin with once
-        for all of them; by default on CPUs, for models without a sliding window.
+        for all of them; by default on CPUs, with prefix caching, for models without a sliding
+        window.
       seed: of requests that bring none.
       backend: of the attention, see `paged_attention`.
       sharding: where the weights go, see `Llama.from_pretrained`. Over several devices (CPUs or
@@ -846,7 +847,8 @@ class Engine:
                 "Engine: cascade_attention must be False for a model with a sliding window."
             )
         if cascade_attention is None:
-            return self._device.platform == "cpu" and not has_window
+            on_cpu = self._device.platform == "cpu"
+            return on_cpu and self.enable_prefix_caching and not has_window
         return cascade_attention
 
     def _choose_num_blocks(self, footprint: Footprint, memory_fraction: float | None) -> int:

@@ -328,7 +328,8 @@ class Llama(nnx.Module):
         if cascade and self.config.sliding_window is not None:
             raise ValueError("Llama.decode: cascade must be False with a sliding window.")
         cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1, backend)
-        if cascade and may_be_worthwhile(*rows.block_tables.shape, cache.block_size):
+        B, M = rows.block_tables.shape
+        if cascade and may_be_worthwhile(B, M, cache.block_size):
             num_shared = num_shared_blocks(rows.block_tables, rows.lengths, cache.block_size)
             attention = functools.partial(cascade_attention, num_shared=num_shared)
         else:
