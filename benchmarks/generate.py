@@ -128,16 +128,7 @@ class DecodeStep:
 
 
 def _paged_cache(model: Llama, batch: int, max_len: int) -> PagedCache:
-    config = model.config
-    cache = PagedCache.create(
-        num_layers=config.num_hidden_layers,
-        num_blocks=batch * -(-max_len // 16),
-        num_kv_heads=config.num_key_value_heads,
-        block_size=16,
-        head_dim=config.head_dim,
-        num_slots=batch,
-        max_blocks_per_slot=-(-max_len // 16),
-    )
+    cache = model.create_cache(num_slots=batch, max_length=max_len)
     lengths = jnp.full(batch, PROMPT_LEN, jnp.int32)
     return reserve(cache, lengths, max_tokens=PROMPT_LEN)[0]
 

@@ -23,7 +23,6 @@ from jax import lax
 from paged_jax import blocks
 from paged_jax import cache as paged_cache
 from paged_jax.blocks import BlockTables, num_blocks_needed
-from paged_jax.cache import PagedCache
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import rollout
 
@@ -185,15 +184,8 @@ def search_beams(
     num_requests, num_slots = len(num_prompt), len(num_prompt) * width
     slots = jnp.arange(num_slots, dtype=jnp.int32)
     firsts = _first_slots(slots, width)
-    config = model.config
-    cache = PagedCache.create(
-        num_layers=config.num_hidden_layers,
-        num_blocks=num_blocks,
-        num_kv_heads=config.num_key_value_heads,
-        block_size=block_size,
-        head_dim=config.head_dim,
-        num_slots=num_slots,
-        max_blocks_per_slot=num_blocks_needed(max_length, block_size),
+    cache = model.create_cache(
+        num_slots=num_slots, max_length=max_length, num_blocks=num_blocks, block_size=block_size
     )
     logits, cache, has_prompts = model.prefill(cache, token_ids, slots[::width], num_prompt)
     cache, is_forked = paged_cache.fork(cache, jnp.where(slots == firsts, -1, firsts))

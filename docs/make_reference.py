@@ -71,6 +71,7 @@ PAGES = {
     "models": Page(
         "Model, weights and tokenizer",
         _of("paged_jax", "Llama LlamaConfig Tokenizer")
+        + _of("paged_jax.models.llama", "create_cache")
         + _of("paged_jax.models.checkpoint", "save_checkpoint"),
     ),
     "engine": Page(

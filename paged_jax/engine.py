@@ -31,7 +31,7 @@ from paged_jax.cache import PagedCache
 from paged_jax.decoding import StepTokens
 from paged_jax.history import History, describe_match
 from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
-from paged_jax.kernels import backend_over_devices, check_backend_runs_on, padded_head_dim
+from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.memory import KV_DTYPES, Footprint
 from paged_jax.models.llama import Llama
 from paged_jax.models.pretrained import bundled_folder
@@ -261,7 +261,6 @@ class Engine:
             model,
             sizes._replace(num_blocks=self.num_blocks),
             cache_dtype=cache_dtype,
-            pool_head_dim=padded_head_dim(self.config.head_dim, self._device.platform),
             cascade=self._choose_cascade(cascade_attention),
             backend=backend,
             eos_token_ids=self._eos_token_ids,

@@ -14,11 +14,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import decoding, sampling
-from paged_jax.blocks import check_positive, num_blocks_needed
-from paged_jax.cache import PagedCache
+from paged_jax.blocks import check_positive
 from paged_jax.decoding import DecodeState
 from paged_jax.dims import bind
-from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.checks import as_int32
 from paged_jax.models.llama import Llama
 from paged_jax.sampling import SlotSampling
@@ -111,17 +109,11 @@ def rollout(
         )
     # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
     model = jax.tree.map(lax.stop_gradient, model)
-    config, width = model.config, num_blocks_needed(T + max_tokens - 1, block_size)
+    config = model.config
     slots = jnp.arange(B, dtype=jnp.int32)
-    cache = PagedCache.create(
-        num_layers=config.num_hidden_layers,
-        num_blocks=B * width,
-        num_kv_heads=config.num_key_value_heads,
-        block_size=block_size,
-        head_dim=padded_head_dim(config.head_dim, jax.default_backend()),
-        num_slots=B,
-        max_blocks_per_slot=width,
-        dtype=cache_dtype,
+    # The last token that is drawn is never written.
+    cache = model.create_cache(
+        num_slots=B, max_length=T + max_tokens - 1, block_size=block_size, dtype=cache_dtype
     )
     num_tokens = jnp.clip(num_tokens, 1, T)
     if T > 1:

@@ -32,9 +32,8 @@ from jax.typing import DTypeLike
 
 from paged_jax import decoding, steps
 from paged_jax.blocks import num_blocks_needed
-from paged_jax.cache import PagedCache
 from paged_jax.decoding import DecodeState, StepTokens
-from paged_jax.models.llama import Llama
+from paged_jax.models.llama import Llama, create_cache
 from paged_jax.prefix import digest_words
 from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sequence import Sequence
@@ -90,7 +89,6 @@ class ModelRunner:
       model: the weights.
       sizes: of the programs.
       cache_dtype: of K and V.
-      pool_head_dim: D of the pools, see `kernels.padded_head_dim`.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: of the attention.
       eos_token_ids: the model's end tokens.
@@ -104,7 +102,6 @@ class ModelRunner:
         sizes: Sizes,
         *,
         cache_dtype: DTypeLike,
-        pool_head_dim: int,
         cascade: bool,
         backend: str | None,
         eos_token_ids: frozenset[int],
@@ -122,7 +119,6 @@ class ModelRunner:
         self._device = next(iter(self._weights[0].devices()))
         self._config = model.config
         self._cache_dtype = cache_dtype
-        self._pool_head_dim = pool_head_dim
         self._eos_token_ids = sorted(eos_token_ids)
         self._draw_of = draw_of
         self._on_compile = on_compile or (lambda line: None)
@@ -162,15 +158,14 @@ class ModelRunner:
         self._oks: list[jax.Array] = []
 
     def _empty_state(self) -> DecodeState:
-        cache = PagedCache.create(
-            num_layers=self._config.num_hidden_layers,
-            num_blocks=self.sizes.num_blocks,
-            num_kv_heads=self._config.num_key_value_heads,
-            block_size=self.sizes.block_size,
-            head_dim=self._pool_head_dim,
+        cache = create_cache(
+            self._config,
             num_slots=self.sizes.num_slots,
-            max_blocks_per_slot=self.sizes.max_blocks_per_slot,
+            max_length=self.sizes.max_model_len,
+            num_blocks=self.sizes.num_blocks,
+            block_size=self.sizes.block_size,
             dtype=self._cache_dtype,
+            platform=self._device.platform,
         )
         return DecodeState.create(
             cache,

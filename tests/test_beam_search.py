@@ -234,6 +234,7 @@ def test_the_context_ends_a_search(llm) -> None:
 # Prompts at once, memory
 
 
+@pytest.mark.slow
 def test_prompts_at_once_find_what_each_finds_alone(ending_llm) -> None:
     steps = [ending_llm.stats.num_steps]
     alone = [search(ending_llm, [prompt], beam_width=2)[0] for prompt in PROMPTS]

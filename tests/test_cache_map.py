@@ -77,6 +77,7 @@ def check(engine: Engine, cache_map: CacheMap) -> None:
 # Maps
 
 
+@pytest.mark.slow
 def test_snapshot_tells_residents_from_those_that_wait(model) -> None:
     engine = Engine(model, **OPTIONS)
     engine.add_request(LONG, dataclasses.replace(SEEDED, n=2), request_id="a", priority=3)

@@ -163,6 +163,7 @@ def test_from_pretrained_recognises_a_checkpoint(tmp_path):
     _assert_same(model, _model())
 
 
+@pytest.mark.slow
 def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_path):
     """In a process of its own: the number of devices is fixed when JAX starts."""
     for stacked in (False, True):

@@ -94,15 +94,7 @@ class Sequence:
 
 def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
     """Each sequence in its slot, ready to decode; NaN wherever no token was written."""
-    cache = PagedCache.create(
-        num_layers=CONFIG.num_hidden_layers,
-        num_blocks=P,
-        num_kv_heads=CONFIG.num_key_value_heads,
-        block_size=C,
-        head_dim=CONFIG.head_dim,
-        num_slots=S,
-        max_blocks_per_slot=WIDTH,
-    )
+    cache = model.create_cache(num_slots=S, max_length=WIDTH * C, num_blocks=P, block_size=C)
     nan = jnp.full_like(cache.k, jnp.nan)
     cache = PagedCache(k=nan, v=nan + 0, tables=cache.tables)
     token_ids, num_tokens = np.zeros((S, PROMPT), np.int32), np.zeros(S, np.int32)

@@ -103,6 +103,7 @@ def test_a_deadline_ends_a_request_where_it_stands(engine) -> None:
     assert in_time.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_better_priorities_go_first_and_lose_nobody(model) -> None:
     engine = Engine(model, **{**SIZES, "max_num_seqs": 1}, steps_per_dispatch=2)
     expected = {
@@ -439,6 +440,7 @@ def test_unknown_kv_dtypes_are_refused(model) -> None:
 # Speculation
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_token_and_finds_repetitions(model) -> None:
     plain = Engine(model, **SIZES)
     guessing = Engine(model, **SIZES, num_speculative_tokens=3)

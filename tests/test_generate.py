@@ -457,6 +457,7 @@ def test_a_reader_that_leaves_is_no_mistake(folder) -> None:
 # The model that comes with the library
 
 
+@pytest.mark.slow
 def test_without_a_model_the_bundled_one_is_used(run) -> None:
     args = ["--prompt", "It is a truth", "--max-tokens", "12", "--json"]
     status, out, err = run(*args, model=None)

@@ -13,7 +13,7 @@ from flax import nnx
 from paged_jax import cache as paged_cache
 from paged_jax.cache import PagedCache
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.llama import Llama, create_cache
 
 CONFIG = LlamaConfig(
     vocab_size=61,
@@ -54,6 +54,18 @@ def new_cache(config=CONFIG, *, num_slots=3, num_blocks=24, block_size=4, **chan
         max_blocks_per_slot=num_blocks,
         **{"head_dim": config.head_dim, **changes},
     )
+
+
+def test_create_cache_has_room_for_all_slots_at_full_length() -> None:
+    model = Llama(CONFIG, rngs=nnx.Rngs(0))
+    cache = model.create_cache(num_slots=3, max_length=9, block_size=4, dtype=jnp.bfloat16)
+    K, D = CONFIG.num_key_value_heads, CONFIG.head_dim
+    assert cache.k.shape == (CONFIG.num_hidden_layers, 9, K, 4, D)
+    assert cache.k.dtype == jnp.bfloat16 and cache.block_tables.shape == (3, 3)
+    on_tpu = create_cache(CONFIG, num_slots=3, max_length=9, num_blocks=5, platform="tpu")
+    assert on_tpu.k.shape == (CONFIG.num_hidden_layers, 5, K, 16, 128)
+    with pytest.raises(ValueError, match="create_cache: max_length must be a positive integer"):
+        model.create_cache(num_slots=3, max_length=0)
 
 
 def tokens(B, T, seed=0) -> jax.Array:

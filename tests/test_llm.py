@@ -262,6 +262,7 @@ def test_text_is_that_of_the_tokenizer(llm) -> None:
 # Streaming
 
 
+@pytest.mark.slow
 def test_stream_never_takes_text_back(folder) -> None:
     llm = LLM(folder, **SIZES, steps_per_dispatch=1)
     whole = complete(llm, PROMPTS[0], max_tokens=20)

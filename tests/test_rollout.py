@@ -10,7 +10,6 @@ from flax import nnx
 from tiny_model import BOS, CONFIG, save_tiny_model
 
 from paged_jax import decoding
-from paged_jax.cache import PagedCache
 from paged_jax.decoding import DecodeState
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import Rollout, rollout
@@ -48,21 +47,14 @@ def run(model, prompts=PROMPTS, num_tokens=NUM_TOKENS, stop_token_ids=(), **opti
     )
 
 
+@pytest.mark.slow
 def test_rollout_is_what_decode_steps_draws(model) -> None:
     ways = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.3, top_p=0.9),
         SamplingParams(temperature=0.8, top_k=10, min_p=0.05),
     ]
-    cache = PagedCache.create(
-        num_layers=CONFIG.num_hidden_layers,
-        num_blocks=16,
-        num_kv_heads=CONFIG.num_key_value_heads,
-        block_size=4,
-        head_dim=CONFIG.head_dim,
-        num_slots=B,
-        max_blocks_per_slot=4,
-    )
+    cache = model.create_cache(num_slots=B, max_length=16, num_blocks=16, block_size=4)
     slots = jnp.arange(B, dtype=jnp.int32)
     _, cache, _ = jax.jit(Llama.prefill)(model, cache, PROMPTS, slots, NUM_TOKENS - 1)
     state = DecodeState.create(cache, CONFIG.vocab_size)
@@ -132,6 +124,7 @@ def test_rows_with_the_same_prompt_differ(model) -> None:
     assert out.token_ids.tolist() != run(model, prompts, num_tokens, seed=2).token_ids.tolist()
 
 
+@pytest.mark.slow
 def test_rollout_within_a_scan_of_training_steps(model) -> None:
     """Policy gradient in one program: draw, score what was drawn, update, and again."""
     graphdef, weights = nnx.split(model)

@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from paged_jax import cache as paged_cache
+from paged_jax.blocks import check_positive, num_blocks_needed
 from paged_jax.cache import PagedCache
 from paged_jax.kernels import (
     Pools,
     backend_for,
     cascade_attention,
     num_shared_blocks,
+    padded_head_dim,
     paged_attention,
     paged_prefill_attention,
     paged_write,
@@ -232,6 +235,20 @@ class Llama(nnx.Module):
 
         weights.save_weights(self, folder)
 
+    def create_cache(self, **sizes: Any) -> PagedCache:
+        """Return an empty cache for this model. Arguments are those of `create_cache`.
+
+        Example:
+          >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+          ...                      num_hidden_layers=2, num_attention_heads=2,
+          ...                      num_key_value_heads=1)
+          >>> model = Llama(config, rngs=nnx.Rngs(0))
+          >>> cache = model.create_cache(num_slots=4, max_length=100, num_blocks=16)
+          >>> cache.k.shape, cache.block_tables.shape     # [L, P, K, C, D], [S, M]
+          ((2, 16, 1, 16, 8), (4, 7))
+        """
+        return create_cache(self.config, **sizes)
+
     def prefill(
         self,
         cache: PagedCache,
@@ -419,6 +436,47 @@ class Llama(nnx.Module):
         indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
         (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))
         return x, carry
+
+
+def create_cache(
+    config: LlamaConfig,
+    *,
+    num_slots: int,
+    max_length: int,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    dtype: DTypeLike = jnp.float32,
+    platform: str | None = None,
+) -> PagedCache:
+    """Return an empty cache for models of a config.
+
+    Args:
+      config: of the model.
+      num_slots: S, sequences that it holds at once.
+      max_length: most tokens of a sequence.
+      num_blocks: P, which all slots share; by default enough for all of them at full length.
+      block_size: C, tokens in a block.
+      dtype: of K and V; int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
+      platform: where it will be used, by default `jax.default_backend()`. On a TPU the last axis of
+        the pools is padded, see `kernels.padded_head_dim`.
+
+    Raises:
+      ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
+    """
+    check_positive(
+        "create_cache", max_length=max_length, num_slots=num_slots, block_size=block_size
+    )
+    width = num_blocks_needed(max_length, block_size)
+    return PagedCache.create(
+        num_layers=config.num_hidden_layers,
+        num_blocks=num_slots * width if num_blocks is None else num_blocks,
+        num_kv_heads=config.num_key_value_heads,
+        block_size=block_size,
+        head_dim=padded_head_dim(config.head_dim, platform or jax.default_backend()),
+        num_slots=num_slots,
+        max_blocks_per_slot=width,
+        dtype=dtype,
+    )
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig) -> jax.Array:
