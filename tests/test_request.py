@@ -200,6 +200,7 @@ def request(num_prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
         samples=[Sample(i, params, None) for i in range(n)],
         metrics=RequestMetrics(arrival_time=1.0),
         priority=0,
+        deadline=None,
         cache_salt="",
     )
 
