@@ -535,9 +535,11 @@ def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWri
     block = jnp.where(is_shared, last, num_blocks)
 
     # Comparing all pairs of slots ranks the writers of a block without their contending for it.
+    # Down the columns, because XLA turns that into vector instructions on a CPU.
     is_same_SS = block[:, None] == block[None, :]
-    num_writers = jnp.sum(is_same_SS, axis=1, dtype=jnp.int32)
-    is_last = is_shared & ~jnp.any(is_same_SS & (slots[None, :] > slots[:, None]), axis=1)
+    num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
+    last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
+    is_last = is_shared & (last_writer == slots)
     # If nobody else is left to hold the block, the last writer keeps it: no leak, one copy less.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
