@@ -235,8 +235,19 @@ class Llama(nnx.Module):
 
         weights.save_weights(self, folder)
 
-    def create_cache(self, **sizes: Any) -> PagedCache:
-        """Return an empty cache for this model. Arguments are those of `create_cache`.
+    def create_cache(
+        self,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        dtype: DTypeLike = jnp.float32,
+    ) -> PagedCache:
+        """Return an empty cache for this model, on the device that JAX uses by default.
+
+        Args:
+          num_slots, max_length, num_blocks, block_size, dtype: see the function `create_cache`.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -247,7 +258,14 @@ class Llama(nnx.Module):
           >>> cache.k.shape, cache.block_tables.shape     # [L, P, K, C, D], [S, M]
           ((2, 16, 1, 16, 8), (4, 7))
         """
-        return create_cache(self.config, **sizes)
+        return create_cache(
+            self.config,
+            num_slots=num_slots,
+            max_length=max_length,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+        )
 
     def prefill(
         self,
