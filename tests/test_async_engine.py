@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(folder) -> Engine:
     return Engine(folder, **SIZES, steps_per_dispatch=2)
+
+
+@pytest.fixture
+def slow_engine(engine, monkeypatch) -> Engine:
+    """One that does not finish 40 tokens before a task is woken, however busy the machine is."""
+    advance = engine.advance
+    monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.1), advance())[1])
+    return engine
 
 
 def run(engine: Engine, main):
@@ -62,7 +71,8 @@ def test_a_slow_task_finds_the_newest_output_only(engine) -> None:
         return outputs
 
     outputs = run(engine, main)
-    assert len(outputs) == 2 and outputs[-1].finished
+    # One, where the engine was done before this task was woken for the first time.
+    assert len(outputs) <= 2 and outputs[-1].finished
     assert len(outputs[-1].outputs[0].token_ids) == GREEDY.max_tokens
 
 
@@ -87,14 +97,14 @@ def test_final_only_makes_one_output(engine, monkeypatch) -> None:
 
 
 def test_an_engine_that_hangs_is_not_entered_again(engine, monkeypatch) -> None:
-    advance, may_go_on = engine.advance, threading.Event()
-    monkeypatch.setattr(engine, "advance", lambda: (may_go_on.wait(30), advance())[1])
+    advance, is_in, may_go_on = engine.advance, threading.Event(), threading.Event()
+    monkeypatch.setattr(engine, "advance", lambda: (is_in.set(), may_go_on.wait(30), advance())[2])
 
     async def main():
         asynchronous = AsyncEngine(engine)
         await asynchronous.__aenter__()
         task = asyncio.create_task(complete(asynchronous, PROMPTS[0]))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(is_in.wait, 30)
         await asynchronous.close(timeout=0.01)
         with pytest.raises(RuntimeError, match="last step over"):
             await asynchronous.__aenter__()
@@ -142,7 +152,7 @@ def test_a_task_that_goes_away_ends_its_request_alone(engine) -> None:
     run(engine, main)
 
 
-def test_abort_finishes_the_iteration(engine) -> None:
+def test_abort_finishes_the_iteration(slow_engine) -> None:
     async def main(engine):
         outputs = []
         params = dataclasses.replace(GREEDY, max_tokens=40)
@@ -151,7 +161,7 @@ def test_abort_finishes_the_iteration(engine) -> None:
             await engine.abort("mine")
         return outputs[-1]
 
-    output = run(engine, main)
+    output = run(slow_engine, main)
     assert output.finished and output.outputs[0].finish_reason == "abort"
 
 
@@ -165,9 +175,9 @@ def test_mistakes_reach_the_task_that_made_them(engine) -> None:
     assert run(engine, main) == 12
 
 
-def test_closing_ends_what_runs(engine) -> None:
+def test_closing_ends_what_runs(slow_engine) -> None:
     async def main():
-        asynchronous = await AsyncEngine(engine).__aenter__()
+        asynchronous = await AsyncEngine(slow_engine).__aenter__()
         params = dataclasses.replace(GREEDY, max_tokens=40)
         stream = asynchronous.generate(PROMPTS[0], params)
         await anext(stream)
@@ -178,7 +188,7 @@ def test_closing_ends_what_runs(engine) -> None:
         return last
 
     assert asyncio.run(main()).outputs[0].finish_reason == "abort"
-    assert not engine.has_unfinished
+    assert not slow_engine.has_unfinished
 
 
 def test_a_task_cancelled_while_it_waits_to_join_leaves_nothing(engine) -> None:
@@ -286,7 +296,7 @@ def test_on_step_sees_each_step_and_each_abort(engine) -> None:
         async with AsyncEngine(engine, on_step=on_step) as asynchronous:
             async for output in asynchronous.generate(PROMPTS[0], GREEDY, request_id="whole"):
                 told.append(("whole", output.finished))
-                assert seen[-1] == told[-1], "tasks hear of it afterwards"
+                assert told[-1] in seen, "tasks hear of it afterwards"
             long = dataclasses.replace(GREEDY, max_tokens=40)
             async for _ in asynchronous.generate(PROMPTS[1], long, request_id="aborted"):
                 await asynchronous.abort("aborted")
