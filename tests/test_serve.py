@@ -557,8 +557,10 @@ def test_a_client_that_leaves_frees_its_blocks(server) -> None:
     server.wait_until_idle()
     # One that waits for the whole answer, too.
     with server.connect() as connection:
-        text = json.dumps({**body, "stream": False})
-        head = f"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(text)}\r\n"
+        text = json.dumps({**body, "stream": False, "prompt": ["ab"] * 4})  # long enough to see
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(text)}\r\n"
+        )
         connection.sendall(f"{head}content-type: application/json\r\n\r\n{text}".encode())
         wait_until(lambda: server.service.num_active > 0)
     server.wait_until_idle()
