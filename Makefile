@@ -11,7 +11,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 AOT_VENV ?= .venv-aot
 # Which jax they come with, such as jax==0.10.2, and the tests that run beside them.
 AOT_JAX ?= jax
-AOT_TESTS ?= tests/test_aot_gpu.py tests/test_aot_tpu.py
+AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_tpu.py
 
 .PHONY: demo test quick lint docs aot bench clean
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from environment import environment
 
-from paged_jax import blocks
+from paged_jax.cache import blocks
 
 WARMUP_CALLS = 20
 LONG_CONTEXT = 131_072

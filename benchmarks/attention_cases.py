@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.interface import QUANTISED, Pools
+from paged_jax.kernels.backend import QUANTISED, Pools
 
 
 class Heads(NamedTuple):

@@ -41,7 +41,7 @@ from peers import (
 from shapes import DTYPES, SHAPES, weight_bytes
 
 from paged_jax import LLM, Llama, PagedCache, SamplingParams
-from paged_jax.cache import reserve
+from paged_jax.cache.paged_cache import reserve
 
 PROMPT_LEN = 64
 PREFILL_LEN = 512

@@ -18,8 +18,8 @@ import numpy as np
 from environment import environment
 
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
-from paged_jax.memory import KV_DTYPES
-from paged_jax.models.pretrained import bundled_folder
+from paged_jax.engine.footprint import KV_DTYPES
+from paged_jax.models.loading.pretrained import bundled_folder
 
 # Windows at once: enough to fill the chunks of a step.
 NUM_SLOTS = 4

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax import blocks
-from paged_jax.blocks import BlockTables, num_blocks_needed
+from paged_jax.cache import blocks
+from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 
 MAX_LENGTH = 2048
 """Tokens that a contiguous cache keeps room for in every sequence."""

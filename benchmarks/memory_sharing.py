@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax import blocks
-from paged_jax import cache as paged_cache
-from paged_jax.blocks import BlockTables, num_blocks_needed
+from paged_jax.cache import blocks, paged_cache
+from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import rollout
 

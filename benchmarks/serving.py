@@ -66,7 +66,7 @@ from serving_workloads import (
 from shapes import DTYPES, SHAPES
 
 from paged_jax import Engine, Llama
-from paged_jax.models.pretrained import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 
 MODES = ("naive", "static", "offline", "online", "peers")
 # Seconds after which a peer's process is ended.

@@ -35,8 +35,9 @@ from attention_programs import (
 from device_time import Rates, measure_rates, take_turns
 from environment import environment
 
-from paged_jax.kernels import triton, tuning
-from paged_jax.kernels.interface import Options
+from paged_jax.kernels import triton
+from paged_jax.kernels.backend import Options
+from paged_jax.kernels.triton import tuning
 
 TABLE = Path(tuning.__file__).with_name("tuning.json")
 _STEP_TOKENS = (16, 32, 64, 128, 256)

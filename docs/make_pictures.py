@@ -20,10 +20,10 @@ import numpy as np
 from flax import nnx
 
 from paged_jax import Engine, Llama, LlamaConfig, PagedCache, RequestOutput, SamplingParams
-from paged_jax import cache as paged_cache
-from paged_jax.blocks import num_blocks_needed
+from paged_jax.cache import paged_cache
+from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.cache.digests import PrefixChain, digest_words, root_digest
 from paged_jax.kernels import paged_write
-from paged_jax.prefix import PrefixChain, digest_words, root_digest
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402, after the choice of how to draw

@@ -54,7 +54,7 @@ PAGES = {
         "The block allocator",
         _of("paged_jax", "BlockTables BlockPool")
         + _of(
-            "paged_jax.blocks",
+            "paged_jax.cache.blocks",
             "BlockCopies reserve fork reorder release truncate attach publish forget "
             "num_blocks_needed check_invariants",
         ),
@@ -72,7 +72,7 @@ PAGES = {
         "Model, weights and tokenizer",
         _of("paged_jax", "Llama LlamaConfig Tokenizer")
         + _of("paged_jax.models.llama", "create_cache")
-        + _of("paged_jax.models.checkpoint", "save_checkpoint"),
+        + _of("paged_jax.models.loading.orbax", "save_checkpoint"),
     ),
     "engine": Page(
         "Engine and LLM",
@@ -85,7 +85,9 @@ PAGES = {
         "What lies in memory",
         _of("paged_jax.cache_map", "snapshot changes block_text CacheMap ResidentSample")
         + _of("paged_jax.cache_map", "WaitingSample BlockText CacheEvent")
-        + _of("paged_jax.memory", "footprint Footprint weight_bytes block_bytes state_bytes"),
+        + _of(
+            "paged_jax.engine.footprint", "footprint Footprint weight_bytes block_bytes state_bytes"
+        ),
     ),
     "server": Page(
         "The server",

@@ -7,10 +7,12 @@ Each part is usable without the ones above it: the ops over bare pools (`paged_a
 """
 
 from paged_jax.async_engine import AsyncEngine
-from paged_jax.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from paged_jax.blocks import BlockPool, BlockTables
-from paged_jax.cache import PagedCache
-from paged_jax.engine import Engine, EngineStats
+from paged_jax.cache import blocks as blocks
+from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from paged_jax.engine.engine import Engine, EngineStats
 from paged_jax.kernels import (
     cascade_attention,
     copy_blocks,
@@ -22,8 +24,10 @@ from paged_jax.kernels import (
 from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.outputs import (
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.rollout import Rollout, rollout
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import (
     CompletionOutput,
     Explanation,
     Logprob,
@@ -32,10 +36,7 @@ from paged_jax.outputs import (
     RequestOutput,
     Wait,
 )
-from paged_jax.rollout import Rollout, rollout
-from paged_jax.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
+from paged_jax.version import __version__ as __version__
 
 __all__ = [
     "LLM",

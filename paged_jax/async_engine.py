@@ -14,11 +14,11 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from paged_jax.engine import Engine
-from paged_jax.inputs import Prompt
-from paged_jax.outputs import RequestOutput
-from paged_jax.request import Request
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.inputs import Prompt
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.request import Request
 
 # A step that fails may have lacked memory for a moment.
 _MAX_ATTEMPTS = 3

@@ -11,10 +11,10 @@ from typing import Literal, cast
 import jax
 import numpy as np
 
-from paged_jax.engine import Engine
-from paged_jax.outputs import WaitReason
-from paged_jax.request import Request
-from paged_jax.sequence import Sequence
+from paged_jax.engine.engine import Engine
+from paged_jax.scheduler.outputs import WaitReason
+from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, NoReturn, get_args
 
 import jax
 
-import paged_jax
+from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
-from paged_jax.memory import KV_DTYPES
-from paged_jax.scheduler import Preemption
+from paged_jax.scheduler.scheduler import Preemption
+from paged_jax.version import __version__
 
 # Mistakes of the user, or of the files and the machine that are used. (JAX raises the last where
 # memory does not suffice.)
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
-        version = f"paged_jax {paged_jax.__version__}"
+        version = f"paged_jax {__version__}"
         self.add_argument("--version", action="version", version=version)
 
     def error(self, message: str) -> NoReturn:

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from paged_jax.cache.picture import draw_tables
 from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
     engine_options,
 )
-from paged_jax.inputs import Prompt
+from paged_jax.engine.inputs import Prompt
 from paged_jax.llm import LLM
-from paged_jax.outputs import RequestOutput
-from paged_jax.picture import draw_tables
 from paged_jax.progress import Progress
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_NUM_SEQS = 16
 

@@ -5,13 +5,13 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from paged_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from paged_jax.engine import Engine
-from paged_jax.inputs import Prompt
-from paged_jax.outputs import RequestOutput
+from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.inputs import Prompt
 from paged_jax.progress import Progress
-from paged_jax.request import Request
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.request import Request
 
 
 class LLM(Engine):
@@ -136,7 +136,7 @@ class LLM(Engine):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """Find the most probable continuations of prompts; see `paged_jax.beam_search`.
+        """Find the most probable continuations of prompts; see `paged_jax.engine.beam_search`.
 
         Args:
           prompts: as for `generate`.

@@ -1,7 +1,7 @@
 """What fits in memory, before anything is loaded: ``python -m paged_jax.plan --memory 24GiB``.
 
-Only ``config.json`` is read. The arithmetic is that of `paged_jax.memory`, by which an engine with
-``memory_fraction`` sizes its pool.
+Only ``config.json`` is read. The arithmetic is that of `paged_jax.engine.footprint`, by which an
+engine with ``memory_fraction`` sizes its pool.
 """
 
 import argparse
@@ -15,19 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paged_jax import memory
-from paged_jax.blocks import check_positive, num_blocks_needed
+from paged_jax.cache.blocks import check_positive, num_blocks_needed
 from paged_jax.command_line import (
     Parser,
     add_size_arguments,
     size_options,
 )
-from paged_jax.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from paged_jax.memory import Footprint, in_units
+from paged_jax.engine import footprint as memory
+from paged_jax.engine.footprint import Footprint, in_units
+from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.pretrained import bundled_folder
-from paged_jax.models.weights import resolve_dtype
-from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.models.loading.huggingface import resolve_dtype
+from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.runner.runner import MAX_NUM_BATCHED_TOKENS, Sizes
 
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}

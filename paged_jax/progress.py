@@ -4,7 +4,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from paged_jax.engine import Engine
+from paged_jax.engine.engine import Engine
 
 
 class Progress:

@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax import decoding, sampling
-from paged_jax.blocks import check_positive
-from paged_jax.decoding import DecodeState
+from paged_jax.cache.blocks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_int32
 from paged_jax.models.llama import Llama
-from paged_jax.sampling import SlotSampling
+from paged_jax.runner import decoding
+from paged_jax.runner.decoding import DecodeState
+from paged_jax.sampling import sample as sampling
+from paged_jax.sampling.sample import SlotSampling
 
 
 class Rollout(NamedTuple):

@@ -15,7 +15,7 @@ from paged_jax.command_line import (
     add_engine_arguments,
     engine_options,
 )
-from paged_jax.engine import Engine
+from paged_jax.engine.engine import Engine
 
 try:
     from paged_jax.server import Limits, Service, Settings

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_model import SIZES, save_tiny_model
 
 from paged_jax import AsyncEngine, Engine, SamplingParams
 from paged_jax.async_engine import EngineClosedError
-from paged_jax.blocks import check_invariants
-from paged_jax.request import Request
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.scheduler.request import Request
+from tests.support.tiny_model import SIZES, save_tiny_model
 
 PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_model import BOS, SIZES, save_tiny_model
 
 from paged_jax import Engine, Llama, SamplingParams
 from paged_jax.cache_map import BlockText, CacheEvent, CacheMap, block_text, changes, snapshot
+from tests.support.tiny_model import BOS, SIZES, save_tiny_model
 
 C = SIZES["block_size"]
 # The same for all, so that they share compiled programs.

@@ -14,8 +14,9 @@ import pytest
 
 import paged_jax
 from paged_jax import kernels
+from tests.support import ROOT
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 _SAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

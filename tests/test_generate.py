@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_model import SIZES, save_tiny_model
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.generate import _Progress, main
-from paged_jax.models.pretrained import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
+from tests.support import ROOT
+from tests.support.tiny_model import SIZES, save_tiny_model
 
 # Four prompts or four samples with these make the shapes that the other tests compile, too.
 SHAPES = ["--block-size", "4", "--num-blocks", "20"]
@@ -412,7 +413,7 @@ def start(*args: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
 

@@ -1,82 +1,88 @@
-"""Arrows go down only: a module may import those of the layers below it, never those above."""
+"""Imports run down only: a file may import those of the floors above it in the list, never others.
+
+The one list of floors stands in ``docs/design.md``.
+"""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "paged_jax"
+from tests.support import ROOT
 
-# From the bottom up. Modules of one layer may import each other.
-LAYERS = [
-    {"checks", "dims", "sampling_params", "prefix"},
-    {"kernels"},
-    {"block_pool", "blocks"},
-    {"cache", "sampling", "picture"},
-    {"models"},
-    {"outputs", "history", "decoding", "rollout", "sequence", "scheduler", "ngram"},
-    {"request", "inputs", "steps", "runner", "memory"},
-    {"engine"},
-    {"llm", "progress", "async_engine", "beam_search", "cache_map"},
-    {"command_line", "server"},
-    {"generate", "plan", "serve"},
-    {""},
-]
+PACKAGE = ROOT / "paged_jax"
+NO_JAX = PACKAGE / "scheduler"
 
 
-def layer_of(module: str) -> int:
-    """The layer of a module below ``paged_jax``, given as ``models.llama`` or ``""``."""
-    first = module.split(".")[0]
-    [index] = [i for i, layer in enumerate(LAYERS) if first in layer]
-    return index
+def read_floors() -> list[list[str]]:
+    """The names of each floor, from the bottom up: ``cache/`` or ``llm.py``."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    block = text.split("<!-- floors -->")[1].split("```")[1]
+    return [line.split("   ")[0].split() for line in block.splitlines()[1:]]
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+FLOORS = read_floors()
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_file_has_a_floor() -> None:
+    listed = sorted(name for names in FLOORS for name in names)
+    found = {path.relative_to(PACKAGE).parts for path in FILES}
+    assert listed == sorted({parts[0] + "/" * (len(parts) > 1) for parts in found})
+    assert len(FLOORS) <= 11
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Modules below ``paged_jax`` that a file imports, at its top or inside a function."""
+MODULES = {name_of(path): path for path in FILES}
+
+
+def floor_of(path: Path) -> int:
+    parts = path.relative_to(PACKAGE).parts
+    [index] = [i for i, names in enumerate(FLOORS) if parts[0] + "/" * (len(parts) > 1) in names]
+    return index
+
+
+def imported_files(path: Path) -> set[Path]:
+    """Files of the package that one imports, at its top or inside a function."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-            names.add(node.module or "")
-    below = {name.removeprefix("paged_jax.") for name in names if name.startswith("paged_jax.")}
-    # `from paged_jax.cache import PagedCache` names an attribute, not a module.
-    return {name for name in below if any(name.split(".")[0] in layer for layer in LAYERS)}
+            assert node.level == 0 and node.module, f"{path}: imports are absolute"
+            for alias in node.names:
+                # `from paged_jax.cache import PagedCache` names an attribute, not a module.
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in MODULES else node.module)
+    return {MODULES[name] for name in names if name in MODULES}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_name)
-def test_imports_point_down(path: Path) -> None:
-    own = layer_of(module_name(path))
-    for imported in imported_modules(path):
-        assert layer_of(imported) <= own, f"{module_name(path)} must not import {imported}"
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_run_down(path: Path) -> None:
+    for imported in imported_files(path):
+        assert floor_of(imported) <= floor_of(path), f"{path} must not import {imported}"
 
 
 def imported_roots(path: Path) -> set[str]:
-    """Top-level packages that a file imports, `paged_jax` itself left out."""
+    """Top-level packages that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
-    return {name.split(".")[0] for name in names} - {"paged_jax"}
+    return {name.split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("name", ["outputs", "sampling_params", "prefix", "scheduler"])
-def test_scheduler_side_imports_no_jax(name: str) -> None:
-    """Nor does anything that these import."""
-    seen, to_read = set(), {name}
+def test_scheduler_imports_no_jax() -> None:
+    """Nor does anything that it imports."""
+    seen, to_read = set(), set(NO_JAX.glob("*.py"))
     while to_read:
-        path = (PACKAGE / to_read.pop().replace(".", "/")).with_suffix(".py")
-        if path in seen or not path.exists():  # a name that is an attribute of its module
-            continue
+        path = to_read.pop()
         seen.add(path)
         assert not imported_roots(path) & {"jax", "jaxlib", "flax"}, f"{path} is not for jax"
-        to_read |= imported_modules(path)
+        to_read |= imported_files(path) - seen

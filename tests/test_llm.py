@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_model import BOS, EOS, SIZES, save_tiny_model
 
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
-from paged_jax.blocks import check_invariants
+from paged_jax.cache.blocks import check_invariants
+from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}. {% endfor %}"

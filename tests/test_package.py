@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 BUNDLED = ROOT / "paged_jax" / "models" / "bundled"
 
 

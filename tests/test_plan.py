@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tiny_model import CONFIG, SIZES
 
 import paged_jax
-from paged_jax import generate, memory
-from paged_jax.engine import Engine
-from paged_jax.memory import DeviceMemory, block_bytes, record_bytes, weight_bytes
+from paged_jax import generate
+from paged_jax.engine import footprint as memory
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.footprint import DeviceMemory, block_bytes, record_bytes, weight_bytes
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.pretrained import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main, make_plan
+from tests.support.tiny_model import CONFIG, SIZES
 
 BUNDLED = LlamaConfig.from_file(bundled_folder())
 # Large enough that what a step holds follows its terms, and not what any program holds anyway.

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_model import BOS, CONFIG, save_tiny_model
 
-from paged_jax import decoding
-from paged_jax.decoding import DecodeState
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import Rollout, rollout
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.runner import decoding
+from paged_jax.runner.decoding import DecodeState
+from paged_jax.sampling.params import SamplingParams
+from tests.support.tiny_model import BOS, CONFIG, save_tiny_model
 
 PROMPTS = np.array([[BOS, 5, 6, 7, 8], [BOS, 20, 3, 0, 0], [BOS, 0, 0, 0, 0]], np.int32)
 NUM_TOKENS = np.array([5, 3, 1], np.int32)

@@ -15,9 +15,10 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from paged_jax.models.config import LlamaConfig, read_json
-from paged_jax.models.weights import load_weights
+from paged_jax.models.loading.huggingface import load_weights
+from tests.support import ROOT
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
+SCRIPT = ROOT / "examples" / "train.py"
 SIZES = {
     "steps": 10,
     "batch-size": 2,

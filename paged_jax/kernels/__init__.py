@@ -4,6 +4,7 @@ And what puts them there: writes of new tokens, and copies of blocks.
 """
 
 from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
+from paged_jax.kernels.backend import Pools, quantise
 from paged_jax.kernels.cascade import cascade_attention, num_shared_blocks
 from paged_jax.kernels.dispatch import (
     BACKENDS,
@@ -13,7 +14,6 @@ from paged_jax.kernels.dispatch import (
     choose_backend,
     padded_head_dim,
 )
-from paged_jax.kernels.interface import Pools, quantise
 from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.writing import copy_blocks, paged_write
 

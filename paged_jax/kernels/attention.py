@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from paged_jax import dims
+from paged_jax.kernels.backend import Options, Pools, Problem
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -34,7 +35,6 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
-from paged_jax.kernels.interface import Options, Pools, Problem
 
 
 def paged_attention(

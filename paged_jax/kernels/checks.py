@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from paged_jax.kernels.interface import Pools, is_quantised
+from paged_jax.kernels.backend import Pools, is_quantised
 
 # TPUs move 128 lanes at a time, so pools for them are padded to a multiple of that.
 LANES = 128

@@ -16,15 +16,15 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from paged_jax.kernels import mosaic_tpu, reference, scatter, triton, xla
+from paged_jax.kernels import mosaic_tpu, reference, triton, xla
+from paged_jax.kernels.backend import Problem
 from paged_jax.kernels.checks import in_whole_lanes
-from paged_jax.kernels.interface import Problem
 
 _logger = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
-    """Functions by the name of their op, and what they refuse; see `paged_jax.kernels.interface`.
+    """Functions by the name of their op, and what they refuse; see `paged_jax.kernels.backend`.
 
     Attributes:
       ops: from ``"decode"``, ``"prefill"``, ``"write"`` and ``"copy_blocks"`` to functions.
@@ -66,8 +66,8 @@ BACKENDS: Mapping[str, Backend] = {
         {
             "decode": xla.decode,
             "prefill": xla.prefill,
-            "write": scatter.write,
-            "copy_blocks": scatter.copy_blocks,
+            "write": xla.write,
+            "copy_blocks": xla.copy_blocks,
         },
         xla.refusal,
     ),
@@ -94,7 +94,7 @@ def choose_backend(problem: Problem, platform: str) -> Choice:
     """Say which backend ``backend=None`` takes on a platform, and why.
 
     Args:
-      problem: the call, see `paged_jax.kernels.interface.Problem`.
+      problem: the call, see `paged_jax.kernels.backend.Problem`.
       platform: as JAX names it: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``.
     """
     name = _OWN_KERNELS.get(platform)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.interface import Options, Pools, wider_dtype
+from paged_jax.kernels.backend import Options, Pools, wider_dtype
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
 QUERIES = 128
@@ -75,7 +75,7 @@ def differentiable_decode(
     Args:
       run: the backend's ``decode``; hashable, since it is static.
       q, pools, block_tables, context_lens, sinks, layer, options: its arguments, as in
-        `paged_jax.kernels.interface`.
+        `paged_jax.kernels.backend`.
 
     Returns:
       What `run` returns.

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.interface import Options, Pools, Problem, wider_dtype
+from paged_jax.kernels.backend import Options, Pools, Problem, wider_dtype
 
 
 def refusal(problem: Problem) -> str | None:

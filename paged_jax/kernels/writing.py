@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
+from paged_jax.kernels.backend import Options, Pools, Problem
 from paged_jax.kernels.checks import as_int32, check_pools, check_sharding, pool_letters
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
-from paged_jax.kernels.interface import Options, Pools, Problem
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
 _MAX_ROWS = 2**31 - 1

@@ -12,9 +12,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax import cache as paged_cache
-from paged_jax.blocks import check_positive, num_blocks_needed
-from paged_jax.cache import PagedCache
+from paged_jax.cache import paged_cache
+from paged_jax.cache.blocks import check_positive, num_blocks_needed
+from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels import (
     Pools,
     backend_for,
@@ -219,7 +219,7 @@ class Llama(nnx.Module):
           True
         """
         # Loading is a layer above the model itself.
-        from paged_jax.models import pretrained
+        from paged_jax.models.loading import pretrained
 
         return pretrained.from_pretrained(
             folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding
@@ -231,9 +231,9 @@ class Llama(nnx.Module):
         Raises:
           ValueError: transformers has no model like this, see `LlamaConfig.to_dict`.
         """
-        from paged_jax.models import weights
+        from paged_jax.models.loading import huggingface
 
-        weights.save_weights(self, folder)
+        huggingface.save_weights(self, folder)
 
     def create_cache(
         self,

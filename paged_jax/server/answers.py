@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from paged_jax.outputs import CompletionOutput, Logprob, RequestOutput
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import schemas
 from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service

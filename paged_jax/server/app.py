@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-import paged_jax
 from paged_jax.async_engine import EngineClosedError
-from paged_jax.outputs import RequestOutput
+from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import cache_page, openapi, schemas
 from paged_jax.server.answers import (
     Answer,
@@ -36,6 +35,7 @@ from paged_jax.server.answers import (
 from paged_jax.server.errors import ApiError, of_validation
 from paged_jax.server.security import IS_KNOWN, SALT, Security
 from paged_jax.server.service import ClientGone, Service, engine_stopped
+from paged_jax.version import __version__
 
 B = TypeVar("B", bound=schemas.SamplingBody)
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def _details(service: Service) -> dict[str, Any]:
     stats = reading.stats
     return {
         "model": service.settings.model_name,
-        "version": paged_jax.__version__,
+        "version": __version__,
         "num_running": reading.num_running,
         "num_waiting": reading.num_waiting,
         "blocks": schemas.Blocks(

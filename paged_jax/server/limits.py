@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from paged_jax.sampling_params import MAX_LOGPROBS
+from paged_jax.sampling.params import MAX_LOGPROBS
 from paged_jax.server.errors import ApiError
 
 # The schema's own bound: not even to say that they exceed a limit is a million of them looked at.

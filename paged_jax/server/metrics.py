@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from paged_jax.request import Request
+from paged_jax.scheduler.request import Request
 
 if TYPE_CHECKING:
     from paged_jax.server.monitor import Reading

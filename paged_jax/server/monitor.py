@@ -5,8 +5,8 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-from paged_jax.engine import Engine, EngineStats
-from paged_jax.request import Request
+from paged_jax.engine.engine import Engine, EngineStats
+from paged_jax.scheduler.request import Request
 from paged_jax.server.metrics import Metrics
 
 

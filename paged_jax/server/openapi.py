@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-import paged_jax
 from paged_jax.server import schemas
 from paged_jax.server.limits import Limits
+from paged_jax.version import __version__
 
 _BODIES = (schemas.GenerateBody, schemas.CompletionBody, schemas.ChatBody)
 _ANSWERS = (
@@ -44,7 +44,7 @@ def document(limits: Limits) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "paged_jax",
-            "version": paged_jax.__version__,
+            "version": __version__,
             "description": "Text generation through a paged KV cache. Limits: "
             + ", ".join(f"{name} {value}" for name, value in vars(limits).items())
             + ".",

@@ -10,9 +10,9 @@ from typing import TypeVar
 from starlette.types import Receive
 
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
-from paged_jax.engine import Engine
-from paged_jax.models.tokenizer import Tokenizer
-from paged_jax.request import Request
+from paged_jax.engine.engine import Engine
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.scheduler.request import Request
 from paged_jax.server.errors import ApiError, too_many
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics

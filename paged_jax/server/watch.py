@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paged_jax.cache_map import CacheMap, changes, snapshot
-from paged_jax.engine import Engine
+from paged_jax.engine.engine import Engine
 
 # Events that are kept for pages that come back for them.
 _MAX_EVENTS = 1000

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from paged_jax.kernels.backend import Options, Pools, Problem
 from paged_jax.kernels.checks import LANES, in_whole_lanes
-from paged_jax.kernels.interface import Options, Pools, Problem
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
 
@@ -53,7 +53,7 @@ def decode(
     layer: int | jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """One query per sequence, as `paged_jax.kernels.interface` says."""
+    """One query per sequence, as `paged_jax.kernels.backend` says."""
     # A chunk of one token, its last. That an empty sequence has a query too shows in its sink.
     query_lens = jnp.ones_like(context_lens)
     out, lse = prefill(
@@ -73,7 +73,7 @@ def prefill(
     layer: int | jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries per sequence, causal, as `paged_jax.kernels.interface` says."""
+    """A chunk of queries per sequence, causal, as `paged_jax.kernels.backend` says."""
     rows = q, block_tables, context_lens, query_lens
     attend = functools.partial(_attend, pools, sinks, layer, options)
     B, M = block_tables.shape

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.interface import Options
+from paged_jax.kernels.backend import Options
 from paged_jax.kernels.mosaic_tpu.tiling import Tiling
 
 # A score that is not seen, and the least peak of a row. Both are finite, and so far apart that

@@ -5,9 +5,8 @@ JAX has announced the end of that backend since 0.11. Nothing outside of this pa
 
 import jax.numpy as jnp
 
-from paged_jax.kernels import tuning
-from paged_jax.kernels.interface import QUANTISED, Problem
-from paged_jax.kernels.triton import tiles
+from paged_jax.kernels.backend import QUANTISED, Problem
+from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import prefill

@@ -27,9 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels import tuning
-from paged_jax.kernels.interface import Options, Pools, is_quantised, product_dtype
-from paged_jax.kernels.triton import tiles
+from paged_jax.kernels.backend import Options, Pools, is_quantised, product_dtype
+from paged_jax.kernels.triton import tiles, tuning
 
 # For choosing the number of splits. Times are in loop steps of a program that shares the memory
 # with as many others as are resident; they are estimates, not measurements.
@@ -51,10 +50,10 @@ def decode(
     params: tuning.DecodeParams | None = None,
     num_splits: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One query per sequence, as `paged_jax.kernels.interface` says, in one launch or two.
+    """One query per sequence, as `paged_jax.kernels.backend` says, in one launch or two.
 
     Args:
-      params: those of `paged_jax.kernels.tuning` for this device and shape if None.
+      params: those of `paged_jax.kernels.triton.tuning` for this device and shape if None.
       num_splits: parts to divide each sequence into; `choose_num_splits` if None.
     """
     B, H, D = q.shape

@@ -26,9 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels import tuning
-from paged_jax.kernels.interface import Options, Pools, product_dtype
-from paged_jax.kernels.triton import tiles
+from paged_jax.kernels.backend import Options, Pools, product_dtype
+from paged_jax.kernels.triton import tiles, tuning
 
 # Steps that all rows see are worth a loop of their own, without masks, from this many on: a loop
 # waits for its first tile, which costs about as much as the masks of that many steps save (from
@@ -48,9 +47,9 @@ def prefill(
     *,
     params: tuning.PrefillParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries per sequence, as `paged_jax.kernels.interface` says, in one launch.
+    """A chunk of queries per sequence, as `paged_jax.kernels.backend` says, in one launch.
 
-    `params` are those of `paged_jax.kernels.tuning` for this device and shape if None.
+    `params` are those of `paged_jax.kernels.triton.tuning` for this device and shape if None.
     """
     if params is None:
         K, C = pools.k.shape[2:4]

@@ -36,9 +36,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels import scatter
-from paged_jax.kernels.interface import QUANTISED, Options, Pools, Problem
+from paged_jax.kernels.backend import QUANTISED, Options, Pools, Problem
 from paged_jax.kernels.triton import tiles
+from paged_jax.kernels.xla import writing as scatter
 
 # Numbers of K, and as many of V, in a program: 16 rows of 128. A decode step of 128 sequences with
 # 8 heads is then 64 programs, each with 4 loads of 16 bytes in flight per thread.
@@ -69,7 +69,7 @@ def write(
     layer: int | jax.Array,
     options: Options,
 ) -> Pools:
-    """Write K and V of N tokens; shapes as in `paged_jax.kernels.interface`."""
+    """Write K and V of N tokens; shapes as in `paged_jax.kernels.backend`."""
     return _write(options, pools, k, v, blocks, offsets, layer)
 
 
@@ -145,7 +145,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, 
 
 
 def _quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """As `paged_jax.kernels.interface.quantise`, without `jnp.round`, which does not lower."""
+    """As `paged_jax.kernels.backend.quantise`, without `jnp.round`, which does not lower."""
     largest = QUANTISED[jnp.dtype(dtype)]
     x = x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(x), axis=1)
@@ -185,7 +185,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="options")
 def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: Options) -> Pools:
-    """Copy blocks in all layers and pools; shapes as in `paged_jax.kernels.interface`."""
+    """Copy blocks in all layers and pools; shapes as in `paged_jax.kernels.backend`."""
     L, P = pools.k.shape[:2]
     views = jax.tree.map(lambda pool: tiles.to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
     copied = _call(

@@ -1,0 +1,44 @@
+"""Who holds which block, and K and V in blocks: immutable state, and pure functions that change it.
+
+`blocks` is the allocator alone: reference counts, free blocks and block tables, without any K or V.
+`PagedCache` adds the pools, and the functions here are those of `blocks`, done in the pools too.
+"""
+
+from paged_jax.cache import blocks
+from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.blocks import BlockTables, num_blocks_needed
+from paged_jax.cache.paged_cache import (
+    PagedCache,
+    attach,
+    forget,
+    fork,
+    gather,
+    locate,
+    publish,
+    read_blocks,
+    release,
+    reorder,
+    reserve,
+    truncate,
+    write_blocks,
+)
+
+__all__ = [
+    "BlockPool",
+    "BlockTables",
+    "PagedCache",
+    "attach",
+    "blocks",
+    "forget",
+    "fork",
+    "gather",
+    "locate",
+    "num_blocks_needed",
+    "publish",
+    "read_blocks",
+    "release",
+    "reorder",
+    "reserve",
+    "truncate",
+    "write_blocks",
+]

@@ -1,0 +1,410 @@
+"""Beam search: the most probable continuations, by keeping the best few at every step.
+
+Each beam of W has a slot, and the beams of a prompt share the blocks of all they have in common:
+
+    prompt -- the -- cat -- sat         slot 0   [ 3  1  5 ]
+                  \\- dog -- ran         slot 1   [ 3  1  4 ]     3 and 1 are held three times
+                         \\- is          slot 2   [ 3  1  2 ]
+
+A step on the device is one program: every slot becomes what the slot of its beam's parent was (in
+the tables only), takes the beam's last token, with a copy of the block where that is shared still,
+and answers with the most probable next tokens. The host chooses among those of all beams:
+
+    each beam brings its 2 W most probable continuations
+    those that end with an end-of-sequence token are complete; the best W others go on
+    in the end, the best W of all that are complete or still going
+
+An outcome is ranked by ``cum_logprob / length**length_penalty``, as in vLLM: the length is that of
+the whole sequence, its prompt included and an end token left out.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.checks import is_int, is_real
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.inputs import Prompt
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.runner.runner import ModelRunner, slot_of
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.sequence import Sequence as SlotUser
+
+# Lengths to this power stay far within the range of float.
+_MAX_LENGTH_PENALTY = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchParams:
+    """What to search for, with vLLM's names and meanings.
+
+    Attributes:
+      beam_width: W, how many beams go on, and how many sequences are returned.
+      max_tokens: most tokens to generate; fewer where the context ends before.
+      ignore_eos: treat end-of-sequence tokens as any other.
+      temperature: only 0 is possible, as nothing is drawn: log-probabilities are the model's own.
+      length_penalty: the power of the length by which the log-probability is divided: above 0
+        favours long sequences, below 0 short ones. From -10 to 10.
+      include_stop_str_in_output: keep the end-of-sequence token in the text.
+
+    Raises:
+      ValueError: a value is out of bounds; the message names the field and the bound.
+
+    Example:
+      >>> BeamSearchParams(beam_width=0, max_tokens=8)
+      Traceback (most recent call last):
+      ...
+      ValueError: BeamSearchParams: beam_width must be an integer >= 1, got 0.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            _require(is_int(value) and value >= 1, name, "be an integer >= 1", value)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _require(isinstance(getattr(self, name), bool), name, "be a bool", getattr(self, name))
+        is_zero = is_real(self.temperature) and self.temperature == 0
+        _require(is_zero, "temperature", "be 0, because nothing is drawn", self.temperature)
+        bound, penalty = _MAX_LENGTH_PENALTY, self.length_penalty
+        is_power = is_real(penalty) and abs(penalty) <= bound
+        _require(is_power, "length_penalty", f"be in [-{bound:g}, {bound:g}]", penalty)
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchSequence:
+    """One of the best sequences.
+
+    Attributes:
+      tokens: those of the prompt, then the generated ones, an end-of-sequence token included.
+      cum_logprob: sum of the log-probabilities of the generated tokens, in nats.
+      text: of all tokens, the prompt's included, without special tokens; empty without a
+        tokenizer.
+      finish_reason: ``"stop"`` (an end-of-sequence token) or ``"length"``.
+      stop_reason: the end-of-sequence token; None where the length ended it.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    """What was found for one prompt.
+
+    Attributes:
+      sequences: the best first: as many as the beams are wide, or all that there are.
+    """
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search(
+    engine: Engine, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+) -> list[BeamSearchOutput]:
+    """Find the most probable continuations of prompts, several prompts at once where they fit.
+
+    A prompt begins when slots for all its beams are free, and blocks for all that they may come to
+    need, so that no beam ever has to leave. Its blocks come from the prefix cache, and stay there.
+    Of the engine's totals, this counts steps, blocks, what sharing saves and what the prefix cache
+    finds.
+
+    Args:
+      engine: no request of it may be unfinished. Empty again afterwards, whatever happens.
+      prompts: as for `LLM.generate`.
+      params: for all prompts.
+
+    Returns:
+      One output for each prompt, in their order.
+
+    Raises:
+      ValueError: a prompt is empty, too long or holds tokens out of range, or there can never be
+        slots or blocks enough for it. Nothing has been run then.
+      RuntimeError: a request is unfinished.
+      FloatingPointError: the model gave NaN.
+
+    Cost: a step is a decode step of all beams. Its program is compiled once for each `beam_width`
+    and for each power of two of beams at once, at the first use: `Engine.warmup` leaves it out.
+    """
+    engine._check_idle("beam_search")
+    if isinstance(prompts, str | Mapping):
+        prompts = [prompts]
+    end_ids = frozenset() if params.ignore_eos else engine._eos_token_ids
+    searches = [
+        _Search(_as_request(engine, number, prompt, params), params, end_ids)
+        for number, prompt in enumerate(prompts)
+    ]
+    for search in searches:
+        _check_fits(engine, search)
+    try:
+        _Batch(engine, params, num_end_ids=len(end_ids)).run(searches)
+    except BaseException:  # Ctrl-C included
+        engine._recover()
+        raise
+    return [search.output(engine.tokenizer) for search in searches]
+
+
+def _as_request(engine: Engine, number: int, prompt: Prompt, params: BeamSearchParams) -> Request:
+    """The prompt as token ids, checked as that of any request."""
+    return engine._inputs.request(
+        f"beam search {number}",
+        number,
+        prompt,
+        SamplingParams(temperature=0, max_tokens=params.max_tokens),
+        arrival_time=time.perf_counter(),
+    )
+
+
+def _check_fits(engine: Engine, search: "_Search") -> None:
+    width, num_tokens = search.params.beam_width, len(search.prompt_token_ids)
+    if width > engine.max_num_seqs:
+        raise ValueError(
+            f"beam_search: beam_width must be at most max_num_seqs, {engine.max_num_seqs} slots, "
+            f"got {width}."
+        )
+    num_blocks = search.most_blocks(engine.block_size)
+    if num_blocks > engine.num_blocks:
+        raise ValueError(
+            f"beam_search: {width} beams of {num_tokens} prompt tokens and {search.max_tokens} new "
+            f"ones must fit the pool of {engine.num_blocks} blocks of {engine.block_size} tokens, "
+            f"but may need {num_blocks}. Use fewer beams or tokens, or more num_blocks."
+        )
+
+
+class _Beam(NamedTuple):
+    """A continuation of a prompt: all of its tokens but the last are in the cache."""
+
+    token_ids: tuple[int, ...]  # generated
+    cum_logprob: float
+    parent: int = 0  # the rank, a step ago, of the beam that it continues
+    is_complete: bool = False
+
+
+class _Search:
+    """The beams of one prompt: the choice among continuations, in plain Python.
+
+    Args:
+      request: the prompt.
+      params: what is asked.
+      end_ids: tokens that complete a sequence.
+    """
+
+    def __init__(self, request: Request, params: BeamSearchParams, end_ids: frozenset[int]):
+        self.request = request
+        self.params = params
+        self.prompt_token_ids = request.prompt_token_ids
+        self.max_tokens = request.max_tokens
+        self._end_ids = end_ids
+        self.beams = [_Beam((), 0.0)]
+        self._completed: list[_Beam] = []  # the best W, the best first
+        self.slot_users: list[SlotUser] = []  # of beam 0, 1, ... while it runs
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of each beam in the cache, once its last one is fed."""
+        return len(self.prompt_token_ids) + len(self.beams[0].token_ids)
+
+    def most_blocks(self, block_size: int) -> int:
+        """Blocks that the beams may hold: full ones of the prompt are common, no others need be."""
+        num_prompt = len(self.prompt_token_ids)
+        num_common = num_prompt // block_size
+        # The last token that is generated is never fed.
+        num_each = num_blocks_needed(num_prompt + self.max_tokens - 1, block_size)
+        return num_common + self.params.beam_width * (num_each - num_common)
+
+    def last_token(self, beam: _Beam) -> int:
+        """The token to be fed next."""
+        return beam.token_ids[-1] if beam.token_ids else self.prompt_token_ids[-1]
+
+    def advance(self, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
+        """Choose who goes on, from the continuations of each beam, the most probable first.
+
+        Args:
+          top_ids: i32 [number of beams, N].
+          top_logprobs: f32 [number of beams, N].
+
+        Raises:
+          FloatingPointError: one of them is NaN.
+        """
+        if np.isnan(top_logprobs).any():
+            raise FloatingPointError(
+                f"beam_search: the model gave NaN after {self.num_cached} tokens. Its weights may "
+                "be damaged, or overflow in their dtype."
+            )
+        candidates = sorted(
+            (
+                (beam.cum_logprob + logprob, parent, token_id)
+                for parent, beam in enumerate(self.beams)
+                for token_id, logprob in zip(
+                    top_ids[parent].tolist(), top_logprobs[parent].tolist(), strict=True
+                )
+            ),
+            # Stable: of equals, the continuation of the better beam comes first.
+            key=lambda candidate: -candidate[0],
+        )
+        width, going, ended = self.params.beam_width, [], []
+        for cum_logprob, parent, token_id in candidates:
+            is_end = token_id in self._end_ids
+            chosen = ended if is_end else going
+            if len(chosen) < width:
+                token_ids = (*self.beams[parent].token_ids, token_id)
+                chosen.append(_Beam(token_ids, cum_logprob, parent, is_end))
+        self._completed = self._best(self._completed + ended)
+        self.beams = going
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing that goes on can be among the best any more, or may go on."""
+        if not self.beams or len(self.beams[0].token_ids) == self.max_tokens:
+            return True
+        if len(self._completed) < self.params.beam_width:
+            return False
+        # Log-probabilities only fall, and the score is monotonic in the length.
+        num_prompt, best = len(self.prompt_token_ids), self.beams[0].cum_logprob
+        lengths = self.num_cached, num_prompt + self.max_tokens
+        hope = max(best / length**self.params.length_penalty for length in lengths)
+        return hope <= self._score(self._completed[-1])
+
+    def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """The best sequences."""
+        best = self._best(self._completed + self.beams)
+        return BeamSearchOutput([self._sequence(beam, tokenizer) for beam in best])
+
+    def _best(self, beams: list[_Beam]) -> list[_Beam]:
+        # Stable: of equals, the one that was complete first comes first.
+        return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
+
+    def _score(self, beam: _Beam) -> float:
+        length = len(self.prompt_token_ids) + len(beam.token_ids) - beam.is_complete
+        return beam.cum_logprob / length**self.params.length_penalty
+
+    def _sequence(self, beam: _Beam, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+        token_ids = [*self.prompt_token_ids, *beam.token_ids]
+        end = [token_ids[-1]] if beam.is_complete else []
+        text = ""
+        if tokenizer is not None:
+            text = tokenizer.decode(token_ids[: len(token_ids) - len(end)])
+            if self.params.include_stop_str_in_output:
+                text += tokenizer.decode(end, skip_special_tokens=False, continues_text=True)
+        return BeamSearchSequence(
+            tokens=token_ids,
+            cum_logprob=beam.cum_logprob,
+            text=text,
+            finish_reason="stop" if end else "length",
+            stop_reason=end[0] if end else None,
+        )
+
+
+class _Batch:
+    """The searches that run at once, in the slots of an idle engine."""
+
+    def __init__(self, engine: Engine, params: BeamSearchParams, *, num_end_ids: int):
+        self._engine = engine
+        self._runner: ModelRunner = engine._runner
+        self._width = width = params.beam_width
+        # As many more than W as end tokens may take, so that W others go on, and at least 2 W.
+        self._num_top = min(width + max(width, num_end_ids), engine.config.vocab_size)
+        self._free_slots = list(range(engine.max_num_seqs))
+        self._running: list[_Search] = []
+
+    def run(self, searches: Sequence[_Search]) -> None:
+        """Run searches to their ends, each as soon as there is room, in their order."""
+        waiting = deque(searches)
+        while waiting or self._running:
+            admitted = []
+            while waiting and self._has_room(waiting[0]):
+                admitted.append(waiting.popleft())
+                self._admit(admitted[-1])
+            assert self._running, "each search fits alone"
+            self._prefill([search.slot_users[0] for search in admitted])
+            self._step()
+            for search in [search for search in self._running if search.is_done]:
+                self._release(search)
+
+    def _has_room(self, search: _Search) -> bool:
+        searches = (*self._running, search)
+        num_blocks = sum(s.most_blocks(self._engine.block_size) for s in searches)
+        return len(self._free_slots) >= self._width and num_blocks <= self._engine.num_blocks
+
+    def _admit(self, search: _Search) -> None:
+        slots = self._free_slots[: self._width]
+        del self._free_slots[: self._width]
+        for index, slot in enumerate(slots):
+            user = SlotUser(
+                search.request,
+                index,
+                search.prompt_token_ids,
+                len(search.prompt_token_ids) + search.max_tokens,
+            )
+            user.slot = slot
+            search.slot_users.append(user)
+        self._running.append(search)
+
+    def _prefill(self, sequences: list[SlotUser]) -> None:
+        """Compute prompts, all but their last tokens, and let them be found in the prefix cache."""
+        engine, statistics = self._engine, self._engine._scheduler.stats
+        for sequence in sequences if engine.enable_prefix_caching else ():
+            request: Any = sequence.request
+            sequence.chain = engine._chain_of(request)
+            sequence.num_computed = self._runner.attach(sequence)
+            statistics.num_queried_tokens += len(sequence.token_ids) - 1
+            statistics.num_cached_tokens += sequence.num_computed
+        max_chunk = self._runner.sizes.max_chunk
+        while chunks := [(s, min(s.num_prefill, max_chunk)) for s in sequences if s.num_prefill]:
+            self._runner.prefill(chunks)
+            for sequence, count in chunks:
+                sequence.advance(count)
+                self._runner.publish(sequence)
+
+    def _step(self) -> None:
+        """Feed the last token of every beam, and choose among the tokens that may come next."""
+        rows = []
+        for search in self._running:
+            slots = [slot_of(user) for user in search.slot_users]
+            for slot, beam in zip(slots, search.beams, strict=False):
+                rows.append((slots[beam.parent], slot, search.last_token(beam)))
+        num_rows = self._width * len(self._running)
+        tokens = self._runner.beam(rows, num_rows=num_rows, num_top=self._num_top)
+        self._note_blocks()
+        top_ids, top_logprobs = np.asarray(tokens.top_ids), np.asarray(tokens.top_logprobs)
+        start = 0
+        for search in self._running:
+            end = start + len(search.beams)
+            search.advance(top_ids[start:end], top_logprobs[start:end])
+            start = end
+
+    def _note_blocks(self) -> None:
+        """Count blocks that are held, and that would be if beams shared none, as a step does."""
+        engine = self._engine
+        num_unshared = sum(
+            len(search.beams) * num_blocks_needed(search.num_cached, engine.block_size)
+            for search in self._running
+        )
+        engine._stats.num_steps += 1
+        engine._count_blocks(num_unshared)
+
+    def _release(self, search: _Search) -> None:
+        for user in search.slot_users:
+            self._runner.release(user)
+            self._free_slots.append(slot_of(user))
+        self._running.remove(search)
+
+
+def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
+    if not is_ok:
+        raise ValueError(f"BeamSearchParams: {name} must {rule}, got {value!r}.")

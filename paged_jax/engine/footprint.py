@@ -1,0 +1,316 @@
+"""How much memory an engine takes on its device: arithmetic on sizes, without an array.
+
+    memory >= weights + state + step + num_blocks * (block + overhead)
+
+    weights    all parameters, in their dtype
+    state      S slots: how their tokens are drawn, 5 * V bytes each and a little more, and their
+               rows of the block table
+    step       what a program holds while it runs; of all programs the one that holds most
+    block      K and V of C tokens in all layers, and their scales where they are quantised
+    overhead   what the allocator knows of a block
+
+`engine.Engine` and `python -m paged_jax.plan` both go by this. The first, second and fourth line
+are exact. The third is an upper bound in a few terms, which tests hold against what the compiled
+programs really take; in bytes, for N tokens in the program::
+
+    prefill    N = max_chunk                 activations(N)
+    score      N = min(128, max_chunk)       activations(N) + 8 N V
+    decode     N = S                         activations(N) + 40 S V
+    verify     N = S (T + 1), T guesses      activations(N) + 40 S V + 4 S T V
+    swap       48 blocks: 16 on their way to the host or back, twice and a little more
+    tables     40 S M
+
+    activations(N) = 4 N (max(3 F, 4 (H + 2 K) D) + (L + 1) E) + 4 MiB
+
+An MLP holds gate, up and their product; attention holds q, k and v, as they are, rotated, and as
+it lays them out; unrolled layers keep what each has added to the residual, where XLA sums it up
+last; and attention reads the pool in tiles, the 4 MiB. To choose a token takes the logits, copies
+of them, and a copy of 5 * V bytes of each slot's state. The programs that the tests compile are
+those of CPUs. What drivers and libraries of GPUs and TPUs take for themselves comes on top:
+``memory_fraction=0.9`` leaves them a tenth.
+
+Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
+from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.backend import is_quantised
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading.huggingface import parameter_shapes
+from paged_jax.runner.runner import SCORE_WIDTH, SWAP_WIDTH, Sizes
+
+# Of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
+KV_DTYPES = {
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+}
+
+# What the tiles of attention take, see above.
+_TILE_BYTES = 4 << 20
+# For each logit of a step that chooses tokens: 8.7 arrays of 4 bytes were seen (jax 0.10.2).
+_CHOICE_BYTES = 40
+# For each entry of the block tables, of programs that fork: 4 bytes were seen.
+_TABLE_BYTES = 8
+# For each block, of programs that look for blocks by their content: 25 bytes were seen.
+_SEARCH_BYTES = 28
+# XLA's CPU backend updates pools of these types through copies, one of K and V in their own type
+# and one in float32, not both at once: 1.4 to 1.5 times the pools were seen.
+_COPIED_ON_CPU = (jnp.bfloat16, jnp.float8_e4m3fn)
+_OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+class Footprint(NamedTuple):
+    """What an engine takes, in bytes.
+
+    Attributes:
+      weights: all parameters.
+      state: of the slots; nothing that grows with the number of blocks.
+      steps: what each kind of program holds while it runs.
+      block: K and V of one block in all layers, scales included.
+      block_overhead: what else a block takes.
+    """
+
+    weights: int
+    state: int
+    steps: dict[str, int]
+    block: int
+    block_overhead: int
+
+    @property
+    def step(self) -> int:
+        """Of the program that holds most."""
+        return max(self.steps.values())
+
+    @property
+    def fixed(self) -> int:
+        """All but the blocks."""
+        return self.weights + self.state + self.step
+
+    def num_blocks(self, memory: int) -> int:
+        """How many blocks fit in so many bytes, beside the rest.
+
+        Example:
+          >>> Footprint(700, 100, {"decode": 200}, 90, 10).num_blocks(1250)
+          2
+        """
+        return max(0, (memory - self.fixed) // (self.block + self.block_overhead))
+
+    def check_fits(self, field: str, memory: int) -> None:
+        """Refuse memory in which not even one block fits.
+
+        Args:
+          field: what the message begins with.
+          memory: in bytes.
+
+        Raises:
+          ValueError: with the numbers.
+        """
+        if self.num_blocks(memory):
+            return
+        raise ValueError(
+            f"{field} must leave room for {in_units(self.weights)} of weights, "
+            f"{in_units(self.state)} of state, {in_units(self.step)} for a step and a block of "
+            f"{in_units(self.block + self.block_overhead)}, got {in_units(memory)}. Use more "
+            "memory, a smaller dtype, or fewer slots."
+        )
+
+
+def footprint(
+    config: LlamaConfig,
+    sizes: Sizes,
+    *,
+    weights: int,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
+    platform: str,
+) -> Footprint:
+    """Say what an engine takes on its device.
+
+    Args:
+      config: of the model.
+      sizes: of the engine's programs; the number of blocks is of no effect.
+      weights: their bytes on the device, see `weight_bytes`.
+      dtype: of the weights.
+      kv_dtype: of K and V.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
+      >>> sizes = Sizes(block_size=16, num_blocks=0, num_slots=4, max_model_len=512, max_chunk=128,
+      ...               max_steps=8, num_drafts=0, max_logit_bias=32, max_stop_ids=16)
+      >>> needs = footprint(config, sizes, weights=weight_bytes(config, "float32"),
+      ...                   dtype="float32", kv_dtype="float32", platform="cpu")
+      >>> needs.weights, needs.state, needs.block
+      (1171200, 12504, 20480)
+    """
+    block = block_bytes(config, sizes.block_size, kv_dtype, platform)
+    steps = _step_bytes(config, sizes, block)
+    overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
+    if platform == "cpu":
+        if jnp.dtype(dtype) == jnp.float16:
+            # There it multiplies by float32 copies of float16 weights.
+            steps = {program: taken + 2 * weights for program, taken in steps.items()}
+        if jnp.dtype(kv_dtype) in _COPIED_ON_CPU:
+            overhead += block * 3 // 2
+    return Footprint(
+        weights=weights,
+        state=state_bytes(config.vocab_size, sizes),
+        steps=steps,
+        block=block,
+        block_overhead=overhead,
+    )
+
+
+def most_useful_blocks(num_slots: int, max_model_len: int, block_size: int) -> int:
+    """Blocks that all slots hold at full length. More serve the prefix cache only."""
+    return num_slots * num_blocks_needed(max_model_len, block_size)
+
+
+def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
+    """Bytes of all parameters in a dtype."""
+    shapes = parameter_shapes(config, scan_layers=True)  # traces one layer, not all
+    return sum(math.prod(shape) for shape in shapes.values()) * jnp.dtype(dtype).itemsize
+
+
+def block_bytes(config: LlamaConfig, block_size: int, kv_dtype: DTypeLike, platform: str) -> int:
+    """Bytes of K and V in one block, all layers together, scales included.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
+      >>> block_bytes(config, 16, "float32", "cpu"), block_bytes(config, 16, "int8", "cpu")
+      (20480, 7680)
+    """
+    rows = 2 * config.num_hidden_layers * config.num_key_value_heads * block_size
+    scale = 4 if is_quantised(kv_dtype) else 0
+    numbers = padded_head_dim(config.head_dim, platform)
+    return rows * (numbers * jnp.dtype(kv_dtype).itemsize + scale)
+
+
+def record_bytes(block_size: int) -> int:
+    """Bytes of what the allocator knows of a block, see `BlockPool`."""
+    numbers = 2 + NUM_DIGEST_WORDS + block_size  # count, place in the queue, digest, tokens
+    return 4 * numbers + 1
+
+
+def state_bytes(vocab_size: int, sizes: Sizes) -> int:
+    """Bytes of a `DecodeState` but for what comes with each block."""
+    sampling = 5 * vocab_size + 4 * (10 + 2 * sizes.max_logit_bias + sizes.max_stop_ids)
+    tokens = 4 * (2 + sizes.max_stop_ids)
+    table = 4 * (1 + sizes.max_blocks_per_slot)
+    queue = 4 * 2  # of free blocks: where it begins, and how many they are
+    return sizes.num_slots * (sampling + tokens + table) + queue
+
+
+def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
+    """The dtype that ``"auto"`` or a name in `KV_DTYPES` stands for.
+
+    Example:
+      >>> resolve_kv_dtype("auto", "bfloat16", "gpu").name
+      'bfloat16'
+    """
+    if kv_dtype != "auto":
+        return jnp.dtype(KV_DTYPES[kv_dtype])
+    # XLA's CPU backend scatters into a bfloat16 pool through a float32 copy of all of it.
+    return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a device, in bytes."""
+
+    total: int
+    in_use: int  # 0 where the device does not say
+
+
+def device_memory(device: Any) -> DeviceMemory | None:
+    """What a `jax.Device` has: a CPU that of the machine; None if it does not say."""
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return DeviceMemory(statistics["bytes_limit"], statistics["bytes_in_use"])
+    total = host_memory() if device.platform == "cpu" else None
+    return None if total is None else DeviceMemory(total, 0)
+
+
+def host_memory() -> int | None:
+    """Bytes that this process may have: of the machine, or fewer in a container. None: unknown."""
+    if not hasattr(os, "sysconf"):
+        return None
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> list[int]:
+    """The limits of the process's control groups and of all groups around them."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, name = _CGROUPS, "memory.max"
+        if controllers:  # version 1
+            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+        path = root / group.lstrip("/")
+        limits += [_read_limit(folder / name) for folder in (path, *path.parents)]
+    return [limit for limit in limits if limit is not None]
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _step_bytes(config: LlamaConfig, sizes: Sizes, block: int) -> dict[str, int]:
+    """What each kind of program holds, see the top of the file."""
+    S, T, V = sizes.num_slots, sizes.num_drafts, config.vocab_size
+    score_width = min(SCORE_WIDTH, sizes.max_chunk)
+    steps = {
+        "prefill": _activation_bytes(config, sizes.max_chunk),
+        "score": _activation_bytes(config, score_width) + 8 * score_width * V,
+        "decode": _activation_bytes(config, S) + _CHOICE_BYTES * S * V,
+        "swap": 3 * min(SWAP_WIDTH, sizes.max_blocks_per_slot) * block,
+        "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot,
+    }
+    if T:
+        steps["verify"] = (
+            _activation_bytes(config, S * (T + 1)) + _CHOICE_BYTES * S * V + 4 * S * T * V
+        )
+    return steps
+
+
+def _activation_bytes(config: LlamaConfig, num_tokens: int) -> int:
+    of_a_layer = max(3 * config.intermediate_size, 4 * config.qkv_features)
+    residuals = (config.num_hidden_layers + 1) * config.hidden_size
+    return 4 * num_tokens * (of_a_layer + residuals) + _TILE_BYTES
+
+
+def in_units(num_bytes: int) -> str:
+    """Bytes as people read them.
+
+    Example:
+      >>> in_units(131072), in_units(16060522496), in_units(7)
+      ('128.00 KiB', '14.96 GiB', '7 B')
+    """
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**exponent:
+            return f"{num_bytes / 1024**exponent:.2f} {unit}"
+    return f"{num_bytes} B"

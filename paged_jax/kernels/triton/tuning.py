@@ -1,0 +1,337 @@
+"""Launch parameters of the Triton kernels: measured ones where there are any, a rule otherwise.
+
+`tuning.json`, written by ``benchmarks/tune_kernels.py``, holds what was measured::
+
+    {"NVIDIA H200": {"decode": {"D128 G4 C16 q:bfloat16 pool:bfloat16": {
+        "step_tokens": 64, "num_warps": 4, "num_stages": 3,
+        "measured": "jax 0.11.2, commit 0123abc"}}}}
+
+A call gets the entry of its own shape, else the nearest one of the same device, head dimension and
+types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
+memory and registers for on a Hopper GPU, in the types and shapes of common models. Unusual ones
+spill registers and are slower for it: float32 queries of 256 lanes over narrower pools, groups of
+more than 32 heads. GPUs with less shared memory, 99 KB where Hopper has 227, want an entry of their
+own for heads of 256 lanes.
+"""
+
+import contextlib
+import contextvars
+import functools
+import importlib.metadata
+import importlib.resources
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from paged_jax.kernels.backend import product_dtype
+
+
+class Device(NamedTuple):
+    """The GPU that kernels are shaped for.
+
+    Attributes:
+      kind: as `jax.Device.device_kind` spells it, "" where it is not known.
+      num_cores: its multiprocessors.
+      compute_capability: as ``(9, 0)``.
+    """
+
+    kind: str
+    num_cores: int
+    compute_capability: tuple[int, int] = (9, 0)
+
+
+class DecodeParams(NamedTuple):
+    """How one program of the decode kernel works.
+
+    Attributes:
+      step_tokens: tokens of K and V that a loop step reads.
+      num_warps: warps of 32 threads in a program.
+      num_stages: loop steps whose loads are in flight at once.
+    """
+
+    step_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+class PrefillParams(NamedTuple):
+    """How one program of the prefill kernel works.
+
+    Attributes:
+      query_rows: rows of its query tile, a token and a head of the group each.
+      step_tokens, num_warps, num_stages: as in `DecodeParams`.
+    """
+
+    query_rows: int
+    step_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+Params = DecodeParams | PrefillParams
+
+
+class Shape(NamedTuple):
+    """What the parameters of a kernel depend on, besides the device.
+
+    Its string is the key of an entry in `tuning.json`.
+
+    Example:
+      >>> str(Shape(128, 4, 16, "bfloat16", "int8"))
+      'D128 G4 C16 q:bfloat16 pool:int8'
+    """
+
+    head_dim: int
+    group: int
+    block_size: int
+    q_dtype: str
+    pool_dtype: str
+
+    def __str__(self) -> str:
+        return (
+            f"D{self.head_dim} G{self.group} C{self.block_size} "
+            f"q:{self.q_dtype} pool:{self.pool_dtype}"
+        )
+
+
+Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # device kind -> op -> shape
+
+OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
+
+# Assumed where there is no GPU to ask, as when compiling ahead of time: H100 and H200 (SXM).
+DEFAULT = Device("", 132)
+
+_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("_assumed", default=None)
+
+
+@contextlib.contextmanager
+def assume(device: Device) -> Iterator[None]:
+    """Shape kernels for a device that is not there, to compile for it ahead of time.
+
+    It acts where a kernel is traced; `jax.jit` does not trace again what it has traced before.
+
+    Example:
+      >>> with assume(Device("NVIDIA H200", 132)):
+      ...     device().kind
+      'NVIDIA H200'
+    """
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def device() -> Device:
+    """The device that kernels are shaped for, whatever the platform of this process.
+
+    In this order: what `assume` says; the abstract GPU of `jax.sharding.use_abstract_mesh`, if it
+    says how many cores it has; the first CUDA device of this process; `DEFAULT`.
+    """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.platform == "gpu":
+        return Device(abstract.device_kind, abstract.num_cores or DEFAULT.num_cores)
+    return _first_gpu()
+
+
+@functools.cache
+def _first_gpu() -> Device:
+    # Asking JAX starts every backend that it has, which is not for a kernel to do where no GPU
+    # can come of it: on a host with TPUs, or before `jax.distributed.initialize`.
+    platforms = jax.config.jax_platforms or "cuda"  # pyright: ignore[reportAttributeAccessIssue]
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    is_wanted = not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
+    if not (is_wanted and any("cuda" in plugin.name for plugin in plugins)):
+        return DEFAULT
+    try:
+        gpu = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # the plugin is installed, but has no GPU or is not to be used
+        return DEFAULT
+    major, minor = gpu.compute_capability.split(".")
+    return Device(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
+
+
+def decode_params(
+    device_kind: str,
+    *,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    q_dtype: DTypeLike,
+    pool_dtype: DTypeLike,
+) -> DecodeParams:
+    """The parameters of the decode kernel: the best known ones for this device and shape.
+
+    Example:
+      >>> decode_params("", head_dim=128, group=4, block_size=16,
+      ...               q_dtype=jnp.bfloat16, pool_dtype=jnp.bfloat16)
+      DecodeParams(step_tokens=64, num_warps=4, num_stages=3)
+    """
+    shape = Shape(head_dim, group, block_size, _name(q_dtype), _name(pool_dtype))
+    measured = _nearest(_measured(), device_kind, "decode", shape)
+    return _decode_rule(shape) if measured is None else DecodeParams(*measured)
+
+
+def prefill_params(
+    device_kind: str,
+    *,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    q_dtype: DTypeLike,
+    pool_dtype: DTypeLike,
+) -> PrefillParams:
+    """The parameters of the prefill kernel: the best known ones for this device and shape.
+
+    Example:
+      >>> prefill_params("", head_dim=128, group=4, block_size=16,
+      ...                q_dtype=jnp.bfloat16, pool_dtype=jnp.bfloat16)
+      PrefillParams(query_rows=128, step_tokens=64, num_warps=8, num_stages=3)
+    """
+    shape = Shape(head_dim, group, block_size, _name(q_dtype), _name(pool_dtype))
+    measured = _nearest(_measured(), device_kind, "prefill", shape)
+    return _prefill_rule(shape) if measured is None else PrefillParams(*measured)
+
+
+def _name(dtype: DTypeLike) -> str:
+    return jnp.dtype(dtype).name
+
+
+def _lanes(shape: Shape) -> int:
+    # Triton's tiles are powers of two: D of 80 or 96 takes the room of 128.
+    return 1 << (shape.head_dim - 1).bit_length()
+
+
+def token_bytes(shape: Shape) -> int:
+    """Bytes of K and V of a token in the type that they are multiplied in."""
+    return 2 * _lanes(shape) * product_dtype(shape.q_dtype, shape.pool_dtype).itemsize
+
+
+def _is_exact(shape: Shape) -> bool:
+    """Whether products are in float32, which the tensor cores do not compute."""
+    return product_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
+
+
+# Bytes of K and V in a loop step: three stages of two programs fit the 227 KB of shared memory of
+# a multiprocessor (CUDA C++ programming guide, compute capability 9.0).
+_STEP_BYTES = 32 * 1024
+
+
+def _decode_rule(shape: Shape) -> DecodeParams:
+    # 128 tokens of 32 lanes spill where 12 query heads share an fp8 pool.
+    most_tokens = 128 if _lanes(shape) >= 64 else 64
+    step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), most_tokens)
+    # Operands of float32 products lie in registers, of which 8 warps have twice as many.
+    return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
+
+
+def _prefill_rule(shape: Shape) -> PrefillParams:
+    if _is_exact(shape):
+        # Converted numbers of a quantised pool need registers besides.
+        query_rows = 32 if shape.pool_dtype == "float32" else 16
+        return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
+    step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
+    # The float32 accumulator, rows x lanes, takes 64 registers of each thread at these sizes.
+    query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)
+    return PrefillParams(query_rows, step_tokens, num_warps=8, num_stages=3)
+
+
+def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | None:
+    """The entry of this shape, or of the one most like it that has the same tiles; else None."""
+    entries = table.get(device_kind, {}).get(op, {})
+
+    def has_same_tiles(other: Shape) -> bool:
+        return other._replace(group=shape.group, block_size=shape.block_size) == shape
+
+    def distance(other: Shape) -> tuple[float, Shape]:
+        group = abs(math.log2(other.group / shape.group))
+        return group + abs(math.log2(other.block_size / shape.block_size)), other
+
+    nearest = min(filter(has_same_tiles, entries), key=distance, default=None)
+    return None if nearest is None else entries[nearest]
+
+
+@functools.cache
+def _measured() -> Table:
+    file = importlib.resources.files("paged_jax.kernels.triton") / "tuning.json"
+    return parse(file.read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Table:
+    """Read a table, in the form that this module's first lines show.
+
+    Raises:
+      ValueError: it is not in that form; the message says where.
+
+    Example:
+      >>> parse('{"NVIDIA H200": {"decode": {}}}')
+      {'NVIDIA H200': {'decode': {}}}
+    """
+    try:
+        devices = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"tuning.parse: text must be JSON, got an error: {error}.") from error
+    table: dict[str, dict[str, dict[Shape, Params]]] = {}
+    for kind, ops in _items(devices, "the table"):
+        table[kind] = {}
+        for op, entries in _items(ops, kind):
+            if op not in OPS:
+                raise ValueError(
+                    f"tuning.parse: an op must be one of {', '.join(OPS)}, got {op!r} in {kind}."
+                )
+            table[kind][op] = {
+                _shape(key): _params(OPS[op], entry, f"{kind}, {op}, {key}")
+                for key, entry in _items(entries, f"{kind}, {op}")
+            }
+    return table
+
+
+def _items(mapping: Any, where: str) -> Any:
+    if not isinstance(mapping, dict):
+        raise ValueError(f"tuning.parse: {where} must be an object, got {mapping!r}.")
+    return mapping.items()
+
+
+def _shape(key: str) -> Shape:
+    match = re.fullmatch(r"D([1-9]\d*) G([1-9]\d*) C([1-9]\d*) q:(\w+) pool:(\w+)", key)
+    if match is None:
+        raise ValueError(
+            "tuning.parse: a shape must look like 'D128 G4 C16 q:bfloat16 pool:bfloat16', "
+            f"got {key!r}."
+        )
+    head_dim, group, block_size, *dtypes = match.groups()
+    for name in dtypes:
+        try:
+            jnp.dtype(name)
+        except TypeError as error:
+            raise ValueError(f"tuning.parse: {error} in {key!r}.") from error
+    return Shape(int(head_dim), int(group), int(block_size), *dtypes)
+
+
+def _params(kind: type[Params], entry: Any, where: str) -> Params:
+    fields = dict(_items(entry, where))
+    # A figure without its origin cannot be checked or made again.
+    if not isinstance(fields.pop("measured", None), str):
+        raise ValueError(f"tuning.parse: {where} must say in 'measured' what it was measured with.")
+    if fields.keys() != set(kind._fields):
+        raise ValueError(
+            f"tuning.parse: {where} must have {', '.join(kind._fields)}, got {', '.join(fields)}."
+        )
+    for name, value in fields.items():
+        is_stages = name == "num_stages"
+        is_allowed = type(value) is int and (
+            1 <= value <= 8 if is_stages else value > 0 and value.bit_count() == 1
+        )
+        if not is_allowed:
+            rule = "in 1..8" if is_stages else "a power of two"
+            raise ValueError(f"tuning.parse: {name} of {where} must be {rule}, got {value!r}.")
+    return kind(**fields)

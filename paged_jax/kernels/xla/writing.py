@@ -1,0 +1,176 @@
+"""Writing into the pools in plain JAX: the form for CPUs and TPUs, and correct anywhere.
+
+Every write is a scatter into the pool seen as rows ``[L * P * K * C, D]``. Once the pool is
+donated, that form is done in place by the compilers for CPU, GPU and TPU alike, whereas a
+`dynamic_update_slice` makes the one for TPU lay the whole pool out anew. For the same reason pools
+are passed around whole, with a layer index; slicing a layer out would copy it.
+
+XLA's CPU backend cannot update an array of bfloat16 or fp8 in place (see `set_rows`): there, keep
+pools in float32, float16 or int8.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.backend import Options, Pools, quantise
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def write(
+    pools: Pools,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: jax.Array,
+    offsets: jax.Array,
+    layer: int | jax.Array,
+    options: Options,
+) -> Pools:
+    """Scatter K and V of N tokens; shapes as in `paged_jax.kernels.backend`."""
+    del options
+    L, P, _, C, _ = pools.k.shape
+    is_kept = (blocks >= 0) & (blocks < P) & (offsets >= 0) & (offsets < C)
+    is_kept &= (layer >= 0) & (layer < L)
+    layer = jnp.where((layer >= 0) & (layer < L), layer, 0)
+    index = _token_rows(pools.k.shape, blocks, offsets, layer, is_kept)
+
+    def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(pool.dtype).reshape(-1, new.shape[-1])
+        new = jnp.pad(new, ((0, 0), (0, pool.shape[-1] - new.shape[-1])))
+        return _set_pool_rows(pool, index, new)
+
+    def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
+        # Flat, as the pools are, these would be laid out anew on TPU, where P is their fastest
+        # axis. Dropped tokens are sent past the end, each to its own place.
+        past = P + jnp.arange(blocks.size, dtype=jnp.int32)
+        place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
+        return place.set(new, mode="drop", unique_indices=True)
+
+    if pools.k_scale is None or pools.v_scale is None:
+        return Pools(put(pools.k, k), put(pools.v, v))
+    (k, k_scale), (v, v_scale) = quantise(k, pools.k.dtype), quantise(v, pools.v.dtype)
+    return Pools(
+        put(pools.k, k),
+        put(pools.v, v),
+        put_scale(pools.k_scale, k_scale),
+        put_scale(pools.v_scale, v_scale),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: Options) -> Pools:
+    """Copy blocks in all layers, one at a time so that no temporary is large.
+
+    The loop runs once per real copy. Copying one block for each slot in a single scatter instead
+    would touch S blocks at every step, almost always for nothing.
+    """
+    del options
+    L, P, K, C, _ = pools.k.shape
+    is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
+    (order,) = jnp.nonzero(is_copy, size=sources.size, fill_value=0)
+    layers_L1 = jnp.arange(L, dtype=jnp.int32)[:, None] * P
+    in_block = jnp.arange(K * C, dtype=jnp.int32)
+
+    def rows_of(block: jax.Array) -> jax.Array:
+        return ((layers_L1 + block) * (K * C) + in_block[None, :]).reshape(-1)
+
+    def copy(i: jax.Array, state: Pools) -> Pools:
+        source, target = sources[order[i]], targets[order[i]]
+        k, v = (
+            _set_pool_rows(pool, rows_of(target), _as_rows(pool)[rows_of(source)])
+            for pool in (state.k, state.v)
+        )
+        scales = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), state[2:])
+        return Pools(k, v, *scales)
+
+    num_copies = jnp.sum(is_copy, dtype=jnp.int32)
+    return lax.fori_loop(jnp.int32(0), num_copies, copy, pools)
+
+
+def _as_rows(pool: jax.Array) -> jax.Array:
+    """A pool ``[L, P, K, C, D]`` as ``[L * P * K * C, D]``."""
+    return pool.reshape(-1, pool.shape[-1])
+
+
+def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+    """`set_rows` of the pool seen as rows."""
+
+    def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+        return set_rows(_as_rows(pool), index, new).reshape(pool.shape)
+
+    def whole(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+        P, _, C, _ = pool.shape[1:]
+        place = index // (P * C), index // C % P, jnp.zeros_like(index), index % C
+        return set_rows(pool, place, new)
+
+    if pool.shape[2] > 1:
+        return flat(pool, index, new)
+    # Of a single KV head, XLA's CPU backend lays the rows out anew as a pool, which copies them.
+    return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
+
+
+def _token_rows(
+    shape: tuple[int, ...],
+    blocks: jax.Array,
+    offsets: jax.Array,
+    layer: jax.Array,
+    is_kept: jax.Array,
+) -> jax.Array:
+    """The row of each token and head, i32 ``[N * K]``, distinct, past the end if it is dropped."""
+    L, P, K, C, _ = shape
+    heads = jnp.arange(K, dtype=jnp.int32)
+    first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K
+    rows_NK = (first_heads[:, None] + heads[None, :]) * C + offsets[:, None]
+    # A block of P would fall into the next layer, so dropped rows are sent past the whole pool,
+    # each to its own place, since JAX differentiates a scatter only if its indices are unique.
+    past_NK = L * P * K * C + jnp.arange(rows_NK.size, dtype=jnp.int32).reshape(rows_NK.shape)
+    return jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)
+
+
+# Types that XLA's CPU backend scatters and gathers through a copy in a wider type, and what holds
+# their bits.
+BITS = {
+    jnp.dtype(jnp.bfloat16): jnp.uint16,
+    jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
+}
+
+
+# Where rows go: one index of the first axis, or one of each of the leading axes.
+_Index = jax.Array | tuple[jax.Array, ...]
+
+
+@jax.custom_jvp
+def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
+    """Scatter `new` [N, ...] to `rows` at distinct `index` i32[N]; those past the end are dropped.
+
+    XLA's CPU backend computes a bfloat16 scatter (or dynamic_update_slice) in float32, converting
+    the whole array there and back at every call, and one of fp8 in float16. Scattering the bits as
+    integers leaves one pass over the array when a program first writes to it and one at its end,
+    however many writes there are: between writes the casts cancel. Remove once a donated scatter
+    of these types is in place on CPU.
+    """
+    if rows.dtype not in BITS:
+        return _set_rows_as_is(rows, index, new)
+    # Elsewhere these types are scattered in place as they are, and the casts would be what copies.
+    return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
+
+
+def _set_rows_as_is(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
+    return rows.at[index].set(new, mode="drop", unique_indices=True)
+
+
+def _set_rows_as_bits(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
+    dtype = BITS[rows.dtype]
+    bits = lax.bitcast_convert_type(rows, dtype)
+    bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, dtype))
+    return lax.bitcast_convert_type(bits, rows.dtype)
+
+
+@set_rows.defjvp
+def _set_rows_jvp(primals, tangents):
+    # Needed because the derivative of a cast of bits is zero for JAX, without a warning.
+    rows, index, new = primals
+    rows_dot, _, new_dot = tangents
+    return set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)

@@ -1,0 +1,179 @@
+"""Orbax checkpoints of a Llama: ``config.json`` beside the arrays in ``weights/``.
+
+The layout on disk is that of the model that was saved. Either layout, layers stacked or one by
+one, is loaded from either.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint.experimental.v1 as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.huggingface import (
+    Sharding,
+    WeightsError,
+    build,
+    named_parameters,
+    parameter_shapes,
+    resolve_dtype,
+    resolve_sharding,
+)
+
+_WEIGHTS = "weights"
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether a folder was written by `save_checkpoint`."""
+    return (Path(folder) / _WEIGHTS).is_dir()
+
+
+def save_checkpoint(model: Llama, path: str | Path) -> None:
+    """Write an Orbax checkpoint, each device its part of the weights.
+
+    Raises:
+      FileExistsError: the path holds a checkpoint. It is never replaced: were the save to fail
+        half-way, neither would be left.
+    """
+    path = Path(path).resolve()
+    if is_checkpoint(path):
+        raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
+    config = replace(model.config, dtype=model.embed_tokens[...].dtype.name)
+    config_json = json.dumps(config.to_dict(), indent=2) + "\n"
+    path.mkdir(parents=True, exist_ok=True)
+    ocp.save(str(path / _WEIGHTS), dict(named_parameters(model)))
+    (path / "config.json").write_text(config_json, encoding="utf-8")
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    dtype: Any = "auto",
+    scan_layers: bool = False,
+    sharding: Sharding = None,
+) -> Llama:
+    """Load a checkpoint of `save_checkpoint`, each parameter right where it belongs.
+
+    Where the checkpoint has the other layout of layers, memory for one more parameter of all
+    layers is needed.
+
+    Args:
+      path: where the checkpoint is.
+      dtype: float32, bfloat16 or float16; ``"auto"`` is that of the checkpoint.
+      scan_layers: stack the layers, see `Llama`.
+      sharding: one for all parameters, or a function of a parameter's name and shape.
+
+    Raises:
+      FileNotFoundError: there is no ``config.json``.
+      WeightsError: the arrays are damaged, or not those that the config describes.
+    """
+    path = Path(path).resolve()
+    config = LlamaConfig.from_file(path)
+    dtype = resolve_dtype(dtype, config)
+    stored = _stored_shapes(path)
+    is_stacked = "layers.input_norm" in stored
+    _check_shapes(stored, parameter_shapes(config, scan_layers=is_stacked))
+
+    def targets(scan: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=_placed(sharding, name, shape))
+            for name, shape in parameter_shapes(config, scan_layers=scan).items()
+        }
+
+    if is_stacked == scan_layers:
+        arrays = _restore(path, stored, targets(scan_layers))
+    else:
+        arrays = dict(_convert(path, stored, targets(scan_layers), config.num_hidden_layers))
+    return build(config, lambda name, _: arrays.pop(name), dtype=dtype, scan_layers=scan_layers)
+
+
+def _placed(sharding: Sharding, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    # Without one, Orbax would go by the devices of the machine that saved.
+    return resolve_sharding(sharding, name, shape) or jnp.zeros(()).sharding
+
+
+def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    if not is_checkpoint(path):
+        raise WeightsError(f"{path}: no checkpoint there.")
+    try:
+        metadata = ocp.metadata(str(path / _WEIGHTS)).metadata
+    except (ValueError, OSError) as error:
+        raise _damaged(path, error) from None
+    if not isinstance(metadata, Mapping):
+        raise WeightsError(f"{path}: the checkpoint is damaged: it lists no arrays.")
+    return {name: tuple(leaf.shape) for name, leaf in metadata.items()}
+
+
+def _check_shapes(
+    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name in sorted(expected.keys() | stored.keys()):
+        if stored.get(name) != expected.get(name):
+            raise WeightsError(
+                f"load_checkpoint: {name} must have shape {_describe(expected.get(name))}, "
+                f"got {_describe(stored.get(name))}."
+            )
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "none (no such parameter)" if shape is None else str(list(shape))
+
+
+def _restore(
+    path: Path, stored: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Restore some of the arrays, and read nothing of the others."""
+    abstract = {name: targets.get(name, ocp.PLACEHOLDER) for name in stored}
+    try:
+        restored = ocp.load(str(path / _WEIGHTS), abstract)
+    except (ValueError, OSError) as error:
+        raise _damaged(path, error) from None
+    return {name: restored[name] for name in targets}
+
+
+def _damaged(path: Path, error: Exception) -> WeightsError:
+    reason = str(error).splitlines()[0][:200]
+    return WeightsError(f"{path}: the checkpoint is damaged or incomplete: {reason}")
+
+
+def _convert(
+    path: Path,
+    stored: Mapping[str, Any],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    num_layers: int,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Restore the other layout of layers, one kind of parameter after the other."""
+    outside = {name: target for name, target in targets.items() if name in stored}
+    yield from _restore(path, stored, outside).items()
+    for kind in sorted({name.split(".")[-1] for name in targets.keys() - outside.keys()}):
+        stack, layers = f"layers.{kind}", [f"layers.{i}.{kind}" for i in range(num_layers)]
+        if stack in stored:
+            whole = _restore(path, stored, {stack: _stacked(targets[layers[0]], num_layers)})
+            shardings = tuple(targets[name].sharding for name in layers)
+            parts = jax.jit(tuple, out_shardings=shardings)(whole.pop(stack))
+            yield from zip(layers, parts, strict=True)
+        else:
+            parts = _restore(path, stored, dict.fromkeys(layers, _unstacked(targets[stack])))
+            join = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=targets[stack].sharding)
+            yield stack, join(*(parts.pop(name) for name in layers))
+
+
+def _stacked(layer: jax.ShapeDtypeStruct, num_layers: int) -> jax.ShapeDtypeStruct:
+    sharding = layer.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.ShapeDtypeStruct((num_layers, *layer.shape), layer.dtype, sharding=sharding)
+
+
+def _unstacked(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = stack.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)

@@ -1,0 +1,397 @@
+"""Text to token ids and back, whole or token by token as they are generated."""
+
+import itertools
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from paged_jax.models.config import read_json
+from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Bytes of a character that may wait for its last one.
+_MAX_OPEN_BYTES = 3
+# Tokens that wait for their text to be final. One may have several bytes, and begin and end within
+# characters: so many of that kind in a row are no text that a model writes.
+_MAX_PENDING = 16
+# What a caller of `Tokenizer.encode_chat` may not set as a variable of the template.
+_RESERVED_VARIABLES = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "documents",
+        "messages", "raise_exception", "return_dict", "return_tensors", "self", "strftime_now",
+        "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
+    )
+)  # fmt: skip
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class TokenizerError(ValueError):
+    """A folder holds no tokenizer that this library reads."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, with the special tokens and chat template of its model.
+
+    Args:
+      backend: from the `tokenizers` library; its post-processor adds the special tokens.
+      special_tokens: such as ``{"bos_token": "<s>"}``, for the chat template.
+      eos_token_ids: the tokens that end a text.
+      chat_template: Jinja source, None where the model has none.
+      sampling_defaults: what the model's authors recommend, by the names of `SamplingParams`.
+
+    Example:
+      >>> from tokenizers import Tokenizer as Backend, models
+      >>> tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
+      >>> tokenizer.encode("b")
+      [1]
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = dict(special_tokens or {})
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self._backend = backend
+        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._anchor_id, self._anchor_length = self._find_anchor()
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Read ``tokenizer.json`` and what lies beside it.
+
+        ``tokenizer_config.json`` and ``special_tokens_map.json`` name the special tokens and say
+        whether a text starts with one, ``chat_template.jinja`` or the former has the chat
+        template, and ``generation_config.json`` more stop tokens and sampling defaults.
+
+        Raises:
+          TokenizerError: there is no ``tokenizer.json``, or it is damaged.
+          ValueError: a file beside it is not JSON.
+          ChatTemplateError: the chat template is not valid Jinja.
+        """
+        folder = Path(folder)
+        backend = _read_backend(folder)
+        config = _read_optional(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(
+            {**_read_optional(folder / "special_tokens_map.json"), **config}
+        )
+        _set_post_processor(backend, config, special_tokens)
+        generation = _read_optional(folder / "generation_config.json")
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            eos_token_ids=_eos_token_ids(backend, special_tokens, generation),
+            chat_template=_chat_template(folder, config),
+            sampling_defaults=_sampling_defaults(generation),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` and `encode_chat` can work."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids.
+
+        Args:
+          text: may contain special tokens, which become themselves.
+          add_special_tokens: such as the one that starts every text. Not for a chat, whose
+            template has written them already.
+        """
+        # As a batch, for which other threads need not wait: that of a server's streams, say.
+        [encoded] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        continues_text: bool = False,
+    ) -> str:
+        """Turn token ids into text.
+
+        As the `tokenizers` library does, except next to bytes that are not UTF-8, in tokenizers
+        that have a token for each byte (byte fallback). There the library gives up every character
+        that is spelled in bytes; here only those bytes become replacement characters, because what
+        stands in front of them has been streamed already.
+
+        Args:
+          token_ids: ids; those outside the vocabulary are left out.
+          skip_special_tokens: leave special tokens out.
+          continues_text: the tokens follow others: keep the space in front of the first, which
+            some tokenizers drop at the start of a text.
+        """
+        text = self._decode(token_ids, skip_special_tokens, continues_text)
+        if _REPLACEMENT not in text:
+            return text
+        stream = Detokenizer(
+            self, skip_special_tokens=skip_special_tokens, continues_text=continues_text
+        )
+        return "".join([*map(stream.push, token_ids), stream.finish()])
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Write a chat as text, to be encoded without adding special tokens.
+
+        Args:
+          messages: each with ``"role"`` and ``"content"``, oldest first. The content is a text, a
+            list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
+          add_generation_prompt: end with what opens an answer.
+          **variables: others that the template reads, such as ``enable_thinking``.
+
+        Raises:
+          ChatTemplateError: the model has no chat template, or it refuses the messages.
+        """
+        if self._chat_template is None:
+            raise ChatTemplateError(
+                "apply_chat_template: the model has no chat template. Use plain prompts, or a "
+                "chat model."
+            )
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.special_tokens, **variables},
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Turn a chat into the token ids that ask for its next message.
+
+        Args:
+          messages: as for `apply_chat_template`.
+          chat_template_kwargs: variables for the template, such as ``enable_thinking``.
+
+        Raises:
+          ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
+            may set.
+        """
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise ChatTemplateError(
+                f"encode_chat: chat_template_kwargs must be a dict, got {variables!r}."
+            )
+        for name in variables:
+            if not isinstance(name, str) or name in _RESERVED_VARIABLES:
+                raise ChatTemplateError(
+                    "encode_chat: chat_template_kwargs must have names of the template's own "
+                    f"variables, got {name!r}."
+                )
+        text = self.apply_chat_template(messages, **variables)
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return token_id in self._special_ids
+
+    def _is_known(self, token_id: int) -> bool:
+        return self._backend.id_to_token(token_id) is not None
+
+    def _decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, continues_text: bool
+    ) -> str:
+        if not continues_text:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # Behind another token these are not the first, so that nothing is dropped from them.
+        text = self._backend.decode(
+            [self._anchor_id, *token_ids], skip_special_tokens=skip_special_tokens
+        )
+        return text[self._anchor_length :]
+
+    def _find_anchor(self) -> tuple[int, int]:
+        """A token that stands for the text so far, and the length of its text."""
+        letters = map(self._backend.token_to_id, string.ascii_letters)
+        # Bytes would join those that follow, and a space might be dropped.
+        for token_id in itertools.chain(letters, range(self.vocab_size)):
+            if token_id is not None and (text := self._backend.decode([token_id])).isalnum():
+                return token_id, len(text)
+        raise TokenizerError("Tokenizer: the vocabulary must have a word, got none.")
+
+
+class Detokenizer:
+    """Turns generated tokens into text as they come.
+
+    Text is handed out once later tokens cannot change it; all of it together is what
+    `Tokenizer.decode` makes of all the tokens. (`tokenizers.DecodeStream` fails for good once a
+    character is followed by bytes that are none, and never gives out the last of them.) A token
+    costs the same however many came before it, and whatever they are.
+
+    Args:
+      tokenizer: where the tokens come from.
+      skip_special_tokens: leave special tokens out.
+      continues_text: the tokens follow a prompt, see `Tokenizer.decode`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues_text: bool = False,
+    ):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._continues_text = continues_text
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Take one token and return the text that is final with it, often none."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        if not self._tokenizer._is_known(token_id):
+            return ""
+        self._pending.append(token_id)
+        text = self._decode(self._pending, self._continues_text)
+        if text.endswith(_REPLACEMENT):
+            return self._settle(text)
+        if text:
+            return self._hand_out(text, len(self._pending))
+        # Nothing by itself, or a space that is dropped because it comes first: it is not any more.
+        self._continues_text |= bool(self._decode(self._pending, True))
+        self._pending.clear()
+        return ""
+
+    def finish(self) -> str:
+        """Return what is left, with a replacement character for each byte that is no text."""
+        text = self._decode(self._pending, self._continues_text)
+        return self._hand_out(text, len(self._pending))
+
+    def _settle(self, text: str) -> str:
+        """Hand out what is final of a text that ends within a character, or with bytes that are
+        none."""
+        count = len(self._pending)
+        splits = [self._split(at) for at in range(1, count)]
+        for head, tail in splits:
+            if tail and not tail.endswith(_REPLACEMENT):  # behind bytes that are none: they stay so
+                return self._hand_out(head + tail, count)
+        if count <= _MAX_OPEN_BYTES:
+            return ""
+        # Where the text falls into two, the front is final. Elsewhere a character would be cut.
+        places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
+        at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
+        return self._hand_out(splits[at - 1][0], at) if at else ""
+
+    def _split(self, at: int) -> tuple[str, str]:
+        """The texts of the tokens that wait, in two parts."""
+        head = self._decode(self._pending[:at], self._continues_text)
+        return head, self._decode(self._pending[at:], self._continues_text or bool(head))
+
+    def _decode(self, token_ids: list[int], continues_text: bool) -> str:
+        return self._tokenizer._decode(token_ids, self._skip_special_tokens, continues_text)
+
+    def _hand_out(self, text: str, num_tokens: int) -> str:
+        del self._pending[:num_tokens]
+        self._continues_text |= bool(text)
+        return text
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        hint = " Convert tokenizer.model." if (folder / "tokenizer.model").is_file() else ""
+        raise TokenizerError(f"{folder}: no tokenizer.json there.{hint}")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise TokenizerError(f"{path}: not a tokenizer: {error}.") from None
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = config.get(key)
+        if isinstance(token, Mapping):  # with how it is split off, which tokenizer.json says too
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[key] = token
+    return tokens
+
+
+def _set_post_processor(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Add BOS and EOS as tokenizer_config.json says, where it does and tokenizer.json differs."""
+    added = backend.encode("", add_special_tokens=True).ids
+    template, ids, differs = ["$A"], [], False
+    for key in ("bos", "eos"):
+        token = special_tokens.get(f"{key}_token", "")
+        token_id = backend.token_to_id(token)
+        if token_id is None:
+            continue
+        wanted = config.get(f"add_{key}_token")
+        wanted = token_id in added if wanted is None else bool(wanted)
+        differs |= wanted != (token_id in added)
+        if wanted:
+            template = [token, *template] if key == "bos" else [*template, token]
+            ids.append((token, token_id))
+    if differs:
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, pair=None, special_tokens=ids
+        )
+
+
+def _eos_token_ids(
+    backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any]
+) -> list[int]:
+    stated = generation.get("eos_token_id")
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ValueError(f"generation_config.json: eos_token_id must be token ids, got {stated!r}.")
+    own = backend.token_to_id(special_tokens.get("eos_token", ""))
+    return ids if own is None else [*ids, own]
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, Mapping)
+        }
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,1 @@
+"""The device's side of the engine: the state, and the programs that change it."""

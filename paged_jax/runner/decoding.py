@@ -1,0 +1,477 @@
+"""Several decode steps in one program: the loop over tokens runs on the device.
+
+A sequence of n known tokens has n - 1 of them in the cache; the last one is fed to the next step,
+which draws the token after it. `decode_steps` does that again and again, for a batch of slots:
+
+    while steps are left and rows are running:
+        reserve a place for each running row's token, copying shared blocks    (PagedCache)
+        logits = model.decode(...)
+        draw, note the tokens, and let the rows stop that have to              (sampling)
+
+`verify_steps` does it for tokens that somebody has guessed already: one pass of the model over all
+of them, then the same draws one after another for as long as they confirm the guesses.
+
+Both are pure. The token drawn at a position depends on the logits, the seed, the sample and the
+position, so it is the same whichever of the two draws it, and in however many dispatches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from paged_jax.cache import paged_cache
+from paged_jax.cache.blocks import check_positive
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.dims import bind
+from paged_jax.models.llama import Llama
+from paged_jax.sampling import sample as sampling
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.sample import SlotSampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """All that the device knows about running sequences. Donate it as a whole.
+
+    Attributes:
+      cache: the `PagedCache`: of each sequence, every token but the last.
+      sampling: the `SlotSampling`.
+      token_ids: i32[S], the last known token of each slot, the next one to be fed.
+      stop_ids: i32[S, X], tokens that end the slot's sequence, filled up with V, which is no token.
+      max_lengths: i32[S], known tokens (prompt and generated) at which a sequence is complete.
+
+    Example:
+      >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
+      ...                           head_dim=8, num_slots=3, max_blocks_per_slot=4)
+      >>> state = DecodeState.create(cache, vocab_size=32)
+      >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3, 7, 5],
+      ...                num_prompt_tokens=3, seed=0, max_length=9)
+      >>> state.token_ids.tolist(), state.max_lengths.tolist()
+      ([0, 5, 0], [0, 9, 0])
+    """
+
+    cache: PagedCache
+    sampling: SlotSampling
+    token_ids: jax.Array
+    stop_ids: jax.Array
+    max_lengths: jax.Array
+
+    @classmethod
+    def create(
+        cls,
+        cache: PagedCache,
+        vocab_size: int,
+        *,
+        max_stop_ids: int = 16,
+        max_logit_bias: int = 32,
+    ) -> "DecodeState":
+        """Return the state of slots that no sequence has been assigned to.
+
+        Args:
+          cache: the cache, which becomes part of the state.
+          vocab_size: V.
+          max_stop_ids: X; also the most that a request with ``min_tokens`` may have.
+          max_logit_bias: see `SlotSampling.create`.
+
+        Raises:
+          ValueError: a size is out of range.
+        """
+        S = cache.num_slots
+        return cls(
+            cache=cache,
+            sampling=SlotSampling.create(
+                S, vocab_size, max_logit_bias=max_logit_bias, max_stop_ids=max_stop_ids
+            ),
+            token_ids=jnp.zeros(S, jnp.int32),
+            stop_ids=jnp.full((S, max_stop_ids), vocab_size, jnp.int32),
+            max_lengths=jnp.zeros(S, jnp.int32),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S, the number of slots."""
+        return self.cache.num_slots
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of tokens."""
+        return self.sampling.output_counts.shape[1]
+
+
+class StepTokens(NamedTuple):
+    """What was drawn, N tokens a row at most: small, fetched by the host in one transfer.
+
+    Row ``b`` drew ``token_ids[:num_new[b], b]``, and the other fields likewise; the rest is 0.
+    """
+
+    token_ids: jax.Array  # i32 [N, B]
+    logprobs: jax.Array  # f32 [N, B], as `sampling.sample` gives them
+    ranks: jax.Array  # i32 [N, B], of the drawn token, 1 is the most probable; 0 if not asked for
+    top_ids: jax.Array  # i32 [N, B, num_top], the most probable tokens
+    top_logprobs: jax.Array  # f32 [N, B, num_top]
+    num_new: jax.Array  # i32 [B]
+    num_steps: jax.Array  # i32 [], the largest of num_new
+    num_free: jax.Array  # i32 [], free blocks in the pool
+    ok: jax.Array  # bool [], false where blocks did not suffice for a step, which did nothing
+
+
+def assign(
+    state: DecodeState,
+    slot: int,
+    params: SamplingParams,
+    *,
+    token_ids: Sequence[int] | np.ndarray,
+    num_prompt_tokens: int,
+    seed: int,
+    sample_index: int = 0,
+    eos_token_ids: Sequence[int] = (),
+    max_length: int,
+) -> DecodeState:
+    """Give a slot to a sequence. Called from the host; the cache is the caller's business.
+
+    Args:
+      state: all but its cache is donated.
+      slot: the row to write, 0 <= slot < S.
+      params: of the request.
+      token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
+      num_prompt_tokens: how many of them are the prompt's.
+      seed, sample_index: of the random draws, see `sampling.assign`.
+      eos_token_ids: the model's end tokens; of no effect with ``params.ignore_eos``.
+      max_length: known tokens at which the sequence is complete.
+
+    Returns:
+      The new state. The end tokens come first among the slot's `stop_ids`, then
+      ``params.stop_token_ids``; those for which there is no room do not end the sequence on the
+      device, so a caller that lets them through looks for them in what it gets, as it does for
+      stop strings.
+
+    Raises:
+      ValueError: a number is out of range, or there are more biases or held-back stop tokens than
+        the state has room for.
+
+    Cost: copies 5 * V bytes to the device. Two compiled programs serve all slots and lengths.
+    """
+    num_tokens = len(token_ids)
+    if not 1 <= num_prompt_tokens <= num_tokens:
+        raise ValueError(
+            f"assign: num_prompt_tokens must be in [1, {num_tokens}], the number of token_ids, "
+            f"got {num_prompt_tokens}. Pass the whole sequence."
+        )
+    if not num_tokens < max_length < 2**31:
+        raise ValueError(
+            f"assign: max_length must be above the {num_tokens} tokens that are known, and below "
+            f"2**31, got {max_length}. A sequence that is complete needs no slot."
+        )
+    eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
+    new_sampling = sampling.assign(
+        state.sampling,
+        slot,
+        params,
+        seed=seed,
+        sample_index=sample_index,
+        prompt_token_ids=token_ids[:num_prompt_tokens],
+        output_token_ids=token_ids[num_prompt_tokens:],
+        eos_token_ids=eos_token_ids,
+    )
+    room = state.stop_ids.shape[1]
+    stop_ids = np.full(room, state.vocab_size, np.int32)
+    wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
+    stop_ids[: len(wanted)] = wanted
+    rows = (state.token_ids, state.stop_ids, state.max_lengths)
+    values = (np.int32(token_ids[-1]), stop_ids, np.int32(max_length))
+    token_rows, stop_rows, max_lengths = _write_rows(rows, values, np.int32(slot))
+    return DecodeState(
+        cache=state.cache,
+        sampling=new_sampling,
+        token_ids=token_rows,
+        stop_ids=stop_rows,
+        max_lengths=max_lengths,
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_rows(rows, values, slot):
+    return jax.tree.map(lambda array, value: array.at[slot].set(value), rows, values)
+
+
+def fork(
+    state: DecodeState, parents: jax.Array, sample_indices: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Make empty slots into copies of running ones, to go on from there in other ways.
+
+    For tree search: blocks are shared until one of them writes, see `paged_jax.blocks.fork`. Pure;
+    donate the state.
+
+    Args:
+      state: the state.
+      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
+      sample_indices: i32[S], of the random draws of the children, by which they differ from their
+        parents and from each other. (Greedy ones do not differ.)
+
+    Returns:
+      `(state, ok)`. Where `ok`, bool[], is False the state is unchanged.
+
+    Raises:
+      ValueError: `parents` or `sample_indices` is not i32[S].
+    """
+    bind("fork", parents=(parents, "S"), sample_indices=(sample_indices, "S"))
+    cache, ok = paged_cache.fork(state.cache, parents)
+    is_child = ok & (parents >= 0)
+    source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
+    rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
+    rows = jax.tree.map(lambda x: x[source], rows)
+    keys = jax.vmap(sampling.fold_in)(rows[0].keys, sample_indices)
+    keys = jnp.where(is_child[:, None], keys, rows[0].keys)
+    drawn = dataclasses.replace(rows[0], keys=keys)
+    return DecodeState(cache, drawn, *rows[1:]), ok
+
+
+def decode_steps(
+    model: Llama,
+    state: DecodeState,
+    slots: jax.Array,
+    num_steps: int | jax.Array,
+    leave_on_stop: bool | jax.Array = False,
+    *,
+    max_steps: int,
+    num_top: int = 0,
+    cascade: bool = False,
+    backend: str | None = None,
+) -> tuple[StepTokens, DecodeState]:
+    """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
+
+    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. It takes part no
+    more then, and keeps its blocks. The loop ends after `num_steps` steps, when every row has
+    stopped, before a step for which blocks do not suffice, and, if `leave_on_stop`, when any row
+    has stopped.
+
+    Args:
+      model: the model.
+      state: of each slot, all known tokens but the last are in the cache.
+      slots: i32[B], the distinct slots of the rows; a negative one leaves its row out.
+      num_steps: i32[], at most `max_steps` count.
+      leave_on_stop: bool[], as where somebody waits for the slot.
+      max_steps: N, the size of the result (static).
+      num_top: how many of the most probable tokens to report, with the ranks of the drawn ones
+        (static); 0 reports neither.
+      cascade: whether blocks that all rows begin with are read once, see `Llama.decode` (static).
+      backend: of the attention, see `paged_attention`.
+
+    Returns:
+      The tokens and the new state. A slot that does not exist counts as blocks that do not suffice.
+
+    Raises:
+      ValueError: `max_steps` is not positive, `num_top` is out of range, or `slots` is not i32[B].
+
+    Cost: that of the steps. The pools and the sampling state are updated in place.
+
+    Example:
+      >>> from flax import nnx
+      >>> from paged_jax.models.config import LlamaConfig
+      >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+      ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+      >>> model = Llama(config, rngs=nnx.Rngs(0))
+      >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
+      ...                           head_dim=8, num_slots=2, max_blocks_per_slot=4)
+      >>> state = DecodeState.create(cache, config.vocab_size)
+      >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3],
+      ...                num_prompt_tokens=1, seed=0, max_length=6)
+      >>> run = jax.jit(decode_steps, donate_argnames="state", static_argnames="max_steps")
+      >>> tokens, state = run(model, state, jnp.array([1, -1]), 8, max_steps=8)
+      >>> tokens.num_new.tolist(), state.cache.lengths.tolist()
+      ([5, 0], [0, 5])
+    """
+    check_positive("decode_steps", max_steps=max_steps)
+    slots = _as_slots("decode_steps", slots)
+    num_steps = jnp.minimum(jnp.asarray(num_steps, jnp.int32), max_steps)
+    leave_on_stop = jnp.asarray(leave_on_stop, jnp.bool_)
+    is_row = slots >= 0
+
+    def is_to_go_on(carry: tuple[PagedCache, _Rows]) -> jax.Array:
+        rows = carry[1]
+        is_left = jnp.any(rows.is_running) & (rows.tokens.num_steps < num_steps)
+        has_stopped = jnp.any(is_row & ~rows.is_running)
+        return rows.tokens.ok & is_left & ~(leave_on_stop & has_stopped)
+
+    def step(carry: tuple[PagedCache, _Rows]) -> tuple[PagedCache, _Rows]:
+        cache, rows = carry
+        running = jnp.where(rows.is_running, slots, -1)
+        # The barrier ties the weights to this step. Else XLA moves what it does to them out of the
+        # loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
+        weights, running = lax.optimization_barrier((model, running))
+        logits, cache, ok = weights.decode(
+            cache, rows.token_ids, running, cascade=cascade, backend=backend
+        )
+        positions = cache.lengths.at[_drop(slots, cache)].get(mode="fill", fill_value=0)
+        return cache, rows.draw(logits, positions, rows.is_running & ok, ok, num_top)
+
+    rows = _Rows.take(state, slots, max_steps, num_top)
+    cache, rows = lax.while_loop(is_to_go_on, step, (state.cache, rows))
+    return rows.put_back(state, cache)
+
+
+def verify_steps(
+    model: Llama,
+    state: DecodeState,
+    drafts: jax.Array,
+    num_drafts: jax.Array,
+    slots: jax.Array,
+    *,
+    num_top: int = 0,
+    backend: str | None = None,
+) -> tuple[StepTokens, DecodeState]:
+    """Draw the tokens that `decode_steps` would, as many as somebody guessed, and one more.
+
+    Speculative decoding, exact whatever the sampling: the model scores all drafts in one pass, the
+    token of each position is drawn as ever, and the first one that is not the draft is the last.
+    What the drafts after it have written leaves the cache again.
+
+    Args:
+      model, state, slots, num_top, backend: as for `decode_steps`.
+      drafts: i32[B, T], guesses of each row's next tokens.
+      num_drafts: i32[B], how many of them count; 0 makes the row an ordinary step.
+
+    Returns:
+      The tokens, N = T + 1, and the new state: as if `decode_steps` had drawn them. Not `ok`, and
+      nothing has changed, if blocks do not suffice for all drafts.
+
+    Raises:
+      ValueError: `num_top` is out of range, or the shapes do not fit together.
+
+    Cost: one pass over B * (T + 1) tokens, whose logits f32[B, T + 1, V] are held, and one draw for
+    each token of the row that got most.
+    """
+    slots = _as_slots("verify_steps", slots)
+    sizes = bind(
+        "verify_steps", drafts=(drafts, "BT"), num_drafts=(num_drafts, "B"), slots=(slots, "B")
+    )
+    T = sizes["T"]
+    rows = _Rows.take(state, slots, T + 1, num_top)
+    starts = state.cache.lengths.at[_drop(slots, state.cache)].get(mode="fill", fill_value=0)
+    # Known now: starts + 1. Nothing past the last token but one will ever be in the cache.
+    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(rows.max_lengths - starts - 2, 0, T))
+    fed = jnp.concatenate([rows.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
+    logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)
+    # The column after the last draft is never compared: no token is -1.
+    drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
+
+    def is_to_go_on(rows: _Rows) -> jax.Array:
+        return ok & jnp.any(rows.is_running)
+
+    def step(rows: _Rows) -> _Rows:
+        i = rows.tokens.num_steps
+        drawn = rows.draw(logits[:, i], starts + i + 1, rows.is_running, ok, num_top)
+        is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
+        return dataclasses.replace(drawn, is_running=drawn.is_running & is_confirmed)
+
+    rows = dataclasses.replace(rows, tokens=rows.tokens._replace(ok=ok))
+    rows = lax.while_loop(is_to_go_on, step, rows)
+    if T:
+        ends = cache.lengths.at[_drop(slots, cache)].set(starts + rows.tokens.num_new, mode="drop")
+        ends = jnp.where(ok, ends, cache.lengths)
+        cache = paged_cache.truncate(cache, ends, max_tokens=T)
+    return rows.put_back(state, cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
+
+    sampling: SlotSampling  # of all S slots: what it counts is 5 * V bytes a slot, and not copied
+    slots: jax.Array  # i32 [B], out of range where there is no row
+    token_ids: jax.Array  # i32 [B], last known
+    stop_ids: jax.Array  # i32 [B, X]
+    max_lengths: jax.Array  # i32 [B]
+    is_running: jax.Array  # bool [B]
+    tokens: StepTokens
+
+    @classmethod
+    def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Rows":
+        B = slots.shape[0]
+        rows = _drop(slots, state.cache)
+        parts = (state.token_ids, state.stop_ids, state.max_lengths)
+        parts = [x.at[rows].get(mode="clip") for x in parts]
+        tokens = StepTokens(
+            token_ids=jnp.zeros((max_steps, B), jnp.int32),
+            logprobs=jnp.zeros((max_steps, B), jnp.float32),
+            ranks=jnp.zeros((max_steps, B), jnp.int32),
+            top_ids=jnp.zeros((max_steps, B, num_top), jnp.int32),
+            top_logprobs=jnp.zeros((max_steps, B, num_top), jnp.float32),
+            num_new=jnp.zeros(B, jnp.int32),
+            num_steps=jnp.zeros((), jnp.int32),
+            num_free=state.cache.tables.pool.num_free,
+            ok=jnp.ones((), jnp.bool_),
+        )
+        return cls(state.sampling, rows, *parts, is_running=slots >= 0, tokens=tokens)
+
+    def draw(
+        self,
+        logits: jax.Array,
+        positions: jax.Array,
+        active: jax.Array,
+        ok: jax.Array,
+        num_top: int,
+    ) -> "_Rows":
+        """Draw a token for each active row from f32 [B, V]; rows that must stop run no more."""
+        ids, logprobs, new_sampling = sampling.sample(
+            logits, self.sampling, positions, active, self.slots
+        )
+        done, i = self.tokens, self.tokens.num_steps
+        tokens = done._replace(
+            token_ids=done.token_ids.at[i].set(ids),
+            logprobs=done.logprobs.at[i].set(logprobs),
+            num_new=done.num_new + active.astype(jnp.int32),
+            num_steps=i + ok.astype(jnp.int32),
+            ok=ok,
+        )
+        if num_top:
+            ranks = sampling.ranks(logits, ids)
+            top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+            tokens = tokens._replace(
+                ranks=done.ranks.at[i].set(jnp.where(active, ranks, 0)),
+                top_ids=done.top_ids.at[i].set(jnp.where(active[:, None], top_ids, 0)),
+                top_logprobs=done.top_logprobs.at[i].set(
+                    jnp.where(active[:, None], top_logprobs, 0.0)
+                ),
+            )
+        # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0.
+        is_stop = jnp.any(ids[:, None] == self.stop_ids, axis=1)
+        is_stop &= positions >= self.sampling.held_until.at[self.slots].get(mode="clip")
+        is_stop |= positions + 1 >= self.max_lengths
+        return dataclasses.replace(
+            self,
+            sampling=new_sampling,
+            token_ids=jnp.where(active, ids, self.token_ids),
+            is_running=self.is_running & ~(active & is_stop),
+            tokens=tokens,
+        )
+
+    def put_back(self, state: DecodeState, cache: PagedCache) -> tuple[StepTokens, DecodeState]:
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            sampling=self.sampling,
+            token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
+        )
+        return self.tokens._replace(num_free=cache.tables.pool.num_free), state
+
+
+def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
+    """Slots as indices, padding one past the last: a negative index would count from the end."""
+    return jnp.where(slots >= 0, slots, cache.num_slots)
+
+
+def _as_slots(function: str, slots: jax.Array) -> jax.Array:
+    slots = jnp.asarray(slots)
+    bind(function, slots=(slots, "B"))
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"{function}: slots must be int32, got {slots.dtype}. Cast it.")
+    return slots

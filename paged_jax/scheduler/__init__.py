@@ -1,0 +1,1 @@
+"""Who runs next: requests, their order, and what they wait for. Plain Python: imports no jax."""

@@ -1,0 +1,41 @@
+"""The loss through a cache is that of the model, and close to it through a narrow one."""
+
+import jax
+import jax.numpy as jnp
+import kv_dtype
+import numpy as np
+import pytest
+
+from paged_jax import LLM, Llama
+from tests.support.tiny_model import SIZES, save_tiny_model
+
+
+def test_loss_is_that_of_the_model(tmp_path) -> None:
+    llm = LLM(save_tiny_model(tmp_path), **SIZES)
+    windows = np.random.default_rng(0).integers(2, 43, (3, 30)).tolist()
+    logits = jax.jit(Llama.__call__)(llm.model, jnp.array(windows))
+    logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    expected = -np.mean([logprobs[b, t, windows[b][t + 1]] for b in range(3) for t in range(28)])
+    assert kv_dtype.loss(llm, windows) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_main_prints_every_type(tmp_path, monkeypatch, capsys) -> None:
+    folder = save_tiny_model(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat in the house, and nobody said a word. " * 4)
+    monkeypatch.setattr(kv_dtype, "KV_DTYPES", {"float32": None, "int8": None})
+    out = tmp_path / "out.json"
+    args = ["--model", str(folder), "--text", str(text), "--windows", "2", "--json", str(out)]
+    assert kv_dtype.main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["float32", "int8"]
+    assert lines[2].endswith("+0.00000") and not lines[3].endswith("0.00000")
+    assert '"loss_change"' in out.read_text()
+
+
+def test_a_short_text_is_refused(tmp_path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("too short")
+    with pytest.raises(SystemExit, match="--text must have 64 tokens, got"):
+        kv_dtype.main(["--model", str(save_tiny_model(tmp_path)), "--text", str(text)])

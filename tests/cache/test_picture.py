@@ -1,0 +1,102 @@
+"""The drawing says of every token where it lies, as the tables have it."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.cache import blocks
+from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.picture import draw_tables, locate_token
+
+
+@pytest.fixture(scope="module")
+def tables() -> BlockTables:
+    """Slot 1 holds 6 tokens, slot 2 a copy of it, slot 3 nine of its own; slot 0 is empty."""
+    tables = BlockTables.create(70, num_slots=4, max_blocks_per_slot=3, block_size=4)
+    # Slot 0 comes and goes, so that the others' blocks are not in the order of their ids.
+    tables, _, ok = blocks.reserve(tables, jnp.array([5, 0, 0, 3]), max_tokens=12)
+    tables, _, more = blocks.reserve(tables, jnp.array([0, 6, 0, 6]), max_tokens=12)
+    tables = blocks.release(tables, jnp.array([True, False, False, False]))
+    tables, forked = blocks.fork(tables, jnp.array([-1, -1, 1, -1]))
+    assert ok and more and forked
+    blocks.check_invariants(tables)
+    return tables
+
+
+def parse_row(text: str, slot: int) -> list[tuple[int, int, int, int, int]]:
+    """(logical, physical, first token, last token, tokens) of the blocks of a slot."""
+    [section] = re.findall(rf"sequence in slot {slot}, .*\n((?:    .*\n)*)", text)
+    pattern = r"logical +(\d+) -> physical +(\d+) +tokens (\d+)\.\.(\d+) +(\d+) of 4 places"
+    return [tuple(map(int, found)) for found in re.findall(pattern, section)]
+
+
+def test_draw_tables_counts_blocks(tables) -> None:
+    text = draw_tables(tables, "after the fork")
+    assert text.splitlines()[0] == "after the fork: 5 of 70 blocks in use, 65 free"
+
+
+def test_draw_tables_maps_logical_to_physical_blocks(tables) -> None:
+    text = draw_tables(tables, "now")
+    assert re.findall(r"sequence in slot (\d), (\d+) tokens", text) == [
+        ("1", "6"),
+        ("2", "6"),
+        ("3", "9"),
+    ]
+    rows = np.asarray(tables.block_tables)
+    for slot, length in ((1, 6), (2, 6), (3, 9)):
+        expected = []
+        for logical in range(-(-length // 4)):
+            first, last = 4 * logical, min(length, 4 * logical + 4) - 1
+            expected.append((logical, int(rows[slot, logical]), first, last, last - first + 1))
+        assert parse_row(text, slot) == expected
+    # Else physical and logical blocks could be mixed up unnoticed.
+    assert all(np.ptp(rows[slot, :2]) != 1 or rows[slot, 0] > 1 for slot in (1, 2, 3))
+
+
+def test_draw_tables_shows_sharing(tables) -> None:
+    text = draw_tables(tables, "now")
+    assert text.count("shared by 2") == 4  # both blocks, seen from both slots
+    counts = np.asarray(tables.pool.ref_counts)
+    symbols = "".join(re.findall(r"^ +\d+  ([.\d]+)$", text, re.MULTILINE))
+    assert symbols == "".join("." if count == 0 else str(count) for count in counts)
+    assert sorted(symbols.replace(".", "")) == ["1", "1", "1", "2", "2"]
+
+
+def test_draw_tables_caps_counts_at_nine() -> None:
+    tables = BlockTables.create(2, num_slots=12, max_blocks_per_slot=1, block_size=4)
+    tables, _, _ = blocks.reserve(tables, jnp.array([3] + [0] * 11), max_tokens=4)
+    tables, ok = blocks.fork(tables, jnp.array([-1] + [0] * 11))
+    assert ok
+    text = draw_tables(tables, "now")
+    assert text.count("shared by 12") == 12
+    assert text.splitlines()[-1].split() == ["0", "9."]
+
+
+def test_draw_tables_locates_first_middle_and_last_token(tables) -> None:
+    text = draw_tables(tables, "now")
+    row = tables.block_tables[3].tolist()
+    [section] = re.findall(r"sequence in slot 3, .*\n((?:    .*\n)*)", text)
+    assert re.findall(r"token \d+: .*", section) == [
+        f"token 0: logical block 0, physical block {row[0]}, offset 0",
+        f"token 4: logical block 1, physical block {row[1]}, offset 0",
+        f"token 8: logical block 2, physical block {row[2]}, offset 0",
+    ]
+
+
+def test_draw_tables_of_one_token() -> None:
+    tables = BlockTables.create(2, num_slots=1, max_blocks_per_slot=1, block_size=4)
+    tables, _, _ = blocks.reserve(tables, jnp.array([1]))
+    text = draw_tables(tables, "now")
+    assert text.count("token 0:") == 1
+    assert parse_row(text, 0) == [(0, int(tables.block_tables[0, 0]), 0, 0, 1)]
+
+
+def test_locate_token_reads_the_table(tables) -> None:
+    row = tables.block_tables[1].tolist()
+    for position in range(6):
+        assert locate_token(tables, 1, position) == (
+            f"token {position}: logical block {position // 4}, "
+            f"physical block {row[position // 4]}, offset {position % 4}"
+        )

@@ -1,0 +1,411 @@
+"""Beam search, against an independent one on the plain forward pass and against all sequences."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import LLM, BeamSearchParams, Llama, SamplingParams, Tokenizer
+from paged_jax.cache.blocks import check_invariants
+from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES, save_tiny_model
+
+V = CONFIG.vocab_size
+LONG = [BOS, *range(5, 22)]  # 18 tokens: 4 full blocks and 2 tokens
+OTHER = [BOS, *range(25, 32)]
+PROMPTS = [LONG, OTHER, [BOS], [BOS, 9, 9, 30], [BOS, *range(20, 28)]]
+# One that the tiny model likes is among them.
+END_IDS = (EOS, 6)
+BAD = "BeamSearchParams: "
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("beams"))
+
+
+@pytest.fixture(scope="session")
+def model(folder) -> Llama:
+    return Llama.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="session")
+def shared_llm(model, tokenizer) -> LLM:
+    return LLM(model, tokenizer=tokenizer, **SIZES)
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """The engine of most tests, which must come back empty from each of them."""
+    yield shared_llm
+    check_empty(shared_llm)
+
+
+@pytest.fixture(scope="session")
+def ending_llm(model, tokenizer) -> LLM:
+    """Sequences end often."""
+    return with_ends(model, tokenizer, END_IDS)
+
+
+@pytest.fixture(scope="session")
+def log_softmax(model):
+    """Of the tokens after each of up to V sequences, float64 [number, V], by the plain forward."""
+    run = jax.jit(lambda weights, ids: nnx.merge(graphdef, weights)(ids))
+    graphdef, weights = nnx.split(model)
+
+    def log_softmax(sequences: list[list[int]]) -> np.ndarray:
+        token_ids = np.zeros((V, 40), np.int32)
+        for row, sequence in enumerate(sequences):
+            token_ids[row, : len(sequence)] = sequence
+        lasts = [len(sequence) - 1 for sequence in sequences]
+        logits = np.asarray(run(weights, token_ids), np.float64)[range(len(lasts)), lasts]
+        return logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+
+    return log_softmax
+
+
+def with_ends(model: Llama, tokenizer: Tokenizer, end_ids) -> LLM:
+    """An engine whose model ends a text with any of some tokens."""
+    return LLM(model, tokenizer=Tokenizer(tokenizer._backend, eos_token_ids=end_ids), **SIZES)
+
+
+def check_empty(llm: LLM) -> None:
+    tables = llm.cache.tables
+    check_invariants(tables)
+    assert int(tables.pool.num_free) == llm.num_blocks
+    assert tables.lengths.tolist() == [0] * llm.max_num_seqs
+
+
+def search(llm: LLM, prompts: list[list[int]], **params):
+    params = BeamSearchParams(**{"beam_width": 4, "max_tokens": 12, **params})
+    outputs = llm.beam_search([{"prompt_token_ids": ids} for ids in prompts], params)
+    return [output.sequences for output in outputs]
+
+
+@pytest.fixture(scope="session")
+def wide_llm(model) -> LLM:
+    """For more beams than there are tokens."""
+    return LLM(model, **{**SIZES, "max_num_seqs": V + 9, "num_blocks": 2 * V + 30})
+
+
+def expected(log_softmax, prompt, *, width, end_ids=(), penalty=1.0, max_tokens=12):
+    """All steps to the end, over whole rows: (tokens, log-probability, whether complete)."""
+    live, done = [(list(prompt), 0.0)], []
+    for _ in range(max_tokens):
+        rows = log_softmax([tokens for tokens, _ in live])
+        new = []
+        for (tokens, total), row in zip(live, rows, strict=True):
+            for token in np.argsort(-row)[: width + max(width, len(end_ids))].tolist():
+                item = ([*tokens, token], total + row[token])
+                (done if token in end_ids else new).append(item)
+        live = sorted(new, key=lambda item: item[1])[::-1][:width]
+    return best_of(
+        [(*item, True) for item in done] + [(*item, False) for item in live], width, penalty
+    )
+
+
+def best_of(items, width, penalty):
+    def score(item):
+        tokens, total, is_complete = item
+        return total / (len(tokens) - is_complete) ** penalty
+
+    return sorted(items, key=score)[::-1][:width]
+
+
+def check_equal(sequences, items) -> None:
+    assert [s.tokens for s in sequences] == [tokens for tokens, _, _ in items]
+    assert [s.finish_reason == "stop" for s in sequences] == [item[2] for item in items]
+    totals = [total for _, total, _ in items]
+    np.testing.assert_allclose([s.cum_logprob for s in sequences], totals, rtol=1e-4)
+
+
+# What is found
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_beams_are_those_of_the_plain_forward(llm, log_softmax, width) -> None:
+    for prompt in PROMPTS[:3]:
+        [sequences] = search(llm, [prompt], beam_width=width, ignore_eos=True)
+        check_equal(sequences, expected(log_softmax, prompt, width=width))
+        assert {s.stop_reason for s in sequences} == {None}
+
+
+@pytest.mark.parametrize(
+    "penalty", [1.0, *(pytest.param(p, marks=pytest.mark.slow) for p in (-2.0, 0.0, 2.0))]
+)
+def test_sequences_complete_and_are_ranked_by_length(ending_llm, log_softmax, penalty) -> None:
+    num_steps, num_complete = ending_llm.stats.num_steps, 0
+    for prompt in PROMPTS:
+        [sequences] = search(ending_llm, [prompt], length_penalty=penalty)
+        check_equal(
+            sequences,
+            expected(log_softmax, prompt, width=4, end_ids=END_IDS, penalty=penalty),
+        )
+        for sequence in sequences:
+            if sequence.finish_reason == "stop":
+                assert sequence.stop_reason == sequence.tokens[-1] in END_IDS
+                num_complete += 1
+    assert num_complete > 3
+    # A search is over when nothing can change its outcome; the plain one never knows.
+    assert ending_llm.stats.num_steps - num_steps < 12 * len(PROMPTS)
+    check_empty(ending_llm)
+
+
+def test_more_end_tokens_than_beams_let_a_beam_go_on(model, tokenizer, log_softmax) -> None:
+    for prompt in PROMPTS[:2]:
+        [row] = log_softmax([prompt])
+        end_ids = [token for token in np.argsort(-row).tolist() if token != EOS][:2]
+        llm = with_ends(model, tokenizer, end_ids)
+        [sequences] = search(llm, [prompt], beam_width=1, length_penalty=9.0)
+        assert len(sequences[0].tokens) == len(prompt) + 12
+        end_ids = (EOS, *end_ids)
+        check_equal(sequences, expected(log_softmax, prompt, width=1, end_ids=end_ids, penalty=9.0))
+
+
+def test_length_penalties_change_the_order(ending_llm) -> None:
+    lengths = {
+        penalty: sum(
+            len(sequence.tokens)
+            for [sequence, *_] in search(ending_llm, PROMPTS, length_penalty=penalty)
+        )
+        for penalty in (-6.0, 6.0)
+    }
+    assert lengths[-6.0] < lengths[6.0]
+
+
+@pytest.mark.slow
+def test_as_many_beams_as_tokens_find_the_best_of_all_sequences(wide_llm, log_softmax) -> None:
+    for end_ids, ignore_eos in (((EOS,), False), ((), True)):
+        [sequences] = search(
+            wide_llm, [LONG], beam_width=V, max_tokens=2, ignore_eos=ignore_eos, length_penalty=2
+        )
+        [first] = log_softmax([LONG])
+        second = log_softmax([[*LONG, token] for token in range(V)])
+        items = [([*LONG, token], first[token], True) for token in end_ids]
+        items += [
+            ([*LONG, a, b], first[a] + second[a, b], b in end_ids)
+            for a, b in itertools.product(range(V), range(V))
+            if a not in end_ids
+        ]
+        check_equal(sequences, best_of(items, V, 2.0))
+    check_empty(wide_llm)
+
+
+def test_one_beam_is_greedy(llm) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for prompt in PROMPTS:
+        [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        [[beam]] = search(llm, [prompt], beam_width=1, max_tokens=20, ignore_eos=True)
+        completion = output.outputs[0]
+        assert beam.tokens == prompt + completion.token_ids
+        assert beam.cum_logprob == pytest.approx(completion.cumulative_logprob, rel=1e-5)
+
+
+def test_text_is_that_of_all_tokens(ending_llm, tokenizer) -> None:
+    prompt = OTHER
+    bare, with_end = (
+        search(ending_llm, [prompt], include_stop_str_in_output=include)[0]
+        for include in (False, True)
+    )
+    assert {s.finish_reason for s in bare} == {"stop", "length"}
+    for a, b in zip(bare, with_end, strict=True):
+        assert a.tokens == b.tokens
+        assert a.text.startswith(tokenizer.decode(prompt))
+        is_stop = a.finish_reason == "stop"
+        assert a.text == tokenizer.decode(a.tokens[:-1] if is_stop else a.tokens)
+        end = tokenizer.decode(a.tokens[-1:], skip_special_tokens=False) if is_stop else ""
+        assert b.text == a.text + end
+
+
+def test_the_context_ends_a_search(llm) -> None:
+    prompt = [BOS, *([7, 9] * 28)]  # 57 of 64 tokens
+    [sequences] = search(llm, [prompt], beam_width=2, max_tokens=50, ignore_eos=True)
+    assert [len(s.tokens) for s in sequences] == [64, 64]
+    assert {s.finish_reason for s in sequences} == {"length"}
+
+
+# Prompts at once, memory
+
+
+@pytest.mark.slow
+def test_prompts_at_once_find_what_each_finds_alone(ending_llm) -> None:
+    steps = [ending_llm.stats.num_steps]
+    alone = [search(ending_llm, [prompt], beam_width=2)[0] for prompt in PROMPTS]
+    steps.append(ending_llm.stats.num_steps)
+    together = search(ending_llm, PROMPTS, beam_width=2)
+    steps.append(ending_llm.stats.num_steps)
+    num_alone, num_together = np.diff(steps)
+    assert num_alone / 2 <= num_together < num_alone / 1.5
+    for a, b in zip(alone, together, strict=True):
+        assert [s.tokens for s in a] == [s.tokens for s in b]
+        assert [s.finish_reason for s in a] == [s.finish_reason for s in b]
+        totals = [s.cum_logprob for s in b]
+        np.testing.assert_allclose([s.cum_logprob for s in a], totals, rtol=1e-5)
+    check_empty(ending_llm)
+    assert search(ending_llm, []) == []
+
+
+def test_prompts_wait_where_blocks_may_not_suffice(llm) -> None:
+    # Of 20 blocks, two beams and LONG may need 12, OTHER 8.
+    for prompts, num_steps in (((LONG, OTHER), 12), ((LONG, LONG), 24)):
+        before = llm.stats.num_steps
+        search(llm, list(prompts), beam_width=2, ignore_eos=True)
+        assert llm.stats.num_steps - before == num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"block_size": 3, "num_blocks": 24}, {"block_size": 16, "num_blocks": 9}]
+)
+def test_sizes_change_nothing(llm, model, sizes) -> None:
+    other = LLM(model, **{**SIZES, **sizes, "max_chunk": 8}, enable_prefix_caching=False)
+    found = search(other, [LONG], ignore_eos=True)
+    for a, b in zip(found[0], search(llm, [LONG], ignore_eos=True)[0], strict=True):
+        assert a.tokens == b.tokens
+        assert a.cum_logprob == pytest.approx(b.cum_logprob, rel=1e-5)
+        assert a.text == ""
+    check_empty(other)
+
+
+def test_beams_share_blocks_and_the_savings_are_counted(model) -> None:
+    llm = LLM(model, **SIZES)
+    search(llm, [LONG], max_tokens=15, ignore_eos=True)
+    # Without sharing, 4 beams would hold 8 blocks each in the end; sharing only the prompt, 20.
+    assert 0.4 < llm.stats.sharing < 0.8
+    assert 8 < llm.stats.peak_num_blocks <= 20
+    assert llm.stats.num_steps == 15
+    assert llm.stats.num_queried_tokens == 17
+
+
+def test_a_prompt_is_found_in_the_prefix_cache(llm) -> None:
+    llm.reset_prefix_cache()
+    first = search(llm, [LONG], ignore_eos=True)
+    before = llm.stats.num_cached_tokens
+    assert search(llm, [LONG], ignore_eos=True) == first
+    assert llm.stats.num_cached_tokens - before == 16
+    params = SamplingParams(temperature=0, max_tokens=1)
+    [output] = llm.generate({"prompt_token_ids": LONG}, params, use_tqdm=False)
+    assert output.num_cached_tokens == 16
+
+
+def test_a_prompt_is_found_while_it_runs(llm) -> None:
+    long, first = [BOS, *([7, 9] * 28)], [BOS, 20, 21, 22, 23]  # 16 and 4 of 20 blocks
+    before = llm.stats.num_cached_tokens
+    search(llm, [long, first, [*first, 24]], beam_width=1, ignore_eos=True)
+    assert llm.stats.num_cached_tokens - before == 4
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(llm) -> None:
+    before = llm.stats.num_steps
+    with pytest.raises(ValueError, match="4 beams of 18 .* 16 new .* pool of 20 .* may need 24"):
+        search(llm, [[BOS], LONG], max_tokens=16)
+    with pytest.raises(ValueError, match="beam_width must be at most max_num_seqs, 4 .* got 5"):
+        search(llm, [LONG], beam_width=5)
+    assert llm.stats.num_steps == before
+    [sequences] = search(llm, [LONG], max_tokens=15, ignore_eos=True)
+    assert len(sequences) == 4
+
+
+@pytest.mark.slow
+def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
+    [sequences] = search(wide_llm, [[BOS, 9]], beam_width=V + 9, max_tokens=1)
+    [row] = log_softmax([[BOS, 9]])
+    assert sorted(s.tokens[-1] for s in sequences) == list(range(V))
+    np.testing.assert_allclose(sum(np.exp(s.cum_logprob) for s in sequences), 1, rtol=1e-5)
+    assert [s.tokens[-1] for s in sequences if s.finish_reason == "stop"] == [EOS]
+    assert row[sequences[0].tokens[-1]] == row.max()
+    check_empty(wide_llm)
+
+
+# When something fails
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "beam",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("attach", "prefill", "publish", "release")
+        ),
+    ],
+)
+def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
+    first = search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
+    for is_after in (False, True):
+        original, calls = getattr(llm._runner, name), iter(range(2))
+
+        def interrupt(*args, is_after=is_after, original=original, calls=calls, **kwargs):
+            is_second = next(calls) == 1
+            if is_after or not is_second:
+                result = original(*args, **kwargs)
+            if is_second:
+                raise KeyboardInterrupt
+            return result
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm._runner, name, interrupt)
+            search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
+            search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
+        check_empty(llm)
+        assert search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True) == first
+
+
+def test_nan_is_an_error(model) -> None:
+    llm = LLM(model, **SIZES)
+    llm.update_params(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model)))
+    with pytest.raises(FloatingPointError, match="NaN after 18 tokens"):
+        search(llm, [LONG])
+    check_empty(llm)
+
+
+def test_an_engine_with_requests_is_refused(llm) -> None:
+    request_id = llm.add_request({"prompt_token_ids": LONG}, SamplingParams(max_tokens=4))
+    with pytest.raises(RuntimeError, match="no request may be unfinished, got 1"):
+        search(llm, [LONG])
+    llm.abort(request_id)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "at least one character"),
+        ({"prompt_token_ids": []}, "at least one token"),
+        ({"prompt_token_ids": [V]}, rf"0\.\.{V - 1}, got {V}"),
+        ({"prompt_token_ids": [5] * 64}, "at most 63 tokens"),
+    ],
+)
+def test_bad_prompts_are_refused(llm, prompt, message) -> None:
+    before = llm.stats.num_steps
+    with pytest.raises(ValueError, match=message):
+        llm.beam_search(["the cat", prompt], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert llm.stats.num_steps == before
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"beam_width": 0}, "beam_width must be an integer >= 1, got 0"),
+        ({"beam_width": True}, "beam_width must be an integer >= 1, got True"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer >= 1, got 2.5"),
+        ({"max_tokens": None}, "max_tokens must be an integer >= 1, got None"),
+        ({"ignore_eos": 1}, "ignore_eos must be a bool, got 1"),
+        ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output must be a bool"),
+        ({"temperature": 0.7}, "temperature must be 0, .* got 0.7"),
+        ({"length_penalty": 10**400}, r"length_penalty must be in \[-10, 10\], got 1000"),
+        ({"length_penalty": float("nan")}, r"length_penalty must be in \[-10, 10\], got nan"),
+        ({"length_penalty": 11}, r"length_penalty must be in \[-10, 10\], got 11"),
+        ({"length_penalty": "1"}, "length_penalty must be in"),
+    ],
+)
+def test_bad_params_are_refused(params, message) -> None:
+    with pytest.raises(ValueError, match=BAD + message) as caught:
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **params})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,514 @@
+"""`Engine`: requests that come and go, what they share, and what survives when something fails."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import Engine, Llama, SamplingParams
+from paged_jax.cache.blocks import check_invariants
+from tests.support.tiny_model import BOS, SIZES, save_tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
+LONG = {"prompt_token_ids": [BOS, *range(5, 22)]}  # 18 tokens: 4 full blocks and 2 tokens
+OTHER = {"prompt_token_ids": [BOS, *range(25, 32)]}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="session")
+def model(folder) -> Llama:
+    return Llama.from_pretrained(folder)
+
+
+@pytest.fixture
+def engine(model) -> Engine:
+    return Engine(model, **SIZES)
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    """Run to the end; the tokens of each request's first sample."""
+    tokens = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in tokens, "a request ends once"
+                tokens[output.request_id] = output.outputs[0].token_ids
+    check_empty(engine)
+    return tokens
+
+
+def complete(engine: Engine, prompt, params=GREEDY, **options):
+    """The output of one request, run to its end beside whatever else there is."""
+    request_id = engine.add_request(prompt, params, **options)
+    while True:
+        for output in engine.step():
+            if output.request_id == request_id and output.finished:
+                return output
+
+
+def check_empty(engine: Engine) -> None:
+    check_invariants(engine.cache.tables)
+    assert int(engine.cache.tables.pool.num_free) == engine.num_blocks
+    assert engine.cache_use == 0
+
+
+# Coming and going
+
+
+def test_requests_join_a_running_batch(engine) -> None:
+    alone = [complete(engine, prompt).outputs[0].token_ids for prompt in (LONG, OTHER)]
+    first = engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=30))
+    engine.step()
+    second = engine.add_request(OTHER, GREEDY, request_id="second")
+    assert second == "second"
+    tokens = finish(engine)
+    assert tokens[first][:12] == alone[0]
+    assert tokens[second] == alone[1]
+    assert engine.step() == []
+
+
+def test_abort_ends_one_request_alone(engine) -> None:
+    expected = complete(engine, OTHER, dataclasses.replace(SEEDED, max_tokens=20))
+    first = engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=30, n=2))
+    second = engine.add_request(OTHER, dataclasses.replace(SEEDED, max_tokens=20))
+    waiting = engine.add_request(LONG, GREEDY)
+    engine.step()
+    engine.step()
+    aborted = engine.abort(first)
+    assert aborted.finished and len(aborted.outputs[0].token_ids) > 0
+    assert [c.finish_reason for c in aborted.outputs] == ["abort", "abort"]
+    assert engine.abort(waiting).finished
+    assert engine.abort(first) is None and engine.abort("nobody") is None
+    assert finish(engine) == {second: expected.outputs[0].token_ids}
+
+
+def test_a_deadline_ends_a_request_where_it_stands(engine) -> None:
+    engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=2))
+    late = engine.add_request(OTHER, GREEDY, timeout=1e-9)
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs[late].finished
+    assert outputs[late].outputs[0].finish_reason == "abort"
+    assert outputs[late].outputs[0].stop_reason == "deadline"
+    finish(engine)
+    in_time = complete(engine, OTHER, GREEDY, timeout=1e9)
+    assert in_time.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_better_priorities_go_first_and_lose_nobody(model) -> None:
+    engine = Engine(model, **{**SIZES, "max_num_seqs": 1}, steps_per_dispatch=2)
+    expected = {
+        name: complete(engine, prompt).outputs[0].token_ids
+        for name, prompt in (("low", LONG), ("high", OTHER))
+    }
+    engine.add_request(LONG, GREEDY, request_id="low", priority=1)
+    engine.step()
+    engine.add_request(OTHER, GREEDY, request_id="high", priority=0)
+    order = []
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                order.append(output.request_id)
+                assert output.outputs[0].token_ids == expected[output.request_id]
+    assert order == ["high", "low"]
+    assert engine.stats.num_preemptions == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (LONG, {"request_id": "taken"}, "request_id must be unique, got 'taken'"),
+        (LONG, {"timeout": 0}, "timeout must be seconds > 0"),
+        (LONG, {"priority": 0.5}, "priority must be an integer, got 0.5"),
+        ("text", {}, "tokenizer for text prompts"),
+        ({"prompt_token_ids": [1] * 64}, {}, "at most 63 tokens"),
+    ],
+)
+def test_a_refused_request_changes_nothing(engine, prompt, options, message) -> None:
+    engine.add_request(OTHER, GREEDY, request_id="taken")
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, GREEDY, **options)
+    assert list(finish(engine)) == ["taken"]
+    assert engine.add_request(OTHER, GREEDY) == "1"
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(model) -> None:
+    engine = Engine(model, **{**SIZES, "num_blocks": 5})
+    with pytest.raises(ValueError, match="pool of 5 blocks of 4 tokens, got 8 .* 14 new .* need 6"):
+        engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=14))
+    assert not engine.has_unfinished
+    complete(engine, OTHER, dataclasses.replace(GREEDY, max_tokens=13))
+
+
+# What requests share
+
+
+def test_a_prompt_is_found_again(engine) -> None:
+    first, second = complete(engine, LONG), complete(engine, LONG)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16)
+    assert second.outputs == first.outputs
+    assert engine.stats.num_cached_tokens == 16
+    assert engine.stats.num_queried_tokens == 2 * 17
+    engine.reset_prefix_cache()
+    assert complete(engine, LONG).num_cached_tokens == 0
+
+
+def test_the_last_token_is_always_computed(engine) -> None:
+    prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:16]}
+    first, second = complete(engine, prompt), complete(engine, prompt)
+    assert second.num_cached_tokens == 12
+    assert second.outputs == first.outputs
+
+
+def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> None:
+    counts, look_up = [], engine._runner._attach
+
+    def counting(slot, digests, token_ids, num_blocks):
+        counts.append(int(num_blocks))
+        return look_up(slot, digests, token_ids, num_blocks)
+
+    monkeypatch.setattr(engine._runner, "_attach", counting)
+    complete(engine, LONG)
+    complete(engine, OTHER)
+    assert counts == []
+    begins_alike = {"prompt_token_ids": [*LONG["prompt_token_ids"][:9], *range(30, 20, -1)]}
+    assert complete(engine, begins_alike).num_cached_tokens == 8
+    assert counts == [2]
+    engine.reset_prefix_cache()
+    complete(engine, LONG)
+    assert counts == [2]
+
+
+def test_the_host_forgets_digests_that_the_device_has_forgotten(engine, monkeypatch) -> None:
+    monkeypatch.setattr("paged_jax.runner.runner._MAX_PUBLISHED", 1)
+    runner = engine._runner
+    for token_id in range(5, 11):
+        complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})
+        assert len(runner._published) <= engine.num_blocks + 7  # those of one request more
+        pool = engine.cache.tables.pool
+        cached = np.asarray(pool.digests)[np.asarray(pool.is_cached)]
+        assert {words.tobytes() for words in cached} <= runner._published
+    # The latest prompt is still there, the first one is not.
+    assert complete(engine, {"prompt_token_ids": [BOS, *[10] * 17]}).num_cached_tokens == 16
+    assert complete(engine, {"prompt_token_ids": [BOS, *[5] * 17]}).num_cached_tokens == 0
+
+
+def test_salts_keep_tenants_apart(engine) -> None:
+    def num_cached(**salt):
+        params = dataclasses.replace(GREEDY, max_tokens=1)  # all of them fit the pool
+        return complete(engine, {**LONG, **salt}, params).num_cached_tokens
+
+    assert num_cached() == 0
+    assert num_cached(cache_salt="a") == 0
+    assert num_cached(cache_salt="b") == 0
+    assert num_cached(cache_salt="a") == 16
+    assert num_cached() == 16
+
+
+def test_a_conversation_finds_what_was_generated(engine) -> None:
+    first = complete(engine, LONG)
+    spoken = [*first.prompt_token_ids, *first.outputs[0].token_ids]  # 30 tokens, 29 in the cache
+    second = complete(engine, {"prompt_token_ids": [*spoken, 5, 6, 7]})
+    assert second.num_cached_tokens == 28
+    fresh = complete(Engine(engine.model, **SIZES), {"prompt_token_ids": [*spoken, 5, 6, 7]})
+    assert second.outputs[0].token_ids == fresh.outputs[0].token_ids
+
+
+def test_equal_prompts_of_one_batch_are_computed_once(engine) -> None:
+    expected = complete(engine, LONG, SEEDED).outputs[0].token_ids
+    engine.reset_prefix_cache()
+    before = engine.stats.num_prompt_tokens
+    ids = [engine.add_request(LONG, SEEDED) for _ in range(3)]
+    assert finish(engine) == dict.fromkeys(ids, expected)
+    # The first computes all 18; the others the two tokens after the last full block.
+    assert engine.stats.num_prompt_tokens - before == 18 + 2 + 2
+
+
+def test_prefix_caching_can_be_turned_off(model) -> None:
+    engine = Engine(model, **SIZES, enable_prefix_caching=False)
+    assert complete(engine, LONG).outputs == complete(engine, LONG).outputs
+    assert engine.stats.num_queried_tokens == engine.stats.num_cached_tokens == 0
+
+
+def test_samples_share_blocks_and_the_savings_are_counted(engine) -> None:
+    complete(engine, LONG, dataclasses.replace(SEEDED, n=4))
+    assert 0.3 < engine.stats.sharing < 0.8
+    assert Engine(engine.model, **SIZES).stats.sharing == 0
+
+
+# Other weights
+
+
+def noisy(model: Llama) -> Llama:
+    other = nnx.clone(model)
+    state = jax.tree.map(
+        lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), nnx.state(other)
+    )
+    nnx.update(other, state)
+    return other
+
+
+def test_update_params_takes_effect_and_forgets_what_was_cached(engine) -> None:
+    old = complete(engine, LONG)
+    other = noisy(engine.model)
+    for params in (other, nnx.state(other)):
+        engine.update_params(params)
+        new = complete(engine, LONG)
+        assert new.num_cached_tokens == 0
+        assert new.outputs == complete(Engine(other, **SIZES), LONG).outputs
+        assert new.outputs[0].token_ids != old.outputs[0].token_ids
+
+
+def test_update_params_copies(engine) -> None:
+    other = noisy(engine.model)
+    engine.update_params(other)
+    expected = complete(engine, LONG).outputs
+    for x in jax.tree.leaves(nnx.state(other)):
+        x.delete()
+    assert complete(engine, LONG).outputs == expected
+
+
+def test_update_params_amid_requests_keeps_their_tokens(engine) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    request_id = engine.add_request(LONG, params)
+    engine.step()
+    [before] = engine.step()
+    tokens = before.outputs[0].token_ids
+    assert 0 < len(tokens) < 24
+    other = noisy(engine.model)
+    engine.update_params(other)
+    after = finish(engine)[request_id]
+    prompt = {"prompt_token_ids": [*LONG["prompt_token_ids"], *tokens]}
+    rest = dataclasses.replace(params, max_tokens=24 - len(tokens))
+    assert after == tokens + complete(Engine(other, **SIZES), prompt, rest).outputs[0].token_ids
+
+
+def test_the_model_is_that_of_the_current_weights(engine) -> None:
+    other = noisy(engine.model)
+    engine.update_params(other)
+    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (engine.model, other))
+    assert all((x == y).all() for x, y in zip(ours, theirs, strict=True))
+    with pytest.raises(ValueError, match="a Llama, its nnx.state, or a list .* got dict"):
+        engine.update_params({"embed_tokens": theirs[0]})
+
+
+def test_update_params_refuses_other_shapes(engine) -> None:
+    expected = complete(engine, LONG).outputs
+    leaves = jax.tree.leaves(nnx.state(engine.model))
+    with pytest.raises(ValueError, match=r"must be \d+ arrays .* got \d+\."):
+        engine.update_params(leaves[:-1])
+    with pytest.raises(ValueError, match=r"and \(3,\) for"):
+        engine.update_params([*leaves[:-1], jnp.zeros(3)])
+    assert complete(engine, LONG).outputs == expected
+
+
+# When something fails
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode", "fork", "publish"])
+def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
+    params = dataclasses.replace(SEEDED, n=2, max_tokens=20)
+    requests = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
+    expected = finish(engine)
+    original = getattr(engine._runner, part)
+
+    def fail(*args, **kwargs):
+        original(*args, **kwargs)
+        raise MemoryError
+
+    again = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, part, fail)
+        with pytest.raises(MemoryError):
+            while engine.has_unfinished:
+                engine.step()
+    assert list(finish(engine).values()) == list(expected.values()) and len(again) == len(requests)
+
+
+def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=3)
+    expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
+    first = engine.add_request(OTHER, params)
+    second = engine.add_request(LONG, params)
+    original, finished = engine._take, []
+
+    def fail(sequence, *args):
+        if sequence.request.request_id == second:
+            raise KeyboardInterrupt
+        original(sequence, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_take", fail)
+        with pytest.raises(KeyboardInterrupt):
+            while engine.has_unfinished:
+                finished += [o for o in engine.step() if o.finished]
+    while engine.has_unfinished:
+        finished += [o for o in engine.step() if o.finished]
+    outputs = {output.request_id: output.outputs[0].token_ids for output in finished}
+    assert len(finished) == 2 and [outputs[first], outputs[second]] == expected
+    check_empty(engine)
+
+
+def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
+    params = dataclasses.replace(SEEDED, max_tokens=20)
+    expected = complete(engine, LONG, params).outputs[0].token_ids
+    request_id = engine.add_request(LONG, params)
+    engine.step()
+    engine.step()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "decode", interrupt)
+        patch.setattr(engine._scheduler, "restart", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert finish(engine) == {request_id: expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": {"max_tokens": 4}}, "params must be SamplingParams"),
+        ({"request_id": ["a"]}, "request_id must be a text"),
+    ],
+)
+def test_types_of_arguments_are_checked(engine, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(OTHER, **options)
+    assert not engine.has_unfinished
+
+
+def test_automatic_ids_step_aside(engine) -> None:
+    assert engine.add_request(OTHER, GREEDY, request_id="1") == "1"
+    assert engine.add_request(OTHER, GREEDY) == "2"
+    finish(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
+        ({"preemption": "drop"}, "preemption must be auto, recompute, swap, got 'drop'"),
+    ],
+)
+def test_bad_options_are_refused(model, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(model, **SIZES, **options)
+
+
+def test_warmup_waits_for_nobody(engine) -> None:
+    engine.add_request(LONG, GREEDY)
+    with pytest.raises(RuntimeError, match="no request may be unfinished, got 1"):
+        engine.warmup()
+    finish(engine)
+
+
+# The type of the cache
+
+
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["int8", *(pytest.param(t, marks=pytest.mark.slow) for t in ("bfloat16", "float16", "fp8"))],
+)
+def test_narrow_caches_change_log_probabilities_a_little(model, engine, kv_dtype) -> None:
+    narrow = Engine(model, **SIZES, kv_dtype=kv_dtype)
+    itemsize = {"bfloat16": 2, "float16": 2}.get(kv_dtype, 1)
+    assert narrow.cache.k.dtype.itemsize == itemsize
+    params = dataclasses.replace(GREEDY, max_tokens=1)
+    exact, rough = (complete(e, LONG, params).outputs[0] for e in (engine, narrow))
+    assert rough.cumulative_logprob == pytest.approx(exact.cumulative_logprob, abs=0.3)
+    check_empty(narrow)
+
+
+def test_unknown_kv_dtypes_are_refused(model) -> None:
+    with pytest.raises(ValueError, match="kv_dtype must be auto, float32.*got 'int4'"):
+        Engine(model, **SIZES, kv_dtype="int4")
+
+
+# Speculation
+
+
+@pytest.mark.slow
+def test_speculation_changes_no_token_and_finds_repetitions(model) -> None:
+    plain = Engine(model, **SIZES)
+    guessing = Engine(model, **SIZES, num_speculative_tokens=3)
+    repeating = {9: 1000.0}
+    for params, bias in (
+        (GREEDY, repeating),
+        (SEEDED, repeating),
+        (SEEDED, {9: 6.0, 10: 6.0}),
+        (dataclasses.replace(SEEDED, frequency_penalty=0.5, n=2), {9: 6.0, 10: 6.0}),
+    ):
+        params = dataclasses.replace(params, max_tokens=30, logit_bias=bias, logprobs=2)
+        expected, output = complete(plain, OTHER, params), complete(guessing, OTHER, params)
+        for a, b in zip(expected.outputs, output.outputs, strict=True):
+            assert a.token_ids == b.token_ids
+            np.testing.assert_allclose(a.cumulative_logprob, b.cumulative_logprob, rtol=1e-4)
+    assert guessing.stats.num_accepted_tokens > 15
+    assert guessing.stats.num_accepted_tokens <= guessing.stats.num_draft_tokens
+    check_empty(guessing)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: jax.enable_x64(True), lambda: jax.numpy_dtype_promotion("strict")],
+    ids=["x64", "strict-promotion"],
+)
+def test_settings_of_jax_change_no_token(model, setting) -> None:
+    def generate() -> dict[str, list[int]]:
+        engine = Engine(model, **SIZES)
+        engine.add_request(LONG, GREEDY)
+        engine.add_request(LONG, dataclasses.replace(SEEDED, top_k=8, top_p=0.9, n=2))
+        return finish(engine)
+
+    with setting():
+        tokens = generate()
+    assert tokens == generate()
+
+
+@pytest.mark.parametrize("program", ["prefill", "fork"])
+def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) -> None:
+    """Before the step returns, and without losing a request."""
+    wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
+    engine.reset_prefix_cache()
+    programs = engine._runner._programs
+    run = getattr(programs, program)
+
+    def fail(*args, **static):
+        return run(*args, **static)[0], jnp.array(False)
+
+    engine.add_request(LONG, dataclasses.replace(SEEDED, n=2))
+    monkeypatch.setattr(engine._runner, "_programs", programs._replace(**{program: fail}))
+    with pytest.raises(RuntimeError, match="blocks must suffice"):
+        engine.step()
+        engine.step()
+    monkeypatch.undo()
+    outputs = []
+    while engine.has_unfinished:
+        outputs = engine.step()
+    assert [o.token_ids for o in outputs[0].outputs] == [o.token_ids for o in wanted]
+    check_empty(engine)
+
+
+def test_blocks_that_nobody_else_holds_are_counted(folder) -> None:
+    engine = Engine(folder, **SIZES, steps_per_dispatch=1)
+    params = SamplingParams(n=2, temperature=1, seed=0, max_tokens=8, ignore_eos=True)
+    engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)
+    while sum(sequence.slot is not None for sequence in engine.sequences) < 2:
+        engine.step()
+    runner, both = engine._runner, engine.sequences
+    num_used = engine.num_blocks - runner.num_free
+    alone = [runner.num_held([sequence]) for sequence in both]
+    assert runner.num_held(both) == num_used > sum(alone) > 0

@@ -1,0 +1,286 @@
+"""What a request gets does not depend on how the engine goes about it, nor on who else is there.
+
+The same jobs are played on engines of all kinds. What each of them would get alone, on an engine
+with room for everything and none of its tricks, is what it must get everywhere.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_jax import CompletionOutput, Engine, Llama, RequestOutput, SamplingParams, Tokenizer
+from tests.support.tiny_model import BOS, CONFIG, EOS, save_tiny_model
+from tests.support.workload import Job, check_empty, play
+
+LETTERS = np.arange(3, CONFIG.vocab_size)
+# Prompts in one piece, and nothing shared but the prompt of samples. Variants that leave a size as
+# it is here share the compiled programs that it shapes: most of the time goes into compiling.
+PLAIN: dict[str, Any] = {
+    "block_size": 4,
+    # Enough for each of the jobs alone, too few for all that may run at once: those need about 40.
+    "num_blocks": 17,
+    "max_num_seqs": 4,
+    "max_chunk": 64,
+    "steps_per_dispatch": 8,
+    "enable_prefix_caching": False,
+}
+USUAL: dict[str, Any] = {**PLAIN, "enable_prefix_caching": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How the jobs are played.
+
+    Attributes:
+      options: of the engine.
+      arrival: ``"together"``, ``"reversed"``, or ``"one by one"``, each some steps after the last.
+      num_rounds: how often they are played on the same engine.
+      with_others: whether there are other requests, most of which are aborted.
+      happens: names of `EngineStats` that must not be 0 in the end, or nothing was tested.
+    """
+
+    options: dict[str, Any]
+    arrival: str = "together"
+    num_rounds: int = 1
+    with_others: bool = False
+    happens: tuple[str, ...] = ()
+
+
+PREEMPTED, CACHED = "num_preemptions", "num_cached_tokens"
+SWAPPED, GUESSED = "num_swap_preemptions", "num_accepted_tokens"
+EVERYTHING = Variant(
+    {
+        "block_size": 8,
+        "num_blocks": 9,
+        "max_chunk": 5,
+        "max_num_batched_tokens": 12,
+        "steps_per_dispatch": 3,
+    },
+    arrival="one by one",
+    num_rounds=3,
+    with_others=True,
+    happens=(PREEMPTED, CACHED),
+)
+
+
+def _everything(happens: tuple[str, ...], **options: Any) -> Variant:
+    return dataclasses.replace(
+        EVERYTHING,
+        options={**EVERYTHING.options, **options},
+        happens=(*EVERYTHING.happens, *happens),
+    )
+
+
+VARIANTS = {
+    "recomputed": Variant(
+        {"preemption": "recompute", "enable_prefix_caching": False},
+        happens=(PREEMPTED, "num_recomputed_tokens"),
+    ),
+    "swapped": Variant({"preemption": "swap"}, happens=(SWAPPED, CACHED)),
+    "everything but guesses": EVERYTHING,
+    "room for all": Variant({"num_blocks": 64, "enable_prefix_caching": False}),
+    "room for all and cached": Variant({"num_blocks": 64}, num_rounds=2, happens=(CACHED,)),
+    "chunks of 5": Variant({"max_chunk": 5}),
+    "chunks of 16": Variant({"max_chunk": 16, "enable_prefix_caching": False}),
+    "steps of 7 tokens": Variant({"max_num_batched_tokens": 7}, happens=(CACHED,)),
+    "blocks of 1": Variant(
+        {"block_size": 1, "num_blocks": 70, "preemption": "swap"}, happens=(SWAPPED, CACHED)
+    ),
+    "blocks of 8": Variant({"block_size": 8, "num_blocks": 9}, happens=(PREEMPTED, CACHED)),
+    "blocks of 16": Variant({"block_size": 16, "num_blocks": 5}, happens=(PREEMPTED, CACHED)),
+    "recomputed and cached": Variant({"preemption": "recompute"}, happens=(PREEMPTED, CACHED)),
+    "swapped uncached": Variant(
+        {"preemption": "swap", "enable_prefix_caching": False}, happens=(SWAPPED,)
+    ),
+    "warm": Variant({}, num_rounds=3, happens=(CACHED,)),
+    "dispatches of 1 step": Variant({"steps_per_dispatch": 1}),
+    "dispatches of 3 steps": Variant({"steps_per_dispatch": 3}),
+    "2 guesses": Variant({"num_speculative_tokens": 2}, happens=(GUESSED,)),
+    "4 guesses, swapped": Variant(
+        {"num_speculative_tokens": 4, "preemption": "swap"}, happens=(GUESSED, SWAPPED)
+    ),
+    "reversed": Variant({}, arrival="reversed"),
+    "one by one": Variant({}, arrival="one by one"),
+    "1 slot": Variant({"max_num_seqs": 1}),
+    "2 slots": Variant({"max_num_seqs": 2}),
+    "everything": _everything((GUESSED,), num_speculative_tokens=2),
+    "everything, swapped": _everything((SWAPPED,), preemption="swap"),
+    "everything, recomputed": _everything((), preemption="recompute"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("equivalence"))
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Llama:
+    return Llama.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(model, tokenizer) -> Engine:
+    return Engine(model, tokenizer=tokenizer, **PLAIN)
+
+
+@pytest.fixture(scope="module")
+def jobs(plain) -> list[Job]:
+    """Of 1 to 40 prompt tokens and all kinds of parameters."""
+    random = np.random.default_rng(0)
+
+    def prompt(num_tokens: int, start: tuple[int, ...] = (BOS,)) -> dict[str, list[int]]:
+        letters = random.choice(LETTERS, num_tokens - len(start))
+        return {"prompt_token_ids": [*start, *letters.tolist()]}
+
+    def seeded(seed: int, **changes: Any) -> SamplingParams:
+        fields: dict[str, Any] = {
+            "temperature": 1.0,
+            "seed": seed,
+            "max_tokens": 20,
+            "ignore_eos": True,
+        }
+        return SamplingParams(**{**fields, **changes})
+
+    long = prompt(40)
+    beginning = tuple(long["prompt_token_ids"][:21])
+    whole = prompt(33)
+    # Blocks that others have at the same places, but not one after the other.
+    crossed = [*long["prompt_token_ids"][:16], *whole["prompt_token_ids"][16:]]
+    # Where to stop is taken from what comes without.
+    two = prompt(2)
+    [free] = play(plain, [Job("free", two, seeded(5, max_tokens=24))])["free"].outputs
+    return [
+        Job("long", long, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)),
+        Job("whole context", whole, seeded(10, max_tokens=None, temperature=0.3)),
+        Job("crossed", {"prompt_token_ids": crossed}, seeded(11, max_tokens=8)),
+        Job("long again", long, seeded(1, top_k=5)),
+        Job("three samples", prompt(9), seeded(2, n=3, max_tokens=12, temperature=0.7)),
+        Job("same beginning", prompt(30, beginning), seeded(3, top_p=0.8, logprobs=0)),
+        Job("one token", {"prompt_token_ids": [BOS]}, seeded(6, min_p=0.05, max_tokens=50)),
+        Job("stop string", two, seeded(5, max_tokens=24, stop=free.text[9:12])),
+        Job("stop token", two, seeded(5, max_tokens=24, stop_token_ids=[free.token_ids[10]])),
+        Job(
+            "end token",
+            prompt(16),
+            seeded(7, ignore_eos=False, logit_bias={EOS: 3.0}, min_tokens=5, max_tokens=40),
+        ),
+        Job(
+            "penalties",
+            prompt(17),
+            seeded(8, n=2, presence_penalty=0.5, frequency_penalty=0.4, repetition_penalty=1.2),
+        ),
+        Job(
+            "repetitions",
+            prompt(5),
+            seeded(9, logit_bias={9: 8.0, 10: 7.0}, frequency_penalty=0.1, max_tokens=40),
+        ),
+        Job(
+            "one letter",
+            prompt(12),
+            SamplingParams(temperature=0, logit_bias={11: 1000.0}, max_tokens=30, logprobs=3),
+        ),
+        # Last, so that it is preempted after it has generated something.
+        Job("prompt scored", prompt(27, beginning), seeded(4, prompt_logprobs=2, max_tokens=30)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(plain, jobs) -> dict[str, RequestOutput]:
+    """What each job gets alone."""
+    outputs = {job.name: play(plain, [job])[job.name] for job in jobs}
+    assert plain.stats.num_preemptions == plain.stats.num_cached_tokens == 0
+    for name in ("stop string", "stop token", "end token"):
+        assert outputs[name].outputs[0].finish_reason == "stop"
+        assert len(outputs[name].outputs[0].token_ids) < 24
+    assert outputs["whole context"].outputs[0].finish_reason == "length"
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(variant, id=name) for name, variant in VARIANTS.items()],
+)
+def test_outputs_do_not_depend_on(model, tokenizer, jobs, expected, variant: Variant) -> None:
+    engine = Engine(model, tokenizer=tokenizer, **{**USUAL, **variant.options})
+    for seed in range(variant.num_rounds):
+        random = np.random.default_rng(seed)
+        round = arranged(jobs, variant.arrival, random)
+        if variant.with_others:
+            round = [*round, *others(jobs, random)]
+        outputs = play(engine, round)
+        for job in jobs:
+            assert_same(outputs[job.name], expected[job.name])
+        check_empty(engine)
+    for name in variant.happens:
+        assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
+
+
+def arranged(jobs: list[Job], arrival: str, random: np.random.Generator) -> list[Job]:
+    """The same jobs, arriving otherwise."""
+    if arrival == "one by one":
+        times = np.cumsum(random.integers(1, 4, len(jobs))).tolist()
+        order = random.permutation(len(jobs)).tolist()
+        return [dataclasses.replace(jobs[i], at=at) for i, at in zip(order, times, strict=True)]
+    return jobs[::-1] if arrival == "reversed" else jobs
+
+
+def others(jobs: list[Job], random: np.random.Generator) -> list[Job]:
+    """Requests for the same prompts that come, are preferred now and then, and are aborted."""
+    strangers = []
+    for number, job in enumerate(random.choice(np.arange(len(jobs)), 12).tolist()):
+        at = int(random.integers(0, 30))
+        strangers.append(
+            Job(
+                f"other {number}",
+                jobs[job].prompt,
+                SamplingParams(temperature=2, n=int(random.integers(1, 3)), ignore_eos=True),
+                priority=int(random.choice([0, 0, 0, -1, 1])),
+                at=at,
+                abort_at=at + int(random.integers(0, 15)),
+            )
+        )
+    return strangers
+
+
+def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
+    name = expected.request_id
+    assert output.prompt_token_ids == expected.prompt_token_ids
+    assert_same_logprobs(output.prompt_logprobs, expected.prompt_logprobs, name)
+    for ours, theirs in zip(output.outputs, expected.outputs, strict=True):
+        assert_same_sample(ours, theirs, f"{name}, sample {theirs.index}")
+
+
+def assert_same_sample(output: CompletionOutput, expected: CompletionOutput, name: str) -> None:
+    exact = ("index", "token_ids", "text", "finish_reason", "stop_reason")
+    ours, theirs = ({key: getattr(x, key) for key in exact} for x in (output, expected))
+    assert ours == theirs, name
+    np.testing.assert_allclose(
+        output.cumulative_logprob, expected.cumulative_logprob, atol=1e-4, rtol=0, err_msg=name
+    )
+    assert_same_logprobs(output.logprobs, expected.logprobs, name)
+
+
+def assert_same_logprobs(ours: list | None, theirs: list | None, name: str) -> None:
+    """The same candidates with the same ranks, and about the same log-probabilities."""
+    if ours is None or theirs is None:
+        assert ours is theirs, name
+        return
+    for row, expected in zip(ours, theirs, strict=True):
+        if row is None or expected is None:
+            assert row is expected, name
+            continue
+        assert {t: c.rank for t, c in row.items()} == {t: c.rank for t, c in expected.items()}, name
+        for token_id, candidate in row.items():
+            np.testing.assert_allclose(
+                candidate.logprob, expected[token_id].logprob, atol=1e-4, rtol=0, err_msg=name
+            )

@@ -1,0 +1,240 @@
+"""Hours of real traffic, made small: nothing is lost, nothing leaks, nobody gets another's tokens.
+
+Lengths and arrivals are those of a trace of the Azure LLM inference service (Patel et al., 2024),
+both divided by 16 to fit the context of the model. Time is counted in steps of the engine, so that
+every run is the same.
+"""
+
+import csv
+import dataclasses
+import datetime
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_jax import Engine, Llama, RequestOutput, SamplingParams
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.scheduler.sequence import Sequence
+from tests.support.workload import Job, check_empty, play
+
+SCALE = 16
+BOS, EOS = 1, 2
+SIZES: dict[str, Any] = {
+    "block_size": 8,
+    # The longest request needs 64 of them, and 12 average ones need about 100.
+    "num_blocks": 66,
+    "max_num_seqs": 12,
+    "max_chunk": 64,
+    "max_num_batched_tokens": 128,
+}
+# Requests that are run again by themselves.
+NUM_ALONE = 24
+
+
+@pytest.fixture(scope="module")
+def model(data_dir) -> Llama:
+    return Llama.from_pretrained(data_dir / "models" / "stories260K")
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """What the engine takes for seconds: set it."""
+    clock = SimpleNamespace(now=0.0)
+    fake_time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr("paged_jax.engine.engine.time", fake_time)
+    return clock
+
+
+def requests_of_trace(
+    data_dir: Path, num_jobs: int, *, steps_per_second: float, context: int, vocab_size: int
+) -> list[Job]:
+    """The first requests of the trace, with parameters, accidents and preferences drawn by lot."""
+    random = np.random.default_rng(0)
+    with (data_dir / "traces" / "azure2023_conv.csv").open() as file:
+        rows = [row for row, _ in zip(csv.DictReader(file), range(num_jobs), strict=False)]
+    # Conversations with one of a few assistants, each with its own instructions.
+    instructions = [random.integers(3, vocab_size, n).tolist() for n in (10, 40, 75)]
+    start = _seconds(rows[0])
+    jobs = []
+    for number, row in enumerate(rows):
+        num_tokens = min(max(1, round(int(row["ContextTokens"]) / SCALE)), context - 1)
+        max_tokens = max(1, round(int(row["GeneratedTokens"]) / SCALE))
+        max_tokens = min(max_tokens, context - num_tokens)
+        begin = instructions[random.choice(3)] if random.random() < 0.5 else []
+        own = random.integers(3, vocab_size, num_tokens).tolist()
+        token_ids = [BOS, *begin, *own][:num_tokens]
+        at = int((_seconds(row) - start) * steps_per_second)
+        jobs.append(
+            Job(
+                str(number),
+                {"prompt_token_ids": token_ids},
+                _params(random, max_tokens),
+                priority=int(random.choice([-1, 0, 1], p=[0.04, 0.92, 0.04])),
+                timeout=int(random.integers(1, 60)) if random.random() < 0.05 else None,
+                at=at,
+                abort_at=at + int(random.geometric(0.05)) if random.random() < 0.1 else None,
+            )
+        )
+    return jobs
+
+
+def _seconds(row: dict[str, str]) -> float:
+    # Python reads six of the seven digits after the point.
+    return datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+
+
+def _params(random: np.random.Generator, max_tokens: int) -> SamplingParams:
+    ignore_eos = bool(random.random() < 0.9)
+    return SamplingParams(
+        n=2 if random.random() < 0.05 else 1,
+        temperature=float(random.choice([0.0, 0.8, 1.2])),
+        top_p=float(random.choice([1.0, 0.9])),
+        frequency_penalty=float(random.choice([0.0, 0.0, 0.3])),
+        seed=int(random.integers(2**31)),
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        # After words drawn by lot the model never ends by itself.
+        logit_bias=None if ignore_eos else {EOS: 21.0},
+    )
+
+
+def soak(
+    engine: Engine, jobs: list[Job], clock: SimpleNamespace
+) -> tuple[dict[str, RequestOutput], set[str]]:
+    """Play the jobs, look at the tables now and then, and check what comes out.
+
+    Returns the outputs, and the names of jobs that were preempted.
+    """
+    preempted: set[str] = set()
+
+    def on_step(num_steps: int) -> None:
+        clock.now = float(num_steps)
+        waiting = engine._scheduler.waiting
+        preempted.update(s.request.request_id for s in waiting if s.num_preemptions)
+        if num_steps % 100 == 0:
+            check_invariants(engine.cache.tables)
+
+    clock.now = 0.0
+    outputs = play(engine, jobs, on_step=on_step)
+    for job in jobs:
+        check_complete(job, outputs[job.name])
+    check_empty(engine)
+    return outputs, preempted
+
+
+def check_complete(job: Job, output: RequestOutput) -> None:
+    """Every sample has all of its tokens, or somebody did not wait for them."""
+    assert output.prompt_token_ids == job.prompt["prompt_token_ids"]
+    assert [sample.index for sample in output.outputs] == list(range(job.params.n))
+    most = job.params.max_tokens
+    assert most is not None
+    for sample in output.outputs:
+        num_tokens = len(sample.token_ids)
+        match sample.finish_reason:
+            case "length":
+                assert num_tokens == most
+            case "stop":
+                assert 1 <= num_tokens <= most and not job.params.ignore_eos
+                assert sample.token_ids[-1] == EOS and EOS not in sample.token_ids[:-1]
+            case "abort":
+                assert num_tokens < most
+                patience = (job.timeout, job.abort_at)
+                assert patience[sample.stop_reason is None] is not None
+            case reason:
+                pytest.fail(f"{job.name} ended with {reason}")
+
+
+def check_alone(
+    engine: Engine, jobs: list[Job], outputs: dict[str, RequestOutput], preempted: set[str]
+) -> None:
+    """Some of those that were completed, once more, on an empty engine: preempted ones first."""
+    completed = [
+        job
+        for job in jobs
+        if all(sample.finish_reason != "abort" for sample in outputs[job.name].outputs)
+    ]
+    completed.sort(key=lambda job: job.name not in preempted)
+    # Half of them, where there are as many, and others from anywhere in the trace.
+    others = completed[NUM_ALONE // 2 :]
+    for job in [*completed[: NUM_ALONE // 2], *others[:: len(others) // (NUM_ALONE // 2)]]:
+        job = dataclasses.replace(job, at=0, abort_at=None, timeout=None)
+        alone = play(engine, [job])[job.name]
+        engine.reset_prefix_cache()
+        for ours, theirs in zip(outputs[job.name].outputs, alone.outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids, job.name
+            assert ours.finish_reason == theirs.finish_reason, job.name
+    check_empty(engine)
+
+
+def num_sequences_alive() -> int:
+    """Of all engines: a sequence that is forgotten takes its copy in host memory along."""
+    gc.collect()
+    # Not isinstance: it asks objects for their __class__, and some of torch answer with a warning.
+    return sum(type(x) is Sequence for x in gc.get_objects())
+
+
+def count_ends(outputs: dict[str, RequestOutput]) -> dict[Any, int]:
+    ends: dict[Any, int] = {}
+    for output in outputs.values():
+        for sample in output.outputs:
+            key = sample.finish_reason, sample.stop_reason
+            ends[key] = ends.get(key, 0) + 1
+    return ends
+
+
+@pytest.mark.slow
+def test_thousands_of_requests_leave_nothing_behind(model, data_dir, clock) -> None:
+    config = model.config
+    jobs = requests_of_trace(
+        data_dir,
+        2000,
+        steps_per_second=5,
+        context=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+    )
+    num_alive = num_sequences_alive()
+    engine = Engine(model, **SIZES, preemption="swap")
+    # Too little host memory for all that are preempted, so that both ways are taken.
+    engine._scheduler.costs.max_swapped_blocks = 40
+    outputs, preempted = soak(engine, jobs, clock)
+    assert num_sequences_alive() == num_alive
+
+    stats, ends = engine.stats, count_ends(outputs)
+    assert stats.num_swap_preemptions > 10
+    assert stats.num_preemptions - stats.num_swap_preemptions > 5
+    assert stats.num_cached_tokens > 1000
+    assert ends["abort", None] > 50 and ends["abort", "deadline"] > 10
+    assert ends["length", None] > 1500 and ends["stop", None] > 10
+    check_alone(Engine(model, **SIZES), jobs, outputs, preempted)
+
+
+@pytest.mark.slow
+def test_guesses_and_a_quantised_cache_leave_nothing_behind(model, data_dir, clock) -> None:
+    config = model.config
+    jobs = requests_of_trace(
+        data_dir,
+        200,
+        steps_per_second=5,
+        context=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+    )
+    jobs = [babbling(job) if int(job.name) % 4 else job for job in jobs]
+    num_alive = num_sequences_alive()
+    options = {"kv_dtype": "int8", "num_speculative_tokens": 3}
+    engine = Engine(model, **SIZES, **options)
+    outputs, preempted = soak(engine, jobs, clock)
+    assert num_sequences_alive() == num_alive
+
+    assert engine.stats.num_accepted_tokens > 20
+    assert engine.stats.num_preemptions > 0
+    check_alone(Engine(model, **SIZES, **options), jobs, outputs, preempted)
+
+
+def babbling(job: Job) -> Job:
+    """The same with few words, which can be guessed."""
+    params = dataclasses.replace(job.params, logit_bias={100: 40.0, 101: 40.0, 102: 40.0})
+    return dataclasses.replace(job, params=params)

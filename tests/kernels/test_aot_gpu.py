@@ -1,0 +1,92 @@
+"""Every Triton kernel, and the whole step, compiled for an H200 by the real compilers.
+
+`tests.support.aot_gpu` compiles, in a process of its own; here is what its figures must be.
+"""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.support.aot_cases import (
+    GPU_DECODE,
+    GPU_PREFILL,
+    GPU_STEPS,
+    GPU_UPDATES,
+    compiled,
+    run_script,
+)
+from tests.support.kernel_cases import Case
+
+# What one block may have on compute capability 9.0 (CUDA C++ Programming Guide).
+MAX_SHARED_MEMORY_BYTES = 227 * 1024
+
+has_compiler = importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")
+)
+pytestmark = pytest.mark.skipif(
+    not has_compiler, reason='no compiler for GPUs: install the extra "aot"'
+)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_script("aot_gpu")
+
+
+def assert_fits(program: dict[str, Any]) -> None:
+    for kernel in program["kernels"]:
+        assert kernel["spilled_bytes"] == 0, kernel
+    for launch in program["launches"]:
+        assert launch["shared_memory_bytes"] <= MAX_SHARED_MEMORY_BYTES, launch
+
+
+def assert_reads_well(program: dict[str, Any], case: Case) -> None:
+    """K and V come through the pipeline of asynchronous copies, and meet on the tensor cores."""
+    [attend] = [kernel for kernel in program["kernels"] if "merge" not in kernel["name"]]
+    if case.pool_dtype is None:
+        assert set(attend["async_copies"]) == {"16 bytes"}, attend
+    else:
+        # Scales come 4 bytes at a time, and Triton splits V where it turns into another layout.
+        assert attend["async_copies"]["16 bytes"] > 0, attend
+    # Tensor cores would round float32 to TF32.
+    assert (attend["tensor_core_products"] > 0) == (case.dtype != "float32"), attend
+
+
+@pytest.mark.parametrize("name", GPU_DECODE)
+def test_decode_compiles_for_h200(results, name) -> None:
+    program = compiled(results, name)
+    assert len(program["launches"]) <= 2, program["launches"]
+    assert_fits(program)
+    assert_reads_well(program, GPU_DECODE[name])
+    # Partial results of the splits; never anything of the size of the context.
+    assert program["temporary_bytes"] <= 0.001 * GPU_DECODE[name].pool_bytes
+
+
+@pytest.mark.parametrize("name", GPU_PREFILL)
+def test_prefill_compiles_for_h200(results, name) -> None:
+    program = compiled(results, name)
+    assert len(program["launches"]) == 1, program["launches"]
+    assert_fits(program)
+    assert_reads_well(program, GPU_PREFILL[name])
+    assert program["temporary_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", GPU_UPDATES)
+def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
+    program = compiled(results, name)
+    assert len(program["launches"]) == 1, program["launches"]
+    assert_fits(program)
+    # XLA's own table of the buffers of a result.
+    assert program["temporary_bytes"] <= 64
+    assert program["aliased_bytes"] == GPU_UPDATES[name].pool_bytes
+
+
+@pytest.mark.parametrize("name", GPU_STEPS)
+def test_step_copies_no_pool_on_h200(results, name) -> None:
+    program = compiled(results, name)
+    pool_bytes = GPU_STEPS[name].pool_gigabytes * 10**9
+    assert program["temporary_bytes"] < 0.01 * pool_bytes
+    launches = [launch["name"] for launch in program["launches"]]
+    for kernel in ("paged_decode", "paged_write"):
+        assert any(launch.startswith(kernel) for launch in launches), launches

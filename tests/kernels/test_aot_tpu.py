@@ -1,0 +1,58 @@
+"""Every Mosaic kernel, and the whole step, compiled for TPUs by the real compiler.
+
+`tests.support.aot_tpu` compiles, in a process of its own; here is what its figures must be.
+"""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.support.aot_cases import (
+    TPU_ATTENTION,
+    TPU_CASES,
+    TPU_STEPS,
+    TPU_UPDATES,
+    compiled,
+    run_script,
+)
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='no compiler for TPUs: install the extra "aot"',
+)
+
+
+@pytest.fixture(scope="module", params=TPU_CASES)
+def generation(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def results(generation) -> dict[str, Any]:
+    return run_script("aot_tpu", generation)
+
+
+@pytest.mark.parametrize("name", TPU_ATTENTION)
+def test_attention_compiles_for_tpu(results, name) -> None:
+    program = compiled(results, name)
+    assert program["kernels"] == 1
+    # The pool is read where it lies: XLA lays no part of it out anew for the kernel, except that
+    # it may lay out scales, which have no whole registers of lanes.
+    case = TPU_ATTENTION[name]
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + 1.1 * case.scale_bytes
+
+
+@pytest.mark.parametrize("name", TPU_UPDATES)
+def test_update_is_in_place_on_tpu(results, name) -> None:
+    program = compiled(results, name)
+    pool_bytes = TPU_UPDATES[name].pool_bytes
+    assert program["aliased_bytes"] == pool_bytes
+    assert program["temporary_bytes"] < 0.01 * pool_bytes
+
+
+def test_step_copies_no_pool_on_tpu(results, generation) -> None:
+    for name, step in TPU_STEPS[generation].items():
+        program = compiled(results, name)
+        assert program["kernels"] == 1  # in the body of the scan over layers
+        assert program["temporary_bytes"] < 0.01 * step.pool_gigabytes * 10**9

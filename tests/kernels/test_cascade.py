@@ -1,0 +1,121 @@
+"""Shared blocks that are read once give what they give when every sequence reads them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_jax import Engine, SamplingParams
+from paged_jax.kernels import cascade_attention, num_shared_blocks, paged_attention
+from tests.kernels.test_attention import BACKENDS, FLOAT8
+from tests.support.paged_batch import LAYER, PagedBatch, queries
+
+C = 8
+
+
+def run(batch: PagedBatch, q, num_shared, **options) -> np.ndarray:
+    return np.asarray(
+        cascade_attention(
+            q, batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths, num_shared,
+            layer=LAYER, k_scale=batch.pools.k_scale, v_scale=batch.pools.v_scale, **options,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, FLOAT8])
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_cascade_matches_float64(backend, dtype, G) -> None:
+    """Some sequences end with the last shared block, one has no tokens, all else is NaN."""
+    batch = PagedBatch.random([0, 24, 41, 24, 300, 31], C=C, dtype=dtype).sharing(3)
+    q = queries((6, 2 * G, 16))
+    want, _ = batch.expected_decode(q)
+    for num_shared in (0, 1, 3):
+        out = run(batch, q, jnp.int32(num_shared), backend=backend)
+        np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_cascade_of_nothing_shared_is_paged_attention_bit_for_bit() -> None:
+    batch = PagedBatch.random([17, 0, 90], C=C)
+    q = queries((3, 4, 16))
+    want = paged_attention(
+        q, batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths, layer=LAYER
+    )
+    np.testing.assert_array_equal(run(batch, q, jnp.int32(0)), want)
+
+
+def test_cascade_with_a_soft_cap_and_sinks() -> None:
+    batch = PagedBatch.random([17, 16, 90], C=C).sharing(2)
+    q, sinks = queries((3, 4, 16)), queries((4,), seed=2)
+    want, _ = batch.expected_decode(q, sinks=sinks, soft_cap=2.0, scale=0.7)
+    out = run(batch, q, 2, sinks=sinks, soft_cap=2.0, scale=0.7)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_cascade_cuts_lengths_to_the_table(backend) -> None:
+    batch = PagedBatch.random([24, 17, 24], C=C, extra_width=0).sharing(2)
+    q = queries((3, 4, 16))
+    batch.lengths = np.array([25, 17, 1000], np.int32)
+    want, _ = batch.expected_decode(q)
+    np.testing.assert_allclose(run(batch, q, 2, backend=backend), want, atol=1e-5)
+
+
+def test_cascade_names_missing_lengths() -> None:
+    batch = PagedBatch.random([24], C=C)
+    with pytest.raises(ValueError, match=r"cascade_attention: context_lens .* got None\."):
+        cascade_attention(queries((1, 4, 16)), *batch.pools[:2], batch.block_tables, None, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
+def test_cascade_through_kernels(name) -> None:
+    """The kernels take the queries of many sequences as query heads of one."""
+    lanes = 128 if name == "mosaic_tpu" else None
+    batch = PagedBatch.random([40, 25, 24, 0, 61], C=C, lanes=lanes).sharing(3)
+    q = queries((5, 4, 16))
+    want, _ = batch.expected_decode(q)
+    np.testing.assert_allclose(run(batch, q, 3, **BACKENDS[name]), want, atol=1e-5)
+
+
+def count_shared(tables: np.ndarray, lens: np.ndarray, block_size: int) -> int:
+    rows = [b for b, n in enumerate(lens) if n]
+    count = 0
+    for column in range(tables.shape[1]):
+        is_full = all(lens[b] >= (column + 1) * block_size for b in rows)
+        if not rows or not is_full or len({int(tables[b, column]) for b in rows}) > 1:
+            break
+        count += 1
+    return count if (len(rows) - 1) * count * block_size >= 512 else 0
+
+
+@given(data=st.data())
+def test_num_shared_blocks_counts_full_common_blocks(data) -> None:
+    B, M, block_size = 3, 4, 256
+    integers = st.integers(0, M * block_size)
+    lens = np.array(data.draw(st.lists(integers, min_size=B, max_size=B)), np.int32)
+    block_ids = st.lists(st.integers(0, 1), min_size=B * M, max_size=B * M)
+    tables = np.array(data.draw(block_ids), np.int32).reshape(B, M)
+    if data.draw(st.booleans()):
+        tables[:] = tables[0]
+    got = jax.jit(num_shared_blocks, static_argnums=2)(tables, lens, block_size)
+    assert int(got) == count_shared(tables, lens, block_size)
+
+
+@pytest.mark.slow
+def test_an_engine_that_reads_shared_blocks_once_gives_the_same_tokens() -> None:
+    prompt = "Once upon a time there was a little girl who lived near the woods. " * 8
+    prompts = [prompt + name for name in ("Ann", "Bob", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal")]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
+    tokens = []
+    for cascade in (False, True):
+        engine = Engine(max_num_seqs=8, cascade_attention=cascade, dtype="float32")
+        ids = [engine.add_request(*request) for request in zip(prompts, params, strict=True)]
+        done = {}
+        while engine.has_unfinished:
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        tokens.append([done[name].outputs[0].token_ids for name in ids])
+        assert engine.stats.num_cached_tokens > 7 * 128
+    assert tokens[0] == tokens[1]

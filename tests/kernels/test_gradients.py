@@ -1,0 +1,519 @@
+"""Gradients of paged attention against those of dense attention in float64.
+
+Tables are shuffled, sequences share blocks, entries past a sequence's end are out of range or
+blocks of others, and every byte of the pool that belongs to no token is NaN.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from paged_jax.kernels import reference, xla
+from paged_jax.kernels.backend import Options, Pools, quantise
+from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
+from paged_jax.kernels.merge import merge_attention
+from paged_jax.kernels.xla import writing as scatter
+
+LAYER = 1
+NUM_LAYERS = 3
+
+
+@dataclasses.dataclass
+class Batch:
+    """Sequences of given lengths in a poisoned pool, of which the first two share blocks."""
+
+    k: list[np.ndarray]  # each [length, K, D]
+    v: list[np.ndarray]
+    pools: Pools
+    block_tables: np.ndarray
+    context_lens: np.ndarray
+
+    def in_pool(self, tokens: list[np.ndarray]) -> np.ndarray:
+        """Sums of something of every token, each ``[length, K, D]``, where its block lies."""
+        total = np.zeros(self.pools.k.shape)
+        C = total.shape[3]
+        for table, sequence in zip(self.block_tables, tokens, strict=True):
+            for t, token in enumerate(sequence):
+                total[LAYER, table[t // C], :, t % C, : token.shape[-1]] += token
+        return total
+
+
+def lay_out(lengths, *, K=2, C=4, D=8, lanes=None, extra_width=2, shared_blocks=1) -> Batch:
+    rng = np.random.default_rng(0)
+    lengths = np.asarray(lengths, np.int32)
+    counts = -(-lengths // C)
+    P, M = int(counts.sum()) + 3, int(counts.max()) + extra_width
+    k, v = ([rng.normal(size=(n, K, D)).astype(np.float32) for n in lengths] for _ in range(2))
+    tables = rng.choice([10**6, -1, P, 0, 1], size=(len(lengths), M)).astype(np.int32)
+    free = list(rng.permutation(P))
+    for b, count in enumerate(counts):
+        tables[b, :count] = [free.pop() for _ in range(count)]
+    if shared_blocks:
+        tables[1, :shared_blocks] = tables[0, :shared_blocks]
+        for tokens in (k, v):
+            tokens[1][: shared_blocks * C] = tokens[0][: shared_blocks * C]
+    pools = np.full((2, NUM_LAYERS, P, K, C, lanes or D), np.nan, np.float32)
+    for b, n in enumerate(lengths):
+        for t in range(n):
+            pools[0, LAYER, tables[b, t // C], :, t % C, :D] = k[b][t]
+            pools[1, LAYER, tables[b, t // C], :, t % C, :D] = v[b][t]
+    return Batch(k, v, Pools(*map(jnp.asarray, pools)), tables, lengths)
+
+
+def normal(shape, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def dense(q, k, v, num_queries, num_tokens, sinks, options: Options):
+    """A sequence's last queries attend causally: q ``[T, H, D]``, k, v ``[N, K, D]``, padded.
+
+    Returns:
+      ``(out, lse)``, and 0 for both where there is no softmax.
+    """
+    (T, H, _), (N, K, _) = q.shape, k.shape
+    k, v = (jnp.repeat(x, H // K, axis=1) for x in (k, v))
+    logits = jnp.einsum("thd,nhd->thn", q, k, precision="highest") * options.scale
+    if options.soft_cap is not None:
+        logits = jnp.tanh(logits / options.soft_cap) * options.soft_cap
+    is_query = (jnp.arange(T) < num_queries)[:, None, None]
+    distance = (num_tokens - num_queries + jnp.arange(T))[:, None, None] - jnp.arange(N)[None, None]
+    seen = is_query & (distance >= 0)
+    if options.sliding_window is not None:
+        seen &= distance < options.sliding_window
+    is_row = seen.any(axis=-1, keepdims=True) if sinks is None else is_query
+    logits = jnp.where(seen, logits, jnp.where(is_row, -jnp.inf, 0))
+    with_sinks = logits
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[None, :, None], (T, H, 1))
+        with_sinks = jnp.concatenate([logits, column], axis=-1)
+    lse = jax.nn.logsumexp(with_sinks, axis=-1)
+    weights = jnp.where(is_row, jnp.exp(logits - lse[..., None]), 0)
+    out = jnp.einsum("thn,nhd->thd", weights, v, precision="highest")
+    return out, jnp.where(is_row[..., 0], lse, 0)
+
+
+def loss(out, lse, out_bar, lse_bar):
+    # Where there is no softmax, lse is a constant -inf.
+    return jnp.sum(out * out_bar) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse * lse_bar))
+
+
+def expected_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse_bar):
+    """In float64: of q, the k pool, the v pool and sinks."""
+    N = max(batch.context_lens)
+
+    def total(q, k, v, sinks):
+        attend = functools.partial(dense, sinks=sinks, options=options)
+        out, lse = jax.vmap(attend)(q, k, v, np.asarray(query_lens), batch.context_lens)
+        return loss(out, lse, np.asarray(out_bar), np.asarray(lse_bar))
+
+    with jax.enable_x64(True):
+        k, v = (
+            [np.pad(x, ((0, N - len(x)), (0, 0), (0, 0))) for x in tokens]
+            for tokens in (batch.k, batch.v)
+        )
+        arrays = q, np.stack(k), np.stack(v), sinks
+        arrays = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), arrays)
+        gradients = jax.jit(jax.grad(total, (0, 1, 2) if sinks is None else (0, 1, 2, 3)))(*arrays)
+    q_bar, k_bar, v_bar, *sinks_bar = jax.tree.map(np.asarray, gradients)
+    k_bar, v_bar = (
+        [x[:n] for x, n in zip(bar, batch.context_lens, strict=True)] for bar in (k_bar, v_bar)
+    )
+    return q_bar, batch.in_pool(k_bar), batch.in_pool(v_bar), *sinks_bar
+
+
+def prefill_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse_bar):
+    def total(q, pools, sinks):
+        out, lse = differentiable_prefill(
+            xla.prefill, q, pools, batch.block_tables, batch.context_lens,
+            jnp.asarray(query_lens, jnp.int32), sinks, LAYER, options,
+        )  # fmt: skip
+        return loss(out, lse, out_bar, lse_bar)
+
+    return flat_gradients(total, q, batch.pools, sinks)
+
+
+def decode_gradients(batch: Batch, q, sinks, options, out_bar, lse_bar):
+    def total(q, pools, sinks):
+        out, lse = differentiable_decode(
+            xla.decode, q, pools, batch.block_tables, batch.context_lens, sinks, LAYER, options
+        )
+        return loss(out, lse, out_bar, lse_bar)
+
+    return flat_gradients(total, q, batch.pools, sinks)
+
+
+def flat_gradients(total, q, pools, sinks):
+    return jax.tree.leaves(jax.grad(total, (0, 1, 2))(q, pools, sinks))
+
+
+def assert_close(actual, expected, atol=1e-5) -> None:
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(e), atol=atol, rtol=atol)
+
+
+PLAIN = Options(0.4)
+VARIANTS = {
+    "plain": (PLAIN, False),
+    "sinks": (PLAIN, True),
+    "window": (Options(0.4, sliding_window=5), True),
+    "window-of-one": (Options(0.4, sliding_window=1), False),
+    "cap": (Options(0.4, soft_cap=1.5), False),
+    "all": (Options(0.7, sliding_window=150, soft_cap=3.0), True),
+}
+
+
+@pytest.mark.parametrize(("options", "has_sinks"), VARIANTS.values(), ids=VARIANTS)
+def test_prefill_gradients_match_dense_float64(options, has_sinks) -> None:
+    batch = lay_out([9, 12, 0, 300, 7, 140])  # some have more tokens than a tile
+    query_lens = [4, 12, 0, 150, 0, 140]
+    shape = (6, 150, 4, 8)
+    q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
+    sinks = normal((4,), 4) if has_sinks else None
+    arguments = q, query_lens, sinks, options, out_bar, lse_bar
+    assert_close(prefill_gradients(batch, *arguments), expected_gradients(batch, *arguments))
+
+
+@pytest.mark.parametrize(("options", "has_sinks"), VARIANTS.values(), ids=VARIANTS)
+def test_decode_gradients_match_dense_float64(options, has_sinks) -> None:
+    batch = lay_out([9, 12, 0, 300, 7, 1, 140])
+    q, out_bar, lse_bar = normal((7, 4, 8), 1), normal((7, 4, 8), 2), normal((7, 4), 3)
+    sinks = normal((4,), 4) if has_sinks else None
+    q_bar, *rest = expected_gradients(
+        batch, q[:, None], [1] * 7, sinks, options, out_bar[:, None], lse_bar[:, None]
+    )
+    actual = decode_gradients(batch, q, sinks, options, out_bar, lse_bar)
+    assert_close(actual, [q_bar[:, 0], *rest])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("C", "K", "G", "D", "lanes"),
+    [(1, 1, 1, 8, 8), (8, 2, 3, 80, 128), (16, 1, 7, 96, 128), (128, 2, 1, 32, 128)],
+)
+def test_gradients_any_shape(C, K, G, D, lanes) -> None:
+    lengths = [C + 1, C + 3, 0, 1, 70]
+    batch = lay_out(lengths, K=K, C=C, D=D, lanes=lanes)
+    B, T, H, options = len(lengths), 6, K * G, Options(D**-0.5)
+    q, out_bar, lse_bar = normal((B, T, H, D), 1), normal((B, T, H, D), 2), normal((B, T, H), 3)
+    sinks = normal((H,), 4)
+    query_lens = [min(n, 5) for n in lengths]
+    arguments = q, query_lens, sinks, options, out_bar, lse_bar
+    assert_close(prefill_gradients(batch, *arguments), expected_gradients(batch, *arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_sequences", [1, 5, 45])
+def test_gradients_any_batch(num_sequences) -> None:
+    """Short chunks share a tile of queries; the last tile is not full."""
+    lengths = [6 + i % 11 for i in range(num_sequences)]
+    batch = lay_out(lengths, K=1, shared_blocks=min(1, num_sequences - 1))
+    shape = (num_sequences, 3, 2, 8)
+    q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
+    arguments = q, [1 + i % 3 for i in range(num_sequences)], None, Options(0.4), out_bar, lse_bar
+    assert_close(prefill_gradients(batch, *arguments), expected_gradients(batch, *arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [Options(0.4), Options(0.7, 3, 1.5)], ids=["plain", "all"])
+def test_gradients_match_finite_differences(options) -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        q, sinks = rng.normal(size=(2, 3, 2, 4)), rng.normal(size=2)
+        pools = Pools(*rng.normal(size=(2, 2, 3, 1, 2, 4)))
+        tables = jnp.array([[2, 0], [2, 1]], jnp.int32)
+        lengths = jnp.array([4, 3], jnp.int32), jnp.array([2, 3], jnp.int32)
+
+        def prefill(q, pools, sinks):
+            out, lse = differentiable_prefill(
+                reference.prefill, q, pools, tables, *lengths, sinks, LAYER, options
+            )
+            return out, jnp.where(lse == -jnp.inf, 0, lse)
+
+        def decode(q, pools, sinks):
+            return differentiable_decode(
+                reference.decode, q[:, 0], pools, tables, lengths[0], sinks, LAYER, options
+            )
+
+        for op in (prefill, decode):
+            check_grads(op, (q, pools, sinks), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_ignore_padding() -> None:
+    """Neither what padding rows hold nor the gradients in them reach anything."""
+    batch = lay_out([9, 12, 0])
+    query_lens = [4, 2, 0]
+    shape = (3, 5, 4, 8)
+    q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
+    sinks, options = normal((4,), 4), PLAIN
+    expected = expected_gradients(batch, q, query_lens, sinks, options, out_bar, lse_bar)
+    is_padding = np.arange(5)[None] >= np.asarray(query_lens)[:, None]
+    q, out_bar, lse_bar = (
+        jnp.where(is_padding.reshape(3, 5, *(1,) * (x.ndim - 2)), jnp.nan, x)
+        for x in (q, out_bar, lse_bar)
+    )
+    lens = batch.context_lens, jnp.asarray(query_lens, jnp.int32)
+    pullback = jax.vjp(
+        lambda q, pools, sinks: differentiable_prefill(
+            xla.prefill, q, pools, batch.block_tables, *lens, sinks, LAYER, options
+        ),
+        q, batch.pools, sinks,
+    )[1]  # fmt: skip
+    assert_close(jax.tree.leaves(pullback((out_bar, lse_bar))), expected)
+
+
+@pytest.mark.slow
+def test_gradients_of_sequences_do_not_meet() -> None:
+    """A sequence gone bad spoils its own tokens only, though its table names others' blocks."""
+    batch = lay_out([9, 6, 12], shared_blocks=0)
+    batch.block_tables[1, 2:] = batch.block_tables[0, 0]
+    shape = (3, 4, 4, 8)
+    q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
+    arguments = [4, 4, 4], None, PLAIN, out_bar, lse_bar
+    _, *expected = expected_gradients(batch, q, *arguments)
+    _, *actual = prefill_gradients(batch, q.at[1].set(jnp.nan), *arguments)
+    others = batch.block_tables[0, :3], batch.block_tables[2, :3]
+    for blocks in others:
+        assert_close([x[:, blocks] for x in actual], [x[:, blocks] for x in expected])
+
+
+@pytest.mark.slow
+def test_gradients_of_bfloat16_are_rounded_once() -> None:
+    batch = lay_out([200, 12, 30])
+    shape = (3, 12, 4, 8)
+
+    def rounded(x):
+        return jnp.asarray(x, jnp.bfloat16)
+
+    q, out_bar = rounded(normal(shape, 1)), rounded(normal(shape, 2)).astype(jnp.float32)
+    lse_bar, query_lens, options = normal(shape[:3], 3), [12, 12, 12], PLAIN
+    batch = dataclasses.replace(
+        batch,
+        k=[np.asarray(rounded(x)) for x in batch.k],
+        v=[np.asarray(rounded(x)) for x in batch.v],
+        pools=jax.tree.map(rounded, batch.pools),
+    )
+    arguments = q, query_lens, None, options, out_bar, lse_bar
+    actual = prefill_gradients(batch, *arguments)
+    assert [x.dtype for x in actual] == [jnp.bfloat16] * 3
+    # Besides the result, the forward pass's output, of which all queries take part, is rounded.
+    for a, e in zip(actual, expected_gradients(batch, *arguments), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), e, rtol=2**-8, atol=2**-7)
+
+
+def quantised(batch: Batch, dtype) -> tuple[Batch, Pools]:
+    """The batch as the quantised pools hold it, and these pools."""
+    (k, k_scale), (v, v_scale) = (quantise(pool, dtype) for pool in batch.pools[:2])
+    C = k.shape[3]
+
+    def stored(values, scale):
+        values = np.asarray(values.astype(jnp.float32) * scale[..., None])
+        return [
+            values[LAYER, table[np.arange(n) // C], :, np.arange(n) % C]
+            for table, n in zip(batch.block_tables, batch.context_lens, strict=True)
+        ]
+
+    as_stored = dataclasses.replace(batch, k=stored(k, k_scale), v=stored(v, v_scale))
+    return as_stored, Pools(k, v, k_scale, v_scale)
+
+
+QUANTISED = pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+
+
+@pytest.mark.slow
+@QUANTISED
+def test_gradients_of_quantised_pools_are_those_of_what_they_hold(dtype) -> None:
+    batch, pools = quantised(lay_out([9, 12, 30]), dtype)
+    shape = (3, 5, 4, 8)
+    q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
+    sinks, query_lens, options = normal((4,), 4), [4, 5, 2], PLAIN
+
+    def total(q, sinks):
+        out, lse = differentiable_prefill(
+            reference.prefill, q, pools, batch.block_tables, batch.context_lens,
+            jnp.asarray(query_lens, jnp.int32), sinks, LAYER, options,
+        )  # fmt: skip
+        return loss(out, lse, out_bar, lse_bar)
+
+    q_bar, _, _, sinks_bar = expected_gradients(
+        batch, q, query_lens, sinks, options, out_bar, lse_bar
+    )
+    assert_close(jax.grad(total, (0, 1))(q, sinks), (q_bar, sinks_bar))
+
+
+@QUANTISED
+def test_gradients_refuse_quantised_pools(dtype) -> None:
+    batch, pools = quantised(lay_out([9, 12]), dtype)
+
+    def total(pools):
+        return differentiable_decode(
+            reference.decode, normal((2, 4, 8), 1), pools, batch.block_tables, batch.context_lens,
+            None, LAYER, PLAIN,
+        )[0].sum()  # fmt: skip
+
+    with pytest.raises(NotImplementedError, match="pools must be floating point"):
+        jax.grad(total, allow_int=True)(pools)
+    with pytest.raises(NotImplementedError, match="pools must be floating point"):
+        jax.grad(lambda scale: total(pools._replace(v_scale=scale)))(pools.v_scale)
+
+
+@pytest.mark.slow
+def test_gradients_flow_through_merge() -> None:
+    """Two parts of the keys, merged by their log-sum-exp, are as one."""
+    whole = lay_out([11], shared_blocks=0)
+    q, out_bar, lse_bar = normal((1, 4, 8), 1), normal((1, 4, 8), 2), normal((1, 4), 3)
+    sinks, options = normal((4,), 4), PLAIN
+
+    def total(q, pools, sinks):
+        run = functools.partial(differentiable_decode, xla.decode)
+        first, rest = whole.block_tables[:, :2], whole.block_tables[:, 2:]
+        parts = (
+            *run(q, pools, first, jnp.array([8]), None, LAYER, options),
+            *run(q, pools, rest, jnp.array([3]), sinks, LAYER, options),
+        )
+        return loss(*merge_attention(*parts), out_bar, lse_bar)
+
+    q_bar, *rest = expected_gradients(
+        whole, q[:, None], [1], sinks, options, out_bar[:, None], lse_bar[:, None]
+    )
+    assert_close(flat_gradients(total, q, whole.pools, sinks), [q_bar[:, 0], *rest])
+
+
+def trained_layer(q, k, v, pools, layer, batch: Batch):
+    """Write all tokens of a batch of equal lengths, then attend with all of them."""
+    B, N = k.shape[:2]
+    C = pools.k.shape[3]
+    blocks = jnp.asarray(batch.block_tables)[:, np.arange(N) // C].reshape(-1)
+    offsets = jnp.tile(jnp.arange(N) % C, B)
+    k, v = (x.reshape(B * N, *x.shape[2:]) for x in (k, v))
+    pools = scatter.write(pools, k, v, blocks, offsets, layer, PLAIN)
+    out, _ = differentiable_prefill(
+        xla.prefill, q, pools, batch.block_tables, batch.context_lens, batch.context_lens, None,
+        layer, PLAIN,
+    )  # fmt: skip
+    return out, pools
+
+
+def dense_layer(q, k, v):
+    T = q.shape[1]
+    return jax.vmap(lambda *x: dense(*x, T, T, None, PLAIN)[0])(q, k, v)
+
+
+@pytest.mark.slow
+def test_gradients_of_writing_and_attending_are_those_of_dense_causal_attention() -> None:
+    batch = lay_out([10, 10], shared_blocks=0)
+    q, k, v = normal((2, 10, 4, 8), 1), normal((2, 10, 2, 8), 2), normal((2, 10, 2, 8), 3)
+    out_bar = normal(q.shape, 4)
+
+    def paged(q, k, v):
+        return jnp.sum(out_bar * trained_layer(q, k, v, batch.pools, LAYER, batch)[0])
+
+    expected = jax.grad(lambda *x: jnp.sum(out_bar * dense_layer(*x)), (0, 1, 2))(q, k, v)
+    assert_close(jax.jit(jax.grad(paged, (0, 1, 2)))(q, k, v), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+def test_gradients_flow_through_a_scan_over_layers(remat) -> None:
+    """A model whose layers write to one pool, the carry, and attend to what they wrote."""
+    batch = lay_out([10, 10], shared_blocks=0)
+    x = normal((2, 10, 4, 8), 1)
+    k_weights, v_weights = (0.3 * normal((NUM_LAYERS, 4, 2), i) for i in (2, 3))
+
+    def model(attend, carry, weights):
+        def layer(carry, weights):
+            x, *rest = carry
+            k, v = (jnp.einsum("bthd,hk->btkd", x, w, precision="highest") for w in weights[:2])
+            out, *rest = attend(x, k, v, *rest, weights[2])
+            return (x + out, *rest), None
+
+        body = jax.checkpoint(layer) if remat else layer
+        return jax.lax.scan(body, carry, (*weights, jnp.arange(NUM_LAYERS)))[0][0]
+
+    def paged(x, weights):
+        def attend(x, k, v, pools, layer):
+            return trained_layer(x, k, v, pools, layer, batch)
+
+        return jnp.mean(model(attend, (x, batch.pools), weights) ** 2)
+
+    def expected(x, weights):
+        def attend(x, k, v, layer):
+            del layer
+            return (dense_layer(x, k, v),)
+
+        return jnp.mean(model(attend, (x,), weights) ** 2)
+
+    arguments = x, (k_weights, v_weights)
+    actual, oracle = (
+        jax.tree.leaves(jax.jit(jax.grad(f, (0, 1)))(*arguments)) for f in (paged, expected)
+    )
+    assert_close(actual, oracle)
+
+
+@pytest.mark.slow
+def test_gradients_may_be_vmapped() -> None:
+    batch = lay_out([9, 12])
+    q = normal((3, 2, 4, 8), 1)
+
+    def gradient(q, pools):
+        def total(q, pools):
+            return jnp.sum(
+                differentiable_decode(
+                    xla.decode, q, pools, batch.block_tables, batch.context_lens, None, LAYER,
+                    PLAIN,
+                )[0] ** 2
+            )  # fmt: skip
+
+        return jax.tree.leaves(jax.grad(total, (0, 1))(q, pools))
+
+    together = jax.vmap(gradient, in_axes=(0, None))(q, batch.pools)
+    for i in range(3):
+        assert_close([x[i] for x in together], gradient(q[i], batch.pools), atol=1e-6)
+
+
+def memory(argnums, num_layers: int, num_blocks: int = 4096, width: int = 8):
+    """What the compiled gradient of a decode takes, and the bytes of one pool."""
+    shape = (num_layers, num_blocks, 2, 4, 8)
+    pools = Pools(*(jax.ShapeDtypeStruct(shape, jnp.float32),) * 2)
+
+    def total(q, pools, tables, lens, layer):
+        return differentiable_decode(xla.decode, q, pools, tables, lens, None, layer, PLAIN)[
+            0
+        ].sum()
+
+    compiled = (
+        jax.jit(jax.grad(total, argnums))
+        .lower(
+            jax.ShapeDtypeStruct((2, 4, 8), jnp.float32),
+            pools,
+            jax.ShapeDtypeStruct((2, width), jnp.int32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
+        .compile()
+    )
+    return compiled.memory_analysis(), 4 * np.prod(shape)
+
+
+def test_gradients_in_queries_alone_allocate_no_pool() -> None:
+    usage, pool_bytes = memory(0, num_layers=4)
+    assert usage.temp_size_in_bytes + usage.output_size_in_bytes < 0.1 * pool_bytes
+
+
+def test_gradients_in_pools_allocate_one_layer_more() -> None:
+    """The sums of K and of V, and a copy of the layer that they are computed from."""
+    usage, pool_bytes = memory((0, 1), num_layers=16)
+    assert usage.temp_size_in_bytes < 4.1 * pool_bytes / 16
+    assert usage.output_size_in_bytes < 2.1 * pool_bytes
+
+
+def test_gradients_cost_follows_the_tokens() -> None:
+    """A table of 100 times the width must not make a loop step gather more."""
+    narrow, wide = (memory(0, 1, width=width)[0] for width in (64, 6400))
+    table_bytes = 2 * 6400 * 4
+    assert wide.temp_size_in_bytes - narrow.temp_size_in_bytes <= 2 * table_bytes

@@ -1,0 +1,185 @@
+"""What is particular to the TPU kernels; `test_attention.py` holds the contract of all backends.
+
+The plain interpreter runs copies at once, so that a forgotten wait would not show. Pallas has one
+that imitates a TPU, memory by memory: in "on_wait" mode a copy happens when it is waited for, in
+"eager" mode when it is started, and there races are detected. Only a race is printed, and a wait
+for a copy that was never started does not end: both run in a process of their own, with a deadline.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.mosaic_tpu import refusal
+from paged_jax.kernels.mosaic_tpu.tiling import choose_tiling
+from tests.support import ROOT
+from tests.support.kernel_cases import Case, lower
+from tests.support.paged_batch import LAYER, PagedBatch, queries
+
+FAST = True
+INTERPRETERS = {
+    "on_wait": pltpu.InterpretParams(),
+    "eager": pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager"),
+}
+DEADLINE = 600  # seconds
+
+# With 8 heads of 256 lanes and 17 queries each, a tile has 128 keys and 16 query tokens. More than
+# 16 rows also keep the loop over heads rolled, which is quicker to compile.
+GROUP = 17
+WIDE = {"K": 8, "C": 16, "D": 136, "lanes": 256}
+LENGTHS = [0, 300, 1, 0, 129, 0]
+QUERY_LENS = [0, 40, 1, 0, 2, 0]
+
+SINKS = np.linspace(-2, 3, 8 * GROUP).astype(np.float32)
+OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 140},
+    "all": {"sliding_window": 50, "soft_cap": 5.0, "sinks": SINKS},
+}
+
+
+def check_close(got, want, **tolerance) -> None:
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, err_msg=name, **tolerance)
+
+
+def check_decode(batch: PagedBatch, interpret: Any, **options) -> None:
+    q = queries((len(batch.lengths), batch.pools.k.shape[2] * GROUP, batch.k[0].shape[-1]))
+    got = batch.decode(q, backend="mosaic_tpu", interpret=interpret, **options)
+    check_close(got, batch.expected_decode(q, **options), rtol=0, atol=1e-5)
+
+
+def check_prefill(batch: PagedBatch, interpret: Any, query_lens=QUERY_LENS, **options) -> None:
+    heads = batch.pools.k.shape[2] * GROUP
+    q = queries((len(batch.lengths), max(query_lens) + 1, heads, batch.k[0].shape[-1]))
+    got = batch.prefill(q, query_lens, backend="mosaic_tpu", interpret=interpret, **options)
+    check_close(got, batch.expected_prefill(q, query_lens, **options), rtol=0, atol=1e-5)
+
+
+def check_core_set(interpret: Any) -> None:
+    """Several tiles of keys and of queries, empty sequences first, last and between, variants."""
+    batch = PagedBatch.random(LENGTHS, **WIDE)
+    check_decode(batch, interpret)
+    check_prefill(batch, interpret, **OPTIONS["all"])
+    check_decode(PagedBatch.random(LENGTHS, dtype=jnp.int8, **WIDE), interpret, **OPTIONS["window"])
+    check_decode(PagedBatch.random([0], lanes=128), interpret)
+
+
+def test_core_set_has_several_tiles() -> None:
+    batch = PagedBatch.random(LENGTHS, **WIDE)
+    tiling = choose_tiling(max(QUERY_LENS) + 1, GROUP, batch.block_tables.shape[1], batch.pools.k)
+    assert (tiling.keys, tiling.queries, tiling.num_query_tiles) == (128, 16, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_several_tiles_match_float64(options) -> None:
+    batch = PagedBatch.random(LENGTHS, **WIDE)
+    check_decode(batch, FAST, **options)
+    check_prefill(batch, FAST, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_several_tiles_of_a_quantised_pool_match_float64(dtype) -> None:
+    batch = PagedBatch.random(LENGTHS, dtype=dtype, **WIDE)
+    check_decode(batch, FAST, **OPTIONS["all"])
+    check_prefill(batch, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", INTERPRETERS)
+def test_copies_are_waited_for(mode) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", __name__, mode],
+        timeout=DEADLINE,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "RACE DETECTED" not in run.stdout + run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [16], [40, 0]], ids=str)
+def test_first_and_last_program_may_be_empty(lengths) -> None:
+    check_decode(PagedBatch.random(lengths, lanes=128), FAST)
+
+
+@pytest.mark.slow
+def test_tokens_before_the_window_may_be_gone() -> None:
+    """Blocks that all windows have passed may be in other hands, whole or in part."""
+    batch = PagedBatch.random([300, 90], **WIDE)
+    for b, first in ((0, 300 - 70), (1, 90 - 70)):
+        batch.block_tables[b, : first // 16] = -1
+        for pool in (batch.pools.k, batch.pools.v):
+            pool[LAYER, batch.block_tables[b, first // 16], :, : first % 16] = np.nan
+    check_decode(batch, FAST, sliding_window=70)
+    check_prefill(batch, FAST, query_lens=[1, 1], sliding_window=70)
+
+
+@pytest.mark.slow
+def test_tables_larger_than_scalar_memory_are_divided() -> None:
+    batch = PagedBatch.random([20, 0, 33], lanes=128, extra_width=100_000)
+    check_decode(batch, FAST)
+
+
+@pytest.mark.slow
+def test_bfloat16_values_do_not_round_the_weights() -> None:
+    """Only the result is rounded: half a unit in its last place."""
+    batch = PagedBatch.random([700, 300], D=128, dtype=jnp.bfloat16)
+    q = queries((2, 4, 128), jnp.bfloat16)
+    got = batch.decode(q, backend="mosaic_tpu", interpret=FAST)
+    check_close(got, batch.expected_decode(q), rtol=2**-8, atol=1e-5)
+
+
+PROBLEM = Problem(
+    op="decode",
+    sizes=(("C", 16), ("M", 8)),
+    q_dtype=jnp.dtype(jnp.bfloat16),
+    pool_dtype=jnp.dtype(jnp.bfloat16),
+    has_sinks=False,
+    options=Options(),
+    lanes=128,
+)
+REFUSED = {
+    "lanes": ({"lanes": 80}, "last axis of 80 at every call; .* lanes padded to 128"),
+    "block size": ({"sizes": (("C", 4), ("M", 8))}, "power of two from 8, got 4"),
+    "block size 24": ({"sizes": (("C", 24), ("M", 8))}, "power of two from 8, got 24"),
+    "table": ({"sizes": (("C", 16), ("M", 10**6))}, "scalar memory, 253952 entries, got 1000000"),
+    "queries": ({"q_dtype": jnp.dtype(jnp.float16)}, "bfloat16 or float32, got float16"),
+    "pools": ({"pool_dtype": jnp.dtype(jnp.float16)}, "int8 or float8_e4m3fn, got float16"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusal_names_the_numbers(change, message) -> None:
+    assert refusal(PROBLEM) is None
+    why_not = refusal(dataclasses.replace(PROBLEM, **change))
+    assert why_not is not None and re.search(message, why_not), why_not
+
+
+def test_refused_call_says_what_to_do() -> None:
+    batch = PagedBatch.random([5], D=80)
+    with pytest.raises(NotImplementedError, match="mosaic_tpu .* lanes padded to 128"):
+        check_decode(batch, FAST)
+
+
+@pytest.mark.parametrize("op", ["decode", "prefill"])
+def test_one_kernel_a_call(op) -> None:
+    case = Case(op, backend="mosaic_tpu")
+    lowered = lower(case.function(), *case.shapes(), platform="tpu")
+    assert lowered.as_text().count("@tpu_custom_call") == 1
+
+
+if __name__ == "__main__":
+    check_core_set(INTERPRETERS[sys.argv[1]])

@@ -1,0 +1,326 @@
+"""The GPU decode kernel in the interpreter against float64, and lowered for CUDA."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.triton import decode, refusal, tiles, tuning
+from paged_jax.kernels.triton.decode import choose_num_splits
+from paged_jax.kernels.triton.tuning import DecodeParams
+from tests.support.kernel_cases import Case, lower
+from tests.support.paged_batch import LAYER, PagedBatch, queries
+
+INTERPRET = jax.default_backend() != "gpu"
+
+# Small steps, so that short sequences take several; C of 8 and of 128 are on either side of them.
+SMALL_STEPS = DecodeParams(step_tokens=16, num_warps=4, num_stages=3)
+
+
+def run(
+    batch: PagedBatch,
+    q,
+    *,
+    sinks=None,
+    params: DecodeParams | None = SMALL_STEPS,
+    num_splits: int | None = None,
+    **options,
+) -> tuple[np.ndarray, np.ndarray]:
+    options = Options(**({"scale": q.shape[-1] ** -0.5, "interpret": INTERPRET} | options))
+    out, lse = decode(
+        q, batch.pools, batch.block_tables, batch.lengths, sinks, LAYER, options,
+        params=params, num_splits=num_splits,
+    )  # fmt: skip
+    return np.asarray(out), np.asarray(lse)
+
+
+def check(
+    batch: PagedBatch,
+    q,
+    *,
+    atol=1e-5,
+    rtol=0.0,
+    params: DecodeParams | None = SMALL_STEPS,
+    num_splits: int | None = 1,
+    **kwargs,
+) -> None:
+    out, lse = run(batch, q, params=params, num_splits=num_splits, **kwargs)
+    expected, expected_lse = batch.expected_decode(q, **kwargs)
+    assert out.dtype == q.dtype
+    assert lse.dtype == np.float32
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=atol, rtol=rtol)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+VARIANTS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "window": {"sliding_window": 37},
+    "window-of-one": {"sliding_window": 1},
+    "cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": np.array([0.5, -1.0, 3.0, -np.inf, 8.0, 0.0], np.float32)},
+    "all": {
+        "scale": 0.5,
+        "sliding_window": 50,
+        "soft_cap": 5.0,
+        "sinks": np.linspace(-2, 2, 6, dtype=np.float32),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_splits"), [*((name, 3) for name in VARIANTS), ("plain", 1), ("all", 1)]
+)
+def test_decode_matches_float64(name, num_splits) -> None:
+    batch = PagedBatch.random([0, 1, 15, 16, 17, 130, 64])
+    check(batch, queries((7, 6, 16)), num_splits=num_splits, **VARIANTS[name])
+
+
+SHAPES = [
+    # C, K, G, D
+    (8, 1, 8, 80),
+    (16, 3, 5, 32),
+    (32, 2, 2, 128),
+    (64, 1, 7, 96),
+    (128, 2, 4, 256),
+    (16, 1, 12, 64),
+    (32, 1, 1, 8),
+    (12, 1, 3, 20),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("C", "K", "G", "D"), SHAPES)
+def test_decode_any_shape(C, K, G, D) -> None:
+    lengths = [0, 1, C - 1, C, C + 1, 40]
+    batch = PagedBatch.random(lengths, K=K, C=C, D=D)
+    check(batch, queries((len(lengths), K * G, D)), num_splits=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("D", "lanes", "num_splits"), [(16, None, 1), (80, 128, 2)])
+def test_decode_quantised_pools(pool_dtype, D, lanes, num_splits) -> None:
+    batch = PagedBatch.random([0, 1, 40, 16], D=D, dtype=jnp.dtype(pool_dtype), lanes=lanes)
+    check(batch, queries((4, 6, D)), num_splits=num_splits, **VARIANTS["all"])
+
+
+@pytest.mark.parametrize("pool_dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+def test_split_words_tells_every_byte(pool_dtype) -> None:
+    """Also those that no rounding of random numbers gives: the lowest int8, zeros, subnormals."""
+    numbers = np.arange(256, dtype=np.uint8).view(pool_dtype)
+    pool = jnp.asarray(np.concatenate([numbers, numbers[::-1]]))
+    even, odd = tiles.split_words(tiles.as_words(pool), pool_dtype, jnp.float32)
+    expected = np.asarray(pool).astype(np.float32)
+    np.testing.assert_array_equal(even, expected[::2])
+    np.testing.assert_array_equal(odd, expected[1::2])
+
+
+@pytest.mark.slow
+def test_decode_reads_the_first_lanes_of_padded_pools() -> None:
+    batch = PagedBatch.random([30, 5], D=24, lanes=128)
+    check(batch, queries((2, 4, 24)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("bfloat16", "float32"),
+        ("float16", "bfloat16"),
+        ("float16", "int8"),
+        ("bfloat16", "float8_e4m3fn"),
+    ],
+)
+def test_decode_rounds_only_the_result(dtype, pool_dtype) -> None:
+    """Weights are not rounded to the type of the values: half a unit in the result's last place."""
+    batch = PagedBatch.random([5, 130, 64], dtype=jnp.dtype(pool_dtype))
+    q = queries((3, 4, 16), jnp.dtype(dtype))
+    check(batch, q, rtol=float(jnp.finfo(dtype).eps), num_splits=2)
+
+
+@pytest.mark.slow
+def test_decode_scales_may_be_too_small_for_float16() -> None:
+    batch = PagedBatch.random([70, 130], dtype=jnp.int8)
+    factor = np.float32(1e-3)
+    pools = batch.pools
+    assert pools.v_scale is not None
+    tiny = dataclasses.replace(
+        batch,
+        v=[factor * v for v in batch.v],
+        pools=pools._replace(v_scale=factor * pools.v_scale),
+    )
+    # Half a unit in the result's last place, which is that of a subnormal number for some.
+    check(tiny, queries((2, 4, 16), np.float16), rtol=2**-10, atol=2**-25)
+
+
+@pytest.mark.slow
+def test_decode_float32_queries_over_narrower_pools() -> None:
+    batch = PagedBatch.random([5, 70], dtype=jnp.bfloat16)
+    check(batch, queries((2, 4, 16)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_splits", [1, 5, 40])
+def test_decode_any_number_of_splits(num_splits) -> None:
+    """More parts than a sequence has steps too: the parts without a token say so."""
+    batch = PagedBatch.random([0, 1, 33, 290])
+    check(batch, queries((4, 2, 16)), num_splits=num_splits)
+    check(batch, queries((4, 2, 16)), num_splits=num_splits, sinks=np.ones(2, np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step_tokens", "C"), [(128, 8), (32, 64)])
+def test_decode_any_step(step_tokens, C) -> None:
+    batch = PagedBatch.random([200, 31], C=C)
+    params = DecodeParams(step_tokens, num_warps=4, num_stages=3)
+    check(batch, queries((2, 2, 16)), params=params, num_splits=2)
+
+
+def test_decode_chooses_for_itself() -> None:
+    batch = PagedBatch.random([100, 3])
+    check(batch, queries((2, 2, 16)), params=None, num_splits=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra_width", [0, 40])
+def test_decode_any_table_width(extra_width) -> None:
+    batch = PagedBatch.random([17, 3, 40], extra_width=extra_width)
+    check(batch, queries((3, 2, 16)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [-1, 10**9])
+def test_decode_does_not_trust_entries_past_the_end(entry) -> None:
+    batch = PagedBatch.random([17, 3])
+    batch.block_tables[batch.block_tables == 10**6] = entry
+    check(batch, queries((2, 2, 16)), num_splits=3)
+
+
+@pytest.mark.slow
+def test_decode_large_scores_do_not_overflow() -> None:
+    batch = PagedBatch.random([40, 40])
+    q = 1e4 * queries((2, 2, 16))
+    out, lse = run(batch, q, num_splits=2)
+    _, expected_lse = batch.expected_decode(q)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.slow
+def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
+    batch = PagedBatch.random([130, 0, 5, 64, 90])
+    q = queries((5, 4, 16))
+    together = run(batch, q, num_splits=3)
+    again = run(batch, q, num_splits=3)
+    backwards = run(batch.rows(np.arange(5)[::-1]), q[::-1], num_splits=3)
+    alone = run(batch.rows(np.arange(3, 4)), q[3:4], num_splits=3)
+    for first, second, third, row in zip(together, again, backwards, alone, strict=True):
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(first, third[::-1])
+        np.testing.assert_array_equal(first[3:4], row)
+
+
+def test_decode_layer_may_be_traced() -> None:
+    batch = PagedBatch.random([9, 20])
+    q = queries((2, 2, 16))
+    attend = functools.partial(decode, options=Options(scale=0.25, interpret=INTERPRET))
+    out, _ = jax.jit(lambda layer: attend(
+        q, batch.pools, batch.block_tables, batch.lengths, None, layer
+    ))(jnp.int32(LAYER))  # fmt: skip
+    np.testing.assert_allclose(out, batch.expected_decode(q)[0], atol=1e-5)
+
+
+def test_choose_num_splits_fills_the_device_and_no_more() -> None:
+    for batch in (1, 2, 8, 64, 256, 1024):
+        for max_steps in (1, 2, 7, 64, 2048):
+            splits = choose_num_splits(batch, 8, max_steps, 132)
+            assert 1 <= splits <= max(max_steps, 1)
+            assert splits == 1 or batch * 8 * splits <= 4 * 2 * 132
+    assert choose_num_splits(1, 8, 1, 132) == 1
+    assert choose_num_splits(1, 8, 2048, 132) * 8 >= 132
+    assert choose_num_splits(1024, 8, 2048, 132) == 1
+    assert choose_num_splits(4, 8, 0, 132) == 1
+
+
+DTYPES = [
+    ("bfloat16", None),
+    ("float16", None),
+    ("float32", None),
+    ("bfloat16", "int8"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float32", "bfloat16"),
+    ("float32", "int8"),
+    ("float16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES)
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "variants"])
+def test_decode_lowers_every_type(dtype, pool_dtype, is_plain) -> None:
+    variants = {"sliding_window": 40, "soft_cap": 5.0, "has_sinks": True}
+    lower_case(Case("decode", dtype=dtype, pool_dtype=pool_dtype, **({} if is_plain else variants)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("C", "K", "G", "D"), [*SHAPES, (1, 1, 1, 8), (4, 1, 2, 96)])
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_decode_lowers_every_shape(C, K, G, D, num_splits) -> None:
+    lower_case(Case("decode", C=C, K=K, G=G, D=D), num_splits)
+    lower_case(Case("decode", C=C, K=K, G=G, D=D, pool_dtype="int8", lanes=256), num_splits)
+
+
+def lower_case(case: Case, num_splits: int | None = None) -> None:
+    options = Options(
+        scale=case.D**-0.5, sliding_window=case.sliding_window, soft_cap=case.soft_cap
+    )
+    attend = functools.partial(decode, options=options, num_splits=num_splits)
+    text = lower(attend, *case.shapes(), platform="cuda").as_text()
+    assert "paged_decode" in text
+
+
+def problem(**changes) -> Problem:
+    sizes = {"B": 1, "H": 4, "K": 2, "C": 16, "D": changes.pop("D", 128)}
+    fields = {
+        "op": "decode",
+        "sizes": tuple(sizes.items()),
+        "q_dtype": jnp.bfloat16,
+        "pool_dtype": jnp.bfloat16,
+        "has_sinks": False,
+        "options": Options(scale=1.0),
+        "lanes": sizes["D"],
+    }
+    return Problem(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"D": 512}, "head dimension is 256 at most, not 512"),
+        ({"D": 33, "pool_dtype": jnp.int8}, "bytes in pairs"),
+        ({"q_dtype": np.float64}, "queries are .* not float64"),
+        ({"pool_dtype": jnp.float8_e5m2}, "pools are .* not float8_e5m2"),
+    ],
+)
+def test_refusal_says_why(changes, reason) -> None:
+    assert re.search(reason, refusal(problem(**changes)) or "")
+
+
+def test_refusal_of_fp8_depends_on_the_gpu() -> None:
+    fp8 = problem(pool_dtype=jnp.float8_e4m3fn)
+    with tuning.assume(tuning.Device("NVIDIA A100", 108, (8, 0))):
+        assert "compute capability 8.9" in (refusal(fp8) or "")
+        assert refusal(problem()) is None
+
+
+def test_refusal_is_none_for_what_works() -> None:
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn):
+        assert refusal(problem(pool_dtype=dtype)) is None

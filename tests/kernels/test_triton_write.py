@@ -1,0 +1,117 @@
+"""The Triton kernels that write: what they lower to and refuse. Values: `test_writing`."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels.backend import Options, Problem, quantise
+from paged_jax.kernels.dispatch import choose_backend
+from paged_jax.kernels.triton.write import _round_half_to_even
+from paged_jax.kernels.writing import paged_write
+from tests.support.kernel_cases import Case, lower
+
+POOL_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
+NEW_DTYPES = ["float32", "bfloat16"]
+
+
+def lowered(case: Case) -> str:
+    return lower(case.function(), *case.shapes(), platform="cuda", donate_argnums=0).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [8, 80, 96, 128, 256])
+@pytest.mark.parametrize(("dtype", "pool_dtype"), list(itertools.product(NEW_DTYPES, POOL_DTYPES)))
+def test_write_lowers_to_one_kernel(D, dtype, pool_dtype):
+    case = Case("write", "triton", D=D, dtype=dtype, pool_dtype=pool_dtype, C=16, K=3)
+    assert lowered(case).count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("C", [1, 4, 8, 32, 64, 128])
+@pytest.mark.parametrize(("pool_dtype", "lanes"), list(itertools.product(POOL_DTYPES, [None, 128])))
+@pytest.mark.parametrize(("K", "T"), [(1, 1), (8, 64), (7, 3)])
+def test_write_lowers_for_any_block(C, K, T, pool_dtype, lanes):
+    case = Case("write", "triton", D=80, C=C, K=K, T=T, pool_dtype=pool_dtype, lanes=lanes)
+    assert lowered(case).count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(("K", "C", "D"), [(1, 1, 8), (3, 8, 80), (8, 16, 128), (2, 128, 256)])
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_copy_blocks_lowers_to_one_kernel(K, C, D, dtype):
+    case = Case("copy_blocks", "triton", D=D, C=C, K=K, dtype=dtype)
+    assert lowered(case).count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("op", ["write", "copy_blocks"])
+@pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
+def test_pools_of_2_to_4_gib_are_no_arrays_of_bytes(op, pool_dtype):
+    """Pallas would compute their addresses in 32 bits, signed: they would wrap."""
+    case = Case(op, "triton", L=32, P=6000, K=8, pool_dtype=pool_dtype)
+    [call] = [line for line in lowered(case).splitlines() if "xla.gpu.triton" in line]
+    types = call.rpartition(" : ")[2]
+    assert "xi8>" not in types and "xui8>" not in types and "xf8" not in types
+    assert ("xui16>" if op == "write" else "xui32>") in types
+
+
+def problem(pool_dtype: str, op: str = "write", **sizes: int) -> Problem:
+    sizes = {"L": 2, "P": 4, "K": 2, "C": 8, "D": 16, "N": 3} | sizes
+    dtype = jnp.dtype(pool_dtype)
+    return Problem(
+        op=op, sizes=tuple(sizes.items()), q_dtype=dtype, pool_dtype=dtype, has_sinks=False,
+        options=Options(), lanes=sizes["D"],
+    )  # fmt: skip
+
+
+def test_what_triton_refuses_goes_to_xla():
+    assert choose_backend(problem("bfloat16"), "cuda").backend == "triton"
+    for refused, reason in (
+        (problem("float64"), "not float64"),
+        (problem("int8", D=17), "the head dimension is odd, 17"),
+        (problem("int8", "copy_blocks", K=1, C=1, D=10), "a block has 10 bytes"),
+    ):
+        choice = choose_backend(refused, "cuda")
+        assert choice.backend == "xla" and reason in choice.reason
+
+
+def test_asking_for_what_triton_refuses_is_an_error():
+    pool, scale = np.zeros((1, 1, 1, 4, 17), np.int8), np.zeros((1, 1, 1, 4), np.float32)
+    new, places = np.zeros((2, 1, 17), np.float32), np.arange(2)
+    write = functools.partial(
+        paged_write, pool, pool, new, new, 0 * places, places, k_scale=scale, v_scale=scale
+    )
+    with pytest.raises(NotImplementedError, match="triton cannot: it writes bytes in pairs"):
+        write(backend="triton")
+    assert write().k_scale[0, 0, 0].tolist() == [1, 1, 0, 0]
+
+
+def test_round_half_to_even_is_jnp_round():
+    halves = np.arange(-260, 261, dtype=np.float32) / 2
+    x = np.concatenate(
+        [halves, np.nextafter(halves, np.float32(np.inf)), np.nextafter(halves, -np.float32(9e9))]
+    )
+    np.testing.assert_array_equal(jax.jit(_round_half_to_even)(x), np.asarray(jnp.round(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_kernel_quantises_bitwise_as_the_interface_says(dtype):
+    rng = np.random.default_rng(0)
+    magnitude = 10.0 ** rng.uniform(-30, 30, size=(256, 2, 1))
+    k, v = (rng.normal(size=(2, 256, 2, 64)) * magnitude).astype(np.float32)
+    pool, scale = jnp.zeros((1, 16, 2, 16, 64), dtype), jnp.zeros((1, 16, 2, 16))
+    blocks, offsets = np.divmod(np.arange(256), 16)
+    written = paged_write(
+        pool, pool, k, v, blocks, offsets, k_scale=scale, v_scale=scale,
+        backend="triton", interpret=True,
+    )  # fmt: skip
+    for values, scales, new in ((written.k, written.k_scale, k), (written.v, written.v_scale, v)):
+        expected, expected_scales = jax.jit(quantise, static_argnums=1)(new, dtype)
+        np.testing.assert_array_equal(scales[0, blocks, :, offsets], expected_scales)
+        np.testing.assert_array_equal(
+            np.asarray(values[0, blocks, :, offsets]).view(np.uint8),
+            np.asarray(expected).view(np.uint8),
+        )

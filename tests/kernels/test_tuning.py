@@ -1,0 +1,247 @@
+"""Launch parameters: a sound table, sane answers beyond it, and the tuner that writes it."""
+
+import itertools
+import json
+
+import attention_cases
+import jax
+import jax.numpy as jnp
+import pytest
+import tune_kernels
+from device_time import Rates
+
+from paged_jax.kernels.backend import Options
+from paged_jax.kernels.triton import tuning
+from paged_jax.kernels.triton.tuning import DecodeParams, Device, PrefillParams, Shape
+
+ENTRY = {"step_tokens": 32, "num_warps": 2, "num_stages": 4, "measured": "jax 0.0, commit 0"}
+SHAPE = Shape(128, 4, 16, "bfloat16", "bfloat16")
+
+
+def table(entry=ENTRY, op="decode", shape=str(SHAPE)) -> str:
+    return json.dumps({"NVIDIA H200": {op: {shape: entry}}})
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Put a table in the place of the shipped one."""
+    return lambda text: monkeypatch.setattr(tuning, "_measured", lambda: tuning.parse(text))
+
+
+def decode_params(kind="NVIDIA H200", **changes) -> DecodeParams:
+    return tuning.decode_params(kind, **(SHAPE._asdict() | changes))
+
+
+def test_shipped_table_is_sound() -> None:
+    devices = tuning.parse(tune_kernels.TABLE.read_text())
+    assert all(kind.startswith("NVIDIA") for kind in devices)
+
+
+def test_params_are_the_measured_ones(measured) -> None:
+    measured(table())
+    assert decode_params() == DecodeParams(32, 2, 4)
+    measured(table(ENTRY | {"query_rows": 64}, "prefill"))
+    assert tuning.prefill_params("NVIDIA H200", **SHAPE._asdict()) == PrefillParams(64, 32, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [{"kind": "NVIDIA H100"}, {"head_dim": 64}, {"q_dtype": "float32"}, {"pool_dtype": "int8"}],
+)
+def test_params_of_another_tile_follow_the_rule(measured, unlike) -> None:
+    measured("{}")
+    rule = decode_params(**unlike)
+    measured(table())
+    assert decode_params(**unlike) == rule != DecodeParams(32, 2, 4)
+
+
+def test_params_of_the_nearest_shape(measured) -> None:
+    near, far = Shape(128, 8, 16, "bfloat16", "bfloat16"), SHAPE._replace(group=1, block_size=64)
+    entries = {str(near): ENTRY, str(far): ENTRY | {"num_warps": 8}}
+    measured(json.dumps({"NVIDIA H200": {"decode": entries}}))
+    assert decode_params().num_warps == 2
+    assert decode_params(group=2, block_size=64).num_warps == 8
+
+
+def test_params_take_any_dtype(measured) -> None:
+    measured(table())
+    assert decode_params(q_dtype=jnp.bfloat16, pool_dtype=jnp.dtype("bfloat16")).num_warps == 2
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pool_dtype"),
+    list(itertools.product((8, 64, 80, 128, 256), ("float32", "bfloat16", "int8"))),
+)
+def test_params_by_rule_fit_shared_memory(measured, head_dim, pool_dtype) -> None:
+    measured("{}")
+    shape = Shape(head_dim, 4, 16, "float32", pool_dtype)
+    for choose in (tuning.decode_params, tuning.prefill_params):
+        params = choose("", **shape._asdict())
+        staged = params.num_stages * params.step_tokens * tuning.token_bytes(shape)
+        assert staged <= 227 * 1024
+        assert params.step_tokens >= 16  # the least that a Triton dot takes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "must be JSON"),
+        ("[]", "the table must be an object"),
+        ('{"NVIDIA H200": 3}', "NVIDIA H200 must be an object, got 3"),
+        (table(op="train"), "one of decode, prefill, got 'train'"),
+        (table(shape="D128 G4"), "must look like .* got 'D128 G4'"),
+        (table(shape=str(SHAPE._replace(pool_dtype="int9"))), "int9.* not understood"),
+        (table({k: v for k, v in ENTRY.items() if k != "measured"}), "'measured'"),
+        (table({k: v for k, v in ENTRY.items() if k != "num_warps"}), "must have .*num_warps"),
+        (table(op="prefill"), "must have query_rows"),
+        (table(ENTRY | {"num_warps": 3}), "num_warps of .* must be a power of two, got 3"),
+        (table(ENTRY | {"num_warps": True}), "num_warps of .* must be a power of two, got True"),
+        (table(ENTRY | {"num_stages": 9}), "num_stages of .* must be in 1..8, got 9"),
+    ],
+)
+def test_parse_refuses_a_malformed_table(text, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        tuning.parse(text)
+
+
+def test_device_is_a_default_without_a_gpu() -> None:
+    assert tuning.device() == tuning.DEFAULT
+
+
+class Gpu:
+    device_kind, core_count, compute_capability = "NVIDIA A100", 108, "8.0"
+
+
+class Plugin:
+    name = "xla_cuda13"
+
+
+@pytest.fixture
+def set_platforms():
+    """Set the platforms that JAX may use, as JAX_PLATFORMS does."""
+    before = jax.config.jax_platforms
+    yield lambda platforms: jax.config.update("jax_platforms", platforms)
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(("plugins", "platforms"), [([], None), ([Plugin], "cpu")])
+def test_device_asks_jax_only_where_a_gpu_can_be(
+    monkeypatch, set_platforms, plugins, platforms
+) -> None:
+    monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu])
+    set_platforms(platforms)
+    assert tuning._first_gpu.__wrapped__() == tuning.DEFAULT
+
+
+@pytest.mark.parametrize("platforms", ["cuda,cpu", "gpu"])
+def test_device_is_the_first_gpu(monkeypatch, set_platforms, platforms) -> None:
+    set_platforms(platforms)
+    monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: [Plugin])
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu])
+    assert tuning._first_gpu.__wrapped__() == Device("NVIDIA A100", 108, (8, 0))
+
+    def no_gpu(backend):
+        raise RuntimeError("Unknown backend cuda")
+
+    monkeypatch.setattr(jax, "local_devices", no_gpu)
+    assert tuning._first_gpu.__wrapped__() == tuning.DEFAULT
+
+
+def test_device_is_the_assumed_one() -> None:
+    with tuning.assume(Device("outer", 1)):
+        with tuning.assume(Device("inner", 2)):
+            assert tuning.device() == Device("inner", 2)
+        assert tuning.device() == Device("outer", 1)
+    assert tuning.device() == tuning.DEFAULT
+
+
+def test_device_is_the_abstract_gpu() -> None:
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    for cores, expected in ((114, 114), (None, tuning.DEFAULT.num_cores)):
+        gpu = AbstractDevice("NVIDIA H100 PCIe", cores, "gpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+            assert tuning.device() == Device("NVIDIA H100 PCIe", expected)
+
+
+def test_candidates_begin_with_those_in_use() -> None:
+    for op, kind in tuning.OPS.items():
+        candidates = tune_kernels.make_candidates("", op, SHAPE)
+        assert candidates[0] == tune_kernels.current_params("", op, SHAPE)
+        assert len(candidates) == len(set(candidates)) > 10
+        assert all(isinstance(params, kind) for params in candidates)
+
+
+@pytest.fixture
+def tiny_jobs(monkeypatch) -> list[tune_kernels.Job]:
+    monkeypatch.setattr(attention_cases, "_ROTATED_BYTES", 1)
+    monkeypatch.setattr(tune_kernels, "_TURN_SECONDS", 0)
+    monkeypatch.setattr(tune_kernels, "CHUNK", 4)
+    monkeypatch.setitem(attention_cases.MODELS, "tiny", attention_cases.Heads(2, 1, 16))
+    shape = Shape(16, 2, 8, "float32", "float32")
+    case = attention_cases.Case("tiny", 2, 20, 8, "float32", is_ragged=True)
+    chunk = attention_cases.Case("tiny", 1, 20, 8, "float32", chunk=4)
+    return [
+        tune_kernels.Job("decode", shape, (case,)),
+        tune_kernels.Job("prefill", shape, (chunk,)),
+    ]
+
+
+@pytest.mark.slow
+def test_tune_times_what_agrees(tiny_jobs, capsys) -> None:
+    candidates = {
+        "decode": [DecodeParams(16, 1, 1), DecodeParams(0, 1, 1)],
+        "prefill": [PrefillParams(16, 16, 1, 1)],
+    }
+    for job in tiny_jobs:
+        options = Options(scale=1.0, interpret=True)
+        seconds = tune_kernels.tune(job, candidates[job.op], Rates(1.0, 1.0), options)
+        assert list(seconds) == candidates[job.op][:1]
+        assert seconds[candidates[job.op][0]] > 0
+    assert "DecodeParams(step_tokens=0, num_warps=1, num_stages=1): " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tune_drops_wrong_results(tiny_jobs, capsys) -> None:
+    wrong = Options(scale=3.0, interpret=True)
+    params: list[tuning.Params] = [DecodeParams(16, 1, 1)]
+    assert tune_kernels.tune(tiny_jobs[0], params, Rates(1.0, 1.0), wrong) == {}
+    assert "differs from the XLA backend" in capsys.readouterr().out
+
+
+def test_write_entries_merges(tmp_path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(table())
+    job = tune_kernels.Job("decode", SHAPE._replace(group=8), ())
+    tune_kernels.write_entries(
+        path, "NVIDIA H200", {job: DecodeParams(64, 4, 3)}, "jax 1, commit 2"
+    )
+    tune_kernels.write_entries(
+        path, "NVIDIA A100", {job: DecodeParams(16, 8, 2)}, "jax 1, commit 2"
+    )
+    tune_kernels.write_entries(
+        path, "NVIDIA A100", {job: DecodeParams(32, 8, 2)}, "jax 1, commit 2"
+    )
+    found = tuning.parse(path.read_text())
+    assert found["NVIDIA H200"]["decode"] == {
+        SHAPE: DecodeParams(32, 2, 4),
+        job.shape: DecodeParams(64, 4, 3),
+    }
+    assert found["NVIDIA A100"]["decode"] == {job.shape: DecodeParams(32, 8, 2)}
+    assert list(json.loads(path.read_text())) == ["NVIDIA A100", "NVIDIA H200"]
+    assert [file.name for file in tmp_path.iterdir()] == ["tuning.json"]
+
+
+def test_tuner_says_that_there_is_no_gpu(capsys) -> None:
+    assert tune_kernels.main([]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "needs an NVIDIA GPU" in line
+
+
+def test_tuner_dry_run_prints_candidates(capsys) -> None:
+    arguments = ["--dry-run", "--models", "TinyLlama", "--dtypes", "int8", "--block-sizes", "16"]
+    assert tune_kernels.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.count("decode D64 G8 C16 q:bfloat16 pool:int8") == 1
+    assert "PrefillParams(" in out and "DecodeParams(" in out

@@ -1,0 +1,373 @@
+"""One contract for all backends that write to the pools, against plain numpy, bit for bit.
+
+Pools are NaN, or 77 where there is no NaN, wherever a test has not put anything: what is touched
+and should not be, shows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from paged_jax.kernels.backend import QUANTISED, Pools, is_quantised, quantise
+from paged_jax.kernels.writing import copy_blocks, paged_write
+
+L, P, K, C, D = 2, 5, 3, 4, 8
+LAYER = 1
+FLOATING = [jnp.float32, jnp.float16, jnp.bfloat16]
+DTYPES = [*FLOATING, *QUANTISED]
+BACKENDS = {"xla": {}, "triton": {"interpret": jax.default_backend() != "gpu"}}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> dict:
+    """Keywords that choose a backend, and make it run anywhere."""
+    return {"backend": request.param} | BACKENDS[request.param]
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
+def dtype(request):
+    return jnp.dtype(request.param)
+
+
+def poisoned(dtype, shape=(L, P, K, C, D)) -> Pools:
+    value = 77 if dtype == jnp.int8 else jnp.nan
+    scales = [np.full(shape[:4], np.nan, np.float32) for _ in range(2) if is_quantised(dtype)]
+    return Pools(*(np.full(shape, value, dtype) for _ in range(2)), *scales)
+
+
+def scales_of(pools: Pools) -> dict:
+    return {"k_scale": pools.k_scale, "v_scale": pools.v_scale}
+
+
+def run_write(pools: Pools, k, v, blocks, offsets, **options) -> Pools:
+    return paged_write(pools.k, pools.v, k, v, blocks, offsets, **scales_of(pools), **options)
+
+
+def run_copy(pools: Pools, sources, targets, **options) -> Pools:
+    return copy_blocks(pools.k, pools.v, sources, targets, **scales_of(pools), **options)
+
+
+def make_tokens(num_tokens: int, dtype=np.float32, K=K, D=D) -> np.ndarray:
+    """K and V of some tokens, ``[2, N, K, D]``."""
+    return np.random.default_rng(0).normal(size=(2, num_tokens, K, D)).astype(dtype)
+
+
+def make_places(num_tokens: int, P=P, C=C) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct places in a shuffled order; every fifth token has none."""
+    places = np.random.default_rng(1).permutation(P * C)[:num_tokens]
+    blocks = np.where(np.arange(num_tokens) % 5 == 3, 10**6, places // C)
+    return blocks.astype(np.int32), (places % C).astype(np.int32)
+
+
+def expected_write(pools: Pools, k, v, blocks, offsets, layer=LAYER) -> Pools:
+    pools = jax.tree.map(np.copy, pools)
+    for pool, scale, new in ((pools.k, pools.k_scale, k), (pools.v, pools.v_scale, v)):
+        if scale is not None:
+            values, scales = jax.jit(quantise, static_argnums=1)(new, pool.dtype)
+            new, scales = np.asarray(values), np.asarray(scales)
+        for n, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
+            if 0 <= block < pool.shape[1] and 0 <= offset < pool.shape[3]:
+                pool[layer, block, :, offset, : new.shape[-1]] = new[n].astype(pool.dtype)
+                if scale is not None:
+                    scale[layer, block, :, offset] = scales[n]
+    return pools
+
+
+def assert_same_bits(pools: Pools, expected: Pools, head_dim: int | None = None) -> None:
+    """Equal bit for bit; of padded pools only the first lanes count."""
+    for got, want in zip(jax.tree.leaves(pools), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        lanes = slice(head_dim if got.ndim == 5 else None)
+        bits = f"u{got.dtype.itemsize}"
+        got, want = (np.ascontiguousarray(x[..., lanes]).view(bits) for x in (got, want))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_paged_write_puts_each_token_in_its_place(backend, dtype):
+    pools, (k, v), places = poisoned(dtype), make_tokens(17), make_places(17)
+    written = run_write(pools, k, v, *places, layer=LAYER, **backend)
+    assert_same_bits(written, expected_write(pools, k, v, *places))
+
+
+@pytest.mark.parametrize(
+    ("K", "C", "D", "num_tokens"),
+    [
+        (1, 1, 8, 1),
+        (8, 16, 128, 33),
+        (2, 8, 80, 20),
+        (5, 128, 96, 9),
+        (2, 4, 256, 70),
+        (7, 2, 10, 3),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bfloat16", "int8"])
+def test_paged_write_any_shape(backend, dtype, K, C, D, num_tokens):
+    num_blocks = num_tokens // C + 2
+    pools = poisoned(dtype, (L, num_blocks, K, C, D))
+    k, v = make_tokens(num_tokens, jnp.bfloat16, K, D)
+    places = make_places(num_tokens, num_blocks, C)
+    written = run_write(pools, k, v, *places, layer=LAYER, **backend)
+    assert_same_bits(written, expected_write(pools, k, v, *places))
+
+
+def test_paged_write_pools_may_have_padded_lanes(backend, dtype):
+    pools, (k, v), places = poisoned(dtype, (L, P, K, C, 128)), make_tokens(9), make_places(9)
+    written = run_write(pools, k, v, *places, layer=LAYER, **backend)
+    assert_same_bits(written, expected_write(pools, k, v, *places), head_dim=D)
+
+
+def test_paged_write_drops_what_lies_outside_the_pool(backend, dtype):
+    pools, (k, v) = poisoned(dtype), make_tokens(8)
+    blocks = np.array([P, P + 1, -1, 2**30, -(2**31), 0, 0, 2**31 - 1], np.int32)
+    offsets = np.array([0, 0, 0, 0, 0, C, -1, 3], np.int32)
+    for layer in (0, jnp.int32(L - 1)):
+        written = run_write(pools, k, v, blocks, offsets, layer=layer, **backend)
+        assert_same_bits(written, pools)
+    inside = np.arange(8, dtype=np.int32)
+    for layer in (jnp.int32(L), jnp.int32(-1)):
+        written = run_write(pools, k, v, inside % P, inside % C, layer=layer, **backend)
+        assert_same_bits(written, pools)
+
+
+def test_paged_write_layer_may_be_the_index_of_a_scan(backend, dtype):
+    pools, (k, v), places = poisoned(dtype), make_tokens(6), make_places(6)
+
+    def body(pools, layer):
+        sign = 1.0 - 2.0 * layer
+        return run_write(pools, k * sign, v * sign, *places, layer=layer, **backend), None
+
+    pools_then, _ = jax.jit(lambda pools: jax.lax.scan(body, pools, jnp.arange(L)))(pools)
+    expected = expected_write(pools, k, v, *places, layer=0)
+    assert_same_bits(pools_then, expected_write(expected, -k, -v, *places, layer=1))
+
+
+def test_paged_write_and_copy_blocks_of_nothing(backend):
+    pools, (k, v), places = poisoned(jnp.dtype(jnp.float32)), make_tokens(0), make_places(0)
+    assert_same_bits(run_write(pools, k, v, *places, **backend), pools)
+    assert_same_bits(run_copy(pools, *places, **backend), pools)
+
+
+@pytest.mark.parametrize("index_dtype", [np.uint8, np.int64])
+def test_paged_write_places_may_be_of_any_integer(backend, index_dtype):
+    """Row numbers of the pool are larger than the block ids that they are made from."""
+    pools, (k, v) = poisoned(jnp.dtype(jnp.float32), (L, 200, K, C, D)), make_tokens(2)
+    blocks, offsets = np.array([199, 150], index_dtype), np.array([3, 1], index_dtype)
+    written = run_write(pools, k, v, blocks, offsets, layer=LAYER, **backend)
+    assert_same_bits(written, expected_write(pools, k, v, blocks, offsets))
+
+
+def test_paged_write_rounds_int8_to_the_nearest_level(backend):
+    """Ties to even, as the largest magnitude of 127 makes the scale 1."""
+    k = np.full((1, 1, 16), 127.0, np.float32)
+    k[..., 1:] = [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 0.50000006, -0.50000006, 63.5, 64.5,
+                  -126.5, -125.5, 126.49999, 0.0]  # fmt: skip
+    pools = poisoned(jnp.dtype(jnp.int8), (1, 1, 1, 1, 16))
+    written = run_write(pools, k, 0 * k, np.zeros(1, np.int32), np.zeros(1, np.int32), **backend)
+    np.testing.assert_array_equal(written.k.ravel(), np.rint(k.ravel()))
+    np.testing.assert_array_equal(written.v, 0)
+    np.testing.assert_array_equal([written.k_scale, written.v_scale], 1)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=lambda dtype: dtype.name)
+def test_paged_write_quantises_each_token_and_head_by_itself(backend, dtype):
+    num_tokens = P * C
+    k, v = make_tokens(num_tokens) * np.float32(10) ** np.arange(-10, 10)[:, None, None]
+    blocks, offsets = np.divmod(np.arange(num_tokens, dtype=np.int32), C)
+    pools = run_write(poisoned(dtype), k, v, blocks, offsets, layer=LAYER, **backend)
+    for pool, scale, new in ((pools.k, pools.k_scale, k), (pools.v, pools.v_scale, v)):
+        values = np.asarray(pool, np.float64)[LAYER, blocks, :, offsets]
+        scale = np.asarray(scale, np.float64)[LAYER, blocks, :, offsets][..., None]
+        np.testing.assert_array_equal(np.abs(values).max(-1), QUANTISED[dtype])
+        # Half a level of int8; of fp8 half of its last of 3 bits, or of its smallest number, 2**-9.
+        bound = scale / 2 if dtype == jnp.int8 else np.maximum(np.abs(new) / 16, scale / 1024)
+        assert (np.abs(values * scale - new) <= bound * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: jnp.dtype(dtype).name)
+def test_paged_write_passes_gradients_on(backend, dtype):
+    pools = Pools(*jnp.ones((2, L, P, K, C, D), dtype))
+    k, v = jnp.ones((2, 2, K, D), dtype)
+    blocks, offsets = jnp.array([3, P]), jnp.array([2, 0])
+
+    def loss(pools, k, v):
+        pools = run_write(pools, k, v, blocks, offsets, layer=LAYER, **backend)
+        return (2 * pools.k + 3 * pools.v).sum(dtype=jnp.float32)
+
+    d_pools, d_k, d_v = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(pools, k, v)
+    for d_pool, d_new, factor in ((d_pools.k, d_k, 2), (d_pools.v, d_v, 3)):
+        expected = jnp.full_like(pools.k, factor).at[LAYER, 3, :, 2].set(0)
+        np.testing.assert_array_equal(d_pool, expected)
+        np.testing.assert_array_equal(d_new, jnp.full_like(k, factor).at[1].set(0))
+
+
+def test_paged_write_passes_gradients_on_whatever_the_platform():
+    pools, (k, v) = Pools(*jnp.ones((2, L, P, K, C, D))), make_tokens(2)
+    places = jnp.array([3, P]), jnp.array([2, 0])
+    d_k = jax.grad(lambda k: run_write(pools, k, v, *places).k.sum())(k)
+    np.testing.assert_array_equal(d_k, jnp.ones_like(k).at[1].set(0))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=lambda dtype: dtype.name)
+def test_paged_write_refuses_gradients_through_quantised_pools(backend, dtype):
+    pools, (k, v), places = poisoned(dtype), make_tokens(2), make_places(2)
+
+    def loss(k):
+        return run_write(pools, k, v, *places, layer=LAYER, **backend).k_scale[LAYER].sum()
+
+    with pytest.raises(NotImplementedError, match="a quantised pool passes no gradient"):
+        jax.grad(loss)(k)
+
+
+def test_copy_blocks_copies_all_layers(backend, dtype):
+    rng = np.random.default_rng(0)
+    pools = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), poisoned(dtype))
+    sources = np.array([3, 0, P, 1, -1, 2**31 - 1, 3], np.int32)
+    targets = np.array([1, 4, 2, P, 2, 2, -(2**31)], np.int32)
+    copied = run_copy(pools, sources, targets, **backend)
+    expected = jax.tree.map(np.copy, pools)
+    for array in jax.tree.leaves(expected):
+        array[:, [1, 4]] = array[:, [3, 0]]
+    assert_same_bits(copied, expected)
+
+
+@pytest.mark.parametrize(("K", "C", "D"), [(1, 1, 8), (3, 16, 80), (1, 128, 128), (8, 16, 256)])
+def test_copy_blocks_any_shape(backend, K, C, D):
+    """Blocks of more, and of fewer, than the words that a program takes at a time."""
+    shape = (L, 3, K, C, D)
+    pools = Pools(*np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32))
+    copied = run_copy(pools, np.array([2]), np.array([0]), **backend)
+    expected = jax.tree.map(lambda x: x[:, [2, 1, 2]], pools)
+    assert_same_bits(copied, expected)
+
+
+def abstract_pools(dtype, K: int = 4) -> Pools:
+    """The shapes of larger pools; compiling for them takes no memory."""
+    pool = jax.ShapeDtypeStruct((4, 4096, K, 16, 64), dtype)
+    scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
+    return Pools(pool, pool, scale, scale)
+
+
+def write_layers(pools: Pools, k, v, blocks, offsets, *, num_layers: int) -> Pools:
+    for layer in range(num_layers):
+        pools = run_write(pools, k, v, blocks, offsets, layer=layer)
+    return pools
+
+
+NEW = jax.ShapeDtypeStruct((16, 4, 64), jnp.float32)
+PLACES = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+def nbytes(tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.int8])
+def test_donated_pools_are_updated_in_place(dtype, K):
+    pools = abstract_pools(dtype, K)
+    new = jax.ShapeDtypeStruct((16, K, 64), jnp.float32)
+    write = jax.jit(functools.partial(write_layers, num_layers=4), donate_argnums=0)
+    for lowered in (
+        write.lower(pools, new, new, PLACES, PLACES),
+        jax.jit(run_copy, donate_argnums=0).lower(pools, PLACES, PLACES),
+    ):
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes == nbytes(pools)
+        assert memory.temp_size_in_bytes < 0.01 * nbytes(pools.k)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_writes_that_cpus_do_not_do_in_place_cost_one_copy_however_many(dtype):
+    pools = abstract_pools(dtype)
+    for num_layers in (1, 4):
+        write = jax.jit(functools.partial(write_layers, num_layers=num_layers), donate_argnums=0)
+        compiled = write.lower(pools, NEW, NEW, PLACES, PLACES).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 2.01 * nbytes(pools.k)
+        # A pass into bits, a pass back, and nothing in a wider type.
+        for wider in ("f16", "f32"):
+            assert f" {wider}[{pools.k.size // 64},64]" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_writes_elsewhere_scatter_the_pools_as_they_are(dtype):
+    pools = abstract_pools(dtype)
+    write = functools.partial(run_write, layer=0, backend="xla")
+    traced = jax.jit(write).trace(pools, NEW, NEW, PLACES, PLACES)
+    for platform, has_casts in (("cpu", True), ("cuda", False), ("tpu", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("bitcast_convert" in text) == has_casts, platform
+
+
+POOL = np.zeros((L, P, K, C, D), np.float32)
+BAD_WRITES = {
+    "layer": (dict(layer=L), r"layer must be in 0\.\.1, got 2"),
+    "negative layer": (dict(layer=-1), r"layer must be in 0\.\.1, got -1"),
+    "head dim": (dict(k=np.zeros((2, K, D + 1))), "k must have D"),
+    "heads": (dict(v=np.zeros((2, K + 1, D))), "v must have K"),
+    "rank": (dict(k=np.zeros((2, K))), r"k must have shape \[N, K, D\]"),
+    "integers": (dict(k=np.zeros((2, K, D), int)), "k must be floating point, got int"),
+    "blocks": (dict(blocks=np.zeros(1, int)), "blocks must have N"),
+    "offsets": (dict(offsets=np.zeros(2)), "offsets must be an integer array, got float"),
+    "pool dtype": (dict(v_pool=POOL.astype(np.float16)), "v_pool must have the dtype of k_pool"),
+    "no scales": (
+        dict(k_pool=POOL.astype(np.int8), v_pool=POOL.astype(np.int8)),
+        "k_scale must be given for a pool of int8",
+    ),
+    "scales": (dict(v_scale=POOL[..., 0]), "v_scale must be None for a pool of float32"),
+    "backend": (dict(backend="cuda"), "backend must be None or one of"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_WRITES.values(), ids=BAD_WRITES)
+def test_paged_write_refuses_wrong_arguments(changes, message):
+    new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
+    arguments = dict(k_pool=POOL, v_pool=POOL, k=new, v=new, blocks=places, offsets=places)
+    with pytest.raises(ValueError, match=f"paged_write: {message}"):
+        paged_write(**(arguments | changes))
+
+
+def test_copy_blocks_refuses_wrong_arguments():
+    pair = np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match="copy_blocks: targets must have N"):
+        copy_blocks(POOL, POOL, pair, np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="copy_blocks: v_pool must have P"):
+        copy_blocks(POOL, POOL[:, 1:], pair, pair)
+    with pytest.raises(ValueError, match="copy_blocks: sources must be an integer array"):
+        copy_blocks(POOL, POOL, np.zeros(1), pair)
+
+
+def test_paged_write_and_copy_blocks_refuse_explicit_axes():
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,))
+    pool = jax.device_put(POOL, NamedSharding(mesh, Spec(None, None, "heads")))
+    new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
+    message = "arrays must not be on a mesh with explicit axes"
+    with pytest.raises(ValueError, match=f"paged_write: {message}"):
+        paged_write(pool, pool, new, new, places, places)
+    with pytest.raises(ValueError, match=f"copy_blocks: {message}"):
+        copy_blocks(pool, pool, places, places)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a device for a kernel")
+def test_paged_write_and_copy_blocks_name_the_device_that_a_kernel_needs():
+    new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
+    message = "'triton' runs on gpu only, got a device of cpu"
+    with pytest.raises(ValueError, match=f"paged_write: backend {message}"):
+        paged_write(POOL, POOL, new, new, places, places, backend="triton")
+    with pytest.raises(ValueError, match=f"copy_blocks: backend {message}"):
+        copy_blocks(POOL, POOL, places, places, backend="triton")
+
+
+def test_paged_write_refuses_more_rows_than_int32_counts():
+    def write(P):
+        pool = jax.ShapeDtypeStruct((15, P, 8, 16, 1), jnp.float32)
+        new, places = jax.ShapeDtypeStruct((2, 8, 1), jnp.float32), PLACES.update(shape=(2,))
+        jax.eval_shape(run_write, Pools(pool, pool), new, new, places, places)
+
+    write(2**20)
+    with pytest.raises(ValueError, match="must have at most 2147483631 rows"):
+        write(2**21)

@@ -1,0 +1,331 @@
+"""Safetensors folders, read into a Llama and written from one."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import huggingface as weights
+from paged_jax.models.loading.huggingface import (
+    WeightsError,
+    load_weights,
+    named_parameters,
+    save_weights,
+)
+
+_CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+_Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def _model(config=_CONFIG, **options):
+    """A model whose every element is another number, so that none can change places unseen."""
+    model = Llama(config, rngs=nnx.Rngs(0), **options)
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    leaves = [
+        jax.random.normal(key, leaf.shape).astype(leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+
+
+@nnx.jit
+def _forward(model, tokens):
+    return model(tokens)
+
+
+def _assert_same(actual, expected):
+    actual, expected = dict(named_parameters(actual)), dict(named_parameters(expected))
+    assert actual.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert actual[name].dtype == parameter.dtype
+        np.testing.assert_array_equal(actual[name], parameter, err_msg=name)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_weights(_model(), tmp_path)
+    return tmp_path
+
+
+def _edit(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_load_weights_reproduces_the_logits_of_a_real_model(data_dir):
+    folder = data_dir / "models" / "stories260K"
+    items = json.loads((folder / "reference.json").read_text(encoding="utf-8"))["items"]
+    config = LlamaConfig.from_file(folder)
+    sequences = [item["prompt_ids"] + item["generated_ids"] for item in items]
+    tokens = np.zeros((len(items), max(map(len, sequences))), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    with np.load(folder / "reference_logits.npz") as reference:
+        expected = [
+            np.concatenate([reference[f"prefill_logits_{i}"], reference[f"step_logits_{i}"][1:]])
+            for i in range(len(items))
+        ]
+    for scan_layers in (False, True):
+        logits = _forward(load_weights(folder, config, scan_layers=scan_layers), tokens)
+        for row, some in zip(logits, expected, strict=True):
+            np.testing.assert_allclose(row[: len(some)], some, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("saved_stacked", [False, True])
+@pytest.mark.parametrize("loaded_stacked", [False, True])
+def test_save_weights_and_load_weights_are_inverse_in_either_layout(
+    tmp_path, saved_stacked, loaded_stacked
+):
+    config = dataclasses.replace(_CONFIG, qkv_bias=True, o_bias=True)
+    model = _model(config, scan_layers=saved_stacked)
+    save_weights(model, tmp_path)
+    loaded = load_weights(tmp_path, config, scan_layers=loaded_stacked)
+    assert loaded.scan_layers == loaded_stacked
+    tokens = np.arange(5, dtype=np.int32)[None]
+    logits, expected = _forward(loaded, tokens), _forward(model, tokens)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    if loaded_stacked == saved_stacked:
+        _assert_same(loaded, model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "qwen3", "qk_norm": True}, {"tie_word_embeddings": True}],
+)
+def test_save_weights_and_load_weights_are_inverse_for_each_family(tmp_path, change):
+    config = dataclasses.replace(_CONFIG, **change)
+    model = _model(config)
+    save_weights(model, tmp_path)
+    assert LlamaConfig.from_file(tmp_path) == config
+    _assert_same(load_weights(tmp_path, config), model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_save_weights_keeps_narrow_dtypes(tmp_path, dtype):
+    model = _model(dtype=dtype)
+    save_weights(model, tmp_path)
+    config = LlamaConfig.from_file(tmp_path)
+    assert config.dtype == dtype
+    _assert_same(load_weights(tmp_path, config), model)
+
+
+def test_load_weights_rounds_to_the_dtype_that_was_asked_for(folder):
+    model = load_weights(folder, _CONFIG, dtype=jnp.bfloat16)
+    assert model.config.dtype == "bfloat16"
+    expected = dict(named_parameters(_model()))
+    for name, parameter in named_parameters(model):
+        np.testing.assert_array_equal(parameter, expected[name].astype(jnp.bfloat16))
+
+
+def test_load_weights_reads_large_tensors_in_parts(folder, monkeypatch):
+    monkeypatch.setattr(weights, "_READ_ELEMENTS", 50)
+    _assert_same(load_weights(folder, _CONFIG), _model())
+
+
+def test_save_weights_splits_what_is_too_large_for_one_file(tmp_path):
+    model = _model()
+    save_weights(model, tmp_path, max_file_bytes=3000)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(len(load_file(tmp_path / file)) > 0 for file in files)
+    _assert_same(load_weights(tmp_path, _CONFIG), model)
+
+
+def test_save_weights_leaves_no_file_of_an_earlier_save(tmp_path):
+    save_weights(_model(), tmp_path, max_file_bytes=3000)
+    save_weights(_model(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    save_weights(_model(), tmp_path, max_file_bytes=3000)
+    assert not (tmp_path / "model.safetensors").exists()
+    _assert_same(load_weights(tmp_path, _CONFIG), _model())
+
+
+def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
+    config = dataclasses.replace(_CONFIG, tie_word_embeddings=True)
+    save_weights(_model(config), tmp_path)
+
+    def add(tensors):
+        tensors["lm_head.weight"] = np.zeros((24, 16), np.float32)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
+
+    _edit(tmp_path, add)
+    _assert_same(load_weights(tmp_path, config), _model(config))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(_Q_PROJ), f"{_Q_PROJ} is missing"),
+        (
+            lambda tensors: tensors.update({"model.layers.3.extra": np.zeros(1, np.float32)}),
+            "model.layers.3.extra is left over",
+        ),
+        (
+            lambda tensors: tensors.update({_Q_PROJ: np.zeros((24, 17), np.float32)}),
+            rf"{_Q_PROJ} must have shape \[24, 16\], got \[24, 17\]",
+        ),
+        (
+            lambda tensors: tensors.update({_Q_PROJ: np.zeros(24 * 16, np.float32)}),
+            rf"{_Q_PROJ} must have shape \[24, 16\], got \[384\]",
+        ),
+        (
+            lambda tensors: tensors.update({_Q_PROJ: np.zeros((24, 16), np.int8)}),
+            f"{_Q_PROJ} must be floating point and not quantised, got I8",
+        ),
+        (
+            lambda tensors: tensors[_Q_PROJ].__setitem__((23, 15), np.nan),
+            f"{_Q_PROJ} is not finite",
+        ),
+        (
+            lambda tensors: tensors[_Q_PROJ].__setitem__((0, 0), -np.inf),
+            f"{_Q_PROJ} is not finite",
+        ),
+    ],
+)
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_load_weights_names_the_tensor_that_does_not_fit(folder, edit, message, scan_layers):
+    _edit(folder, edit)
+    with pytest.raises(WeightsError, match=message) as raised:
+        load_weights(folder, _CONFIG, scan_layers=scan_layers)
+    assert "\n" not in str(raised.value)
+
+
+def test_load_weights_refuses_values_that_overflow_in_the_dtype(folder):
+    _edit(folder, lambda tensors: tensors[_Q_PROJ].__setitem__((0, 0), 1e6))
+    load_weights(folder, _CONFIG)
+    with pytest.raises(WeightsError, match=f"{_Q_PROJ} is not finite as float16"):
+        load_weights(folder, _CONFIG, dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_load_weights_takes_the_largest_finite_values(tmp_path, dtype):
+    model = _model(dtype=dtype)
+    largest = jnp.finfo(dtype).max
+    model.norm[...] = jnp.full_like(model.norm[...], largest).at[0].set(-largest)
+    save_weights(model, tmp_path)
+    _assert_same(load_weights(tmp_path, model.config, dtype=dtype), model)
+
+
+def test_load_weights_refuses_other_dtypes(folder):
+    for dtype in ("int8", "float64", "nonsense"):
+        with pytest.raises(ValueError, match=f"dtype must be .* got '{dtype}'"):
+            load_weights(folder, _CONFIG, dtype=dtype)
+
+
+def test_load_weights_refuses_folders_without_safetensors(tmp_path):
+    with pytest.raises(WeightsError, match="no such folder"):
+        load_weights(tmp_path / "none", _CONFIG)
+    with pytest.raises(WeightsError, match="neither model.safetensors nor"):
+        load_weights(tmp_path, _CONFIG)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(WeightsError, match="pytorch_model.bin, which can run code"):
+        load_weights(tmp_path, _CONFIG)
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_load_weights_refuses_truncated_files(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match="model.safetensors: not a whole safetensors file"):
+        load_weights(folder, _CONFIG)
+
+
+def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
+    save_weights(_model(), tmp_path / "model", max_file_bytes=3000)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    shard = content["weight_map"][_Q_PROJ]
+    shutil.copy(tmp_path / "model" / shard, tmp_path / "outside.safetensors")
+    for astray in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), 3):
+        edited = {"weight_map": {**content["weight_map"], _Q_PROJ: astray}}
+        index.write_text(json.dumps(edited), encoding="utf-8")
+        with pytest.raises(WeightsError, match="must lie in the folder itself"):
+            load_weights(tmp_path / "model", _CONFIG)
+    index.write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "model" / shard).unlink()
+    with pytest.raises(WeightsError, match=f"{shard}, which .* names, is missing"):
+        load_weights(tmp_path / "model", _CONFIG)
+    shutil.copy(tmp_path / "outside.safetensors", tmp_path / "model" / shard)
+    copied = {**content["weight_map"], _Q_PROJ: "copy.safetensors"}
+    shutil.copy(tmp_path / "outside.safetensors", tmp_path / "model" / "copy.safetensors")
+    index.write_text(json.dumps({"weight_map": copied}), encoding="utf-8")
+    with pytest.raises(WeightsError, match="is in another file too"):
+        load_weights(tmp_path / "model", _CONFIG)
+    index.write_text("{}", encoding="utf-8")
+    with pytest.raises(WeightsError, match="weight_map must map"):
+        load_weights(tmp_path / "model", _CONFIG)
+
+
+def test_from_pretrained_recognises_a_hugging_face_folder(folder):
+    model = Llama.from_pretrained(folder)
+    assert model.scan_layers == (jax.default_backend() != "cpu")
+    _assert_same(Llama.from_pretrained(folder, scan_layers=False), _model())
+    with pytest.raises(FileNotFoundError, match="folder must exist"):
+        Llama.from_pretrained(folder / "none")
+
+
+def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path):
+    _model().save_pretrained(tmp_path / "new" / "folder")
+    _assert_same(Llama.from_pretrained(tmp_path / "new" / "folder", scan_layers=False), _model())
+
+
+def test_load_weights_places_each_part_on_its_device(folder):
+    """In a process of its own: the number of devices is fixed when JAX starts."""
+    program = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from paged_jax.models.config import LlamaConfig
+        from paged_jax.models.loading.huggingface import load_weights, named_parameters
+
+        folder = sys.argv[1]
+        config = LlamaConfig.from_file(folder)
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+        def place(name, shape):
+            stacked = name.startswith("layers.") and name.count(".") == 1
+            axes = ("x", "y")[: len(shape) - stacked]
+            return NamedSharding(mesh, P(*[None] * stacked, *axes))
+
+        for scan_layers in (False, True):
+            whole = dict(named_parameters(load_weights(folder, config, scan_layers=scan_layers)))
+            model = load_weights(folder, config, scan_layers=scan_layers, sharding=place)
+            for name, parameter in named_parameters(model):
+                assert parameter.sharding == place(name, parameter.shape), name
+                assert parameter.addressable_shards[0].data.size < parameter.size, name
+                np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[2])
+        model = load_weights(folder, config, sharding=one)
+        assert all(array.devices() == {jax.devices()[2]} for _, array in named_parameters(model))
+    """
+    flags = "--xla_force_host_platform_device_count=4"
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(folder)],
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        timeout=120,
+    )

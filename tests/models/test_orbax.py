@@ -1,0 +1,201 @@
+"""Orbax checkpoints of a Llama."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.huggingface import WeightsError, named_parameters
+from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
+
+_CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def _model(**options):
+    return Llama(_CONFIG, rngs=nnx.Rngs(0), **options)
+
+
+def _layer_by_layer(model):
+    """Every parameter by its name in the layout of one module a layer."""
+    parameters = {}
+    for name, parameter in named_parameters(model):
+        if model.scan_layers and name.startswith("layers."):
+            for layer in range(_CONFIG.num_hidden_layers):
+                parameters[name.replace("layers.", f"layers.{layer}.")] = parameter[layer]
+        else:
+            parameters[name] = parameter
+    return parameters
+
+
+def _assert_same(actual, expected):
+    actual, expected = _layer_by_layer(actual), _layer_by_layer(expected)
+    assert actual.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert actual[name].dtype == parameter.dtype
+        np.testing.assert_array_equal(actual[name], parameter, err_msg=name)
+
+
+def _run(program, *arguments):
+    """Run a program on four devices, and return what it prints."""
+    flags = "--xla_force_host_platform_device_count=4"
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        timeout=120,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+
+
+def _save_edited(path, edit):
+    """A checkpoint whose config is not that of its arrays."""
+    save_checkpoint(_model(), path)
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, **edit}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("saved_stacked", [False, True])
+@pytest.mark.parametrize("loaded_stacked", [False, True])
+def test_load_checkpoint_restores_either_layout(tmp_path, saved_stacked, loaded_stacked):
+    model = _model(scan_layers=saved_stacked)
+    save_checkpoint(model, tmp_path / "new" / "checkpoint")
+    loaded = load_checkpoint(tmp_path / "new" / "checkpoint", scan_layers=loaded_stacked)
+    assert loaded.scan_layers == loaded_stacked
+    assert loaded.config == _CONFIG
+    _assert_same(loaded, model)
+
+
+def test_load_checkpoint_keeps_the_dtype_and_casts_when_asked_to(tmp_path):
+    model = _model(dtype=jnp.bfloat16)
+    save_checkpoint(model, tmp_path)
+    same = load_checkpoint(tmp_path)
+    assert same.config == dataclasses.replace(_CONFIG, dtype="bfloat16")
+    _assert_same(same, model)
+    wider = load_checkpoint(tmp_path, dtype="float32")
+    assert wider.config.dtype == "float32"
+    for name, parameter in named_parameters(wider):
+        expected = _layer_by_layer(model)[name].astype(jnp.float32)
+        np.testing.assert_array_equal(parameter, expected, strict=True)
+    with pytest.raises(ValueError, match="dtype must be"):
+        load_checkpoint(tmp_path, dtype="int8")
+
+
+def test_save_checkpoint_never_replaces_another(tmp_path):
+    save_checkpoint(_model(), tmp_path)
+    with pytest.raises(FileExistsError, match="path must not hold a checkpoint"):
+        save_checkpoint(_model(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"num_hidden_layers": 4}, r"layers\.3\..* must have shape .*, got none"),
+        ({"num_hidden_layers": 2}, r"layers\.2\..* must have shape none .*, got \["),
+        ({"vocab_size": 25}, r"embed_tokens must have shape \[25, 16\], got \[24, 16\]"),
+        ({"tie_word_embeddings": True}, "lm_head must have shape none"),
+        ({"attention_bias": True}, "bias must have shape"),
+    ],
+)
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_load_checkpoint_names_the_parameter_that_does_not_fit(
+    tmp_path, edit, message, scan_layers
+):
+    _save_edited(tmp_path, edit)
+    with pytest.raises(WeightsError, match=message) as raised:
+        load_checkpoint(tmp_path, scan_layers=scan_layers)
+    assert "\n" not in str(raised.value)
+
+
+def test_load_checkpoint_refuses_folders_without_a_whole_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG.to_dict()), encoding="utf-8")
+    with pytest.raises(WeightsError, match="no checkpoint there"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(WeightsError, match="damaged") as raised:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_load_checkpoint_refuses_a_damaged_checkpoint(tmp_path):
+    """In a process of its own: when one read fails Orbax leaves others running behind the test."""
+    save_checkpoint(_model(), tmp_path)
+    for file in (tmp_path / "weights").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:-10])
+    program = """
+        import sys
+        from paged_jax.models.loading.orbax import load_checkpoint
+        from paged_jax.models.loading.huggingface import WeightsError
+        try:
+            load_checkpoint(sys.argv[1])
+        except WeightsError as error:
+            print(error)
+    """
+    output = _run(program, tmp_path)
+    assert output.count("\n") == 1
+    assert "the checkpoint is damaged" in output
+
+
+def test_from_pretrained_recognises_a_checkpoint(tmp_path):
+    save_checkpoint(_model(), tmp_path)
+    model = Llama.from_pretrained(tmp_path)
+    assert model.scan_layers == (jax.default_backend() == "tpu")
+    _assert_same(model, _model())
+
+
+@pytest.mark.slow
+def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_path):
+    """In a process of its own: the number of devices is fixed when JAX starts."""
+    for stacked in (False, True):
+        save_checkpoint(_model(scan_layers=stacked), tmp_path / str(stacked))
+    program = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
+        from paged_jax.models.loading.huggingface import named_parameters
+
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+        def place(name, shape):
+            stacked = name.startswith("layers.") and name.count(".") == 1
+            axes = ("x", "y")[: len(shape) - stacked]
+            return NamedSharding(mesh, P(*[None] * stacked, *axes))
+
+        def check(path, scan_layers):
+            model = load_checkpoint(path, scan_layers=scan_layers, sharding=place)
+            whole = dict(named_parameters(load_checkpoint(path, scan_layers=scan_layers)))
+            for name, parameter in named_parameters(model):
+                assert parameter.sharding == place(name, parameter.shape), name
+                np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
+            return model
+
+        for stored in ("False", "True"):
+            for scan_layers in (False, True):
+                model = check(f"{sys.argv[1]}/{stored}", scan_layers)
+        save_checkpoint(model, f"{sys.argv[1]}/sharded")
+        check(f"{sys.argv[1]}/sharded", scan_layers=True)
+    """
+    _run(program, tmp_path)
+    sharded = load_checkpoint(tmp_path / "sharded")
+    _assert_same(sharded, _model(scan_layers=True))

@@ -1,0 +1,623 @@
+"""The loop on the device draws what a loop on the host would, and leaves the cache as it would."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax.cache import paged_cache
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.runner import decoding
+from paged_jax.runner.decoding import DecodeState, decode_steps, verify_steps
+from paged_jax.sampling import sample as sampling
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.sample import SlotSampling
+from tests.support.decode_step import DecodeLoop
+from tests.support.tiny_model import BOS, CONFIG, EOS, save_tiny_model
+
+V = CONFIG.vocab_size
+# All tests share these sizes, and so their compiled programs.
+S, N, C = 4, 8, 4
+WIDTH = 8  # of a block table
+P = 16  # fewer blocks than the slots could use
+NUM_TOP = 3
+PROMPT = 12  # tokens at most
+LENGTH = 32  # tokens in a sequence at most
+
+GREEDY = SamplingParams(temperature=0)
+SEEDED = SamplingParams(temperature=1)
+FILTERED = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01)
+PENALISED = SamplingParams(
+    temperature=0.9, presence_penalty=0.7, frequency_penalty=0.9, repetition_penalty=1.3
+)
+# Token 5 would always be drawn, were it not held back.
+BIASED = SamplingParams(
+    temperature=1, logit_bias={5: 99.0, 9: 3.0}, stop_token_ids=[5], min_tokens=N + 1
+)
+PARAMS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "filtered": FILTERED,
+    "penalised": PENALISED,
+    "biased": BIASED,
+}
+PROMPTS = [[BOS, 5, 6, 7, 8, 9], [BOS, 20, 3], [BOS], [BOS, 4, 11, 4, 30, 12, 9]]
+
+RUN = jax.jit(decode_steps, donate_argnames="state", static_argnames=("max_steps", "num_top"))
+VERIFY = jax.jit(verify_steps, donate_argnames="state", static_argnames="num_top")
+PREFILL = jax.jit(Llama.prefill, donate_argnames="cache")
+FORK = jax.jit(paged_cache.fork, donate_argnames="cache")
+RESERVE = jax.jit(
+    functools.partial(paged_cache.reserve, max_tokens=WIDTH * C), donate_argnames="cache"
+)
+RELEASE = jax.jit(paged_cache.release, donate_argnames="cache")
+PLAIN = jax.jit(Llama.__call__)
+SAMPLE = jax.jit(sampling.sample)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Llama:
+    return Llama.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("decoding")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """One sequence of a test: what is known of it, and how its tokens are drawn."""
+
+    token_ids: list[int]
+    params: SamplingParams = GREEDY
+    seed: int = 0
+    sample_index: int = 0
+    max_length: int = LENGTH
+    eos_token_ids: tuple[int, ...] = ()
+    num_prompt_tokens: int | None = None
+
+    def assign(self, state: DecodeState, slot: int) -> DecodeState:
+        return decoding.assign(
+            state,
+            slot,
+            self.params,
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.num_prompt_tokens or len(self.token_ids),
+            seed=self.seed,
+            sample_index=self.sample_index,
+            eos_token_ids=self.eos_token_ids,
+            max_length=self.max_length,
+        )
+
+
+def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
+    """Each sequence in its slot, ready to decode; NaN wherever no token was written."""
+    cache = model.create_cache(num_slots=S, max_length=WIDTH * C, num_blocks=P, block_size=C)
+    nan = jnp.full_like(cache.k, jnp.nan)
+    cache = PagedCache(k=nan, v=nan + 0, tables=cache.tables)
+    token_ids, num_tokens = np.zeros((S, PROMPT), np.int32), np.zeros(S, np.int32)
+    for slot, sequence in enumerate(sequences):
+        num_tokens[slot] = len(sequence.token_ids) - 1
+        token_ids[slot, : num_tokens[slot]] = sequence.token_ids[:-1]
+    _, cache, ok = PREFILL(model, cache, token_ids, jnp.arange(S, dtype=jnp.int32), num_tokens)
+    assert ok
+    state = DecodeState.create(cache, V)
+    for slot, sequence in enumerate(sequences):
+        state = sequence.assign(state, slot)
+    return state
+
+
+def run(model, state, slots=range(S), *, num_steps=N, leave_on_stop=False, **statics):
+    """`decode_steps` as the host calls it, padded to S rows."""
+    slots = jnp.array([*slots, *[-1] * (S - len(slots))], jnp.int32)
+    statics = {"max_steps": N, "num_top": NUM_TOP, **statics}
+    return RUN(model, state, slots, np.int32(num_steps), np.bool_(leave_on_stop), **statics)
+
+
+def drawn(tokens) -> list[list[int]]:
+    return [tokens.token_ids[:n, row].tolist() for row, n in enumerate(tokens.num_new.tolist())]
+
+
+def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
+    """What a loop on the host draws, each time from the plain forward over the whole sequence."""
+    state = sampling.assign(
+        SlotSampling.create(1, V),
+        0,
+        sequence.params,
+        seed=sequence.seed,
+        sample_index=sequence.sample_index,
+        prompt_token_ids=sequence.token_ids,
+        eos_token_ids=sequence.eos_token_ids,
+    )
+    token_ids = list(sequence.token_ids)
+    for _ in range(num_tokens):
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        logits = PLAIN(model, padded)[:, len(token_ids) - 1]
+        position = jnp.array([len(token_ids)], jnp.int32)
+        ids, _, state = SAMPLE(logits, state, position, jnp.array([True]))
+        token_ids.append(int(ids[0]))
+    return token_ids[len(sequence.token_ids) :]
+
+
+def assert_same(a, b) -> None:
+    """Bit for bit, with NaN equal to itself."""
+    for (path, left), right in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(left, right, err_msg=jax.tree_util.keystr(path))
+
+
+def mixed() -> list[Sequence]:
+    """Four sequences, each drawn in another way."""
+    params = (GREEDY, SEEDED, FILTERED, PENALISED)
+    return [
+        Sequence(prompt, params, seed=7, sample_index=index)
+        for index, (prompt, params) in enumerate(zip(PROMPTS, params, strict=True))
+    ]
+
+
+# What is drawn
+
+
+def test_decode_steps_draws_what_a_loop_on_the_host_draws(model) -> None:
+    sequences = mixed()
+    sequences[2] = dataclasses.replace(sequences[2], params=BIASED)
+    tokens, state = run(model, start(model, sequences))
+    assert drawn(tokens) == [expected(model, sequence) for sequence in sequences]
+    assert (int(tokens.num_steps), bool(tokens.ok)) == (N, True)
+    assert state.token_ids.tolist() == [ids[-1] for ids in drawn(tokens)]
+    known = [len(sequence.token_ids) + N for sequence in sequences]
+    assert state.cache.lengths.tolist() == [n - 1 for n in known]
+    assert int(tokens.num_free) == int(state.cache.tables.pool.num_free)
+    check_invariants(state.cache.tables)
+
+
+@pytest.mark.parametrize("max_steps", [N, pytest.param(1, marks=pytest.mark.slow)])
+def test_decode_steps_do_not_depend_on_the_dispatches(model, max_steps) -> None:
+    tokens, state = run(model, start(model, mixed()))
+    other = start(model, mixed())
+    for i in range(N):
+        step, other = run(model, other, num_steps=1, max_steps=max_steps)
+        assert int(step.num_steps) == 1
+        for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
+            assert_same(getattr(tokens, name)[i], getattr(step, name)[0])
+    assert_same(state, other)
+
+
+def test_decode_steps_takes_rows_in_any_order_and_leaves_others_alone(model) -> None:
+    sequences = mixed()
+    together, state = run(model, start(model, sequences))
+    before = start(model, sequences)
+    lengths = before.cache.lengths.tolist()
+    some, other = run(model, before, [3, -1, 1])
+    whole = drawn(together)
+    assert drawn(some) == [whole[3], [], whole[1], []]
+    ends = state.cache.lengths.tolist()
+    assert other.cache.lengths.tolist() == [lengths[0], ends[1], lengths[2], ends[3]]
+    assert other.token_ids.tolist()[::2] == [sequence.token_ids[-1] for sequence in sequences[::2]]
+    counts = np.asarray(other.sampling.output_counts)
+    assert counts.sum(axis=1).tolist() == [0, N, 0, N]
+    assert counts[1, whole[1]].all()
+
+
+def test_a_sequence_that_comes_back_goes_on_as_before(model) -> None:
+    # Penalties see what was generated before, and the seed the position.
+    sequence = Sequence(PROMPTS[0], PENALISED, seed=3)
+    whole = drawn(run(model, start(model, [sequence]))[0])[0]
+    again = dataclasses.replace(
+        sequence, token_ids=PROMPTS[0] + whole[:3], num_prompt_tokens=len(PROMPTS[0])
+    )
+    assert drawn(run(model, start(model, [again]), [0])[0])[0][: N - 3] == whole[3:]
+
+
+def test_forked_slots_write_into_blocks_of_their_own(model) -> None:
+    # 6 tokens, 5 of them in the cache: one full block and a begun one.
+    samples = [Sequence(PROMPTS[0], SEEDED, seed=1, sample_index=i) for i in range(S)]
+    alone, _ = run(model, start(model, samples))
+    state = start(model, [samples[0]])
+    cache, ok = FORK(state.cache, jnp.array([-1, 0, 0, 0], jnp.int32))
+    assert ok
+    state = dataclasses.replace(state, cache=cache)
+    for slot, sample in enumerate(samples):
+        state = sample.assign(state, slot)
+    tokens, state = run(model, state)
+    assert drawn(tokens) == drawn(alone)
+    assert len({tuple(ids) for ids in drawn(tokens)}) == S
+    check_invariants(state.cache.tables)
+    # 13 tokens each, the first block shared.
+    assert int(tokens.num_free) == P - 1 - S * 3
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_fork_goes_on_from_a_running_slot_in_other_ways(model, params) -> None:
+    sequence = Sequence(PROMPTS[0], params)
+    state = start(model, [sequence])
+    tokens, state = run(model, state, [0, -1, -1, -1], num_steps=3)
+    before = drawn(tokens)[0]
+    fork = jax.jit(decoding.fork, donate_argnames="state")
+    state, ok = fork(state, jnp.array([-1, 0, 0, -1]), jnp.array([0, 1, 2, 0]))
+    tokens, state = run(model, state, [0, 1, 2, -1])
+    assert ok
+    check_invariants(state.cache.tables)
+    branches = [before + ids for ids in drawn(tokens)[:3]]
+    # The parent does not notice.
+    assert branches[0] == expected(model, sequence, len(branches[0]))
+    assert len({tuple(branch) for branch in branches}) == (1 if params is GREEDY else 3)
+
+    unchanged = state.cache.tables.block_tables.tolist()
+    state, ok = fork(state, jnp.array([-1, 0, -1, -1]), jnp.zeros(4, jnp.int32))
+    assert not ok and state.cache.tables.block_tables.tolist() == unchanged
+
+
+def test_logprobs_ranks_and_candidates_are_those_of_the_model(model) -> None:
+    sequence = Sequence(PROMPTS[0], SEEDED, seed=2)
+    tokens, _ = run(model, start(model, [sequence]), [0])
+    [ids, *_] = drawn(tokens)
+    n = len(sequence.token_ids)
+    padded = np.zeros((1, LENGTH), np.int32)
+    padded[0, : n + N] = sequence.token_ids + ids
+    logprobs = np.asarray(jax.nn.log_softmax(PLAIN(model, padded)[0, n - 1 : n - 1 + N]))
+    best = np.argsort(-logprobs, axis=1, kind="stable")
+    np.testing.assert_allclose(tokens.logprobs[:, 0], logprobs[np.arange(N), ids], atol=1e-5)
+    ranks = 1 + (logprobs > logprobs[np.arange(N), ids][:, None]).sum(axis=1)
+    assert tokens.ranks[:, 0].tolist() == ranks.tolist()
+    assert set(ranks.tolist()) > {1}
+    np.testing.assert_array_equal(tokens.top_ids[:, 0], best[:, :NUM_TOP])
+    np.testing.assert_allclose(
+        tokens.top_logprobs[:, 0],
+        np.take_along_axis(logprobs, best[:, :NUM_TOP], axis=1),
+        atol=1e-5,
+    )
+    for padding in (tokens.logprobs, tokens.ranks, tokens.top_ids, tokens.top_logprobs):
+        assert not padding[:, 1:].any()
+
+
+@pytest.mark.slow
+def test_without_candidates_the_tokens_are_the_same(model) -> None:
+    tokens, _ = run(model, start(model, mixed()), num_top=0)
+    assert drawn(tokens) == free_run(model)
+    assert (tokens.top_ids.shape, tokens.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
+    assert not tokens.ranks.any()
+    slots, drafts = jnp.arange(S, dtype=jnp.int32), tokens.token_ids[:T].T
+    verified, _ = VERIFY(model, start(model, mixed()), drafts, jnp.full(S, T), slots)
+    assert drawn(verified) == [ids[: T + 1] for ids in free_run(model)]
+
+
+# When it stops
+
+
+@functools.cache
+def free_run(model) -> list[list[int]]:
+    return drawn(run(model, start(model, mixed()))[0])
+
+
+def cut(ids: list[int], stop: int) -> list[int]:
+    return ids[: ids.index(stop) + 1] if stop in ids else ids
+
+
+def test_rows_stop_at_their_tokens_and_lengths(model) -> None:
+    free = free_run(model)
+    never = next(token_id for token_id in range(V) if token_id not in free[1])
+    by_token = dataclasses.replace(SEEDED, stop_token_ids=[never, free[1][2]])
+    sequences = mixed()
+    sequences[0] = dataclasses.replace(sequences[0], max_length=len(PROMPTS[0]) + 4)
+    sequences[1] = dataclasses.replace(sequences[1], params=by_token)
+    sequences[2] = dataclasses.replace(sequences[2], eos_token_ids=(free[2][5],))
+    tokens, state = run(model, start(model, sequences))
+    wanted = [free[0][:4], cut(free[1], free[1][2]), cut(free[2], free[2][5]), free[3]]
+    assert drawn(tokens) == wanted
+    assert len({len(ids) for ids in wanted}) > 2
+    assert int(tokens.num_steps) == N
+    # The last token is known and not in the cache; blocks stay.
+    lengths = [len(p) + len(ids) - 1 for p, ids in zip(PROMPTS, wanted, strict=True)]
+    assert state.cache.lengths.tolist() == lengths
+    assert state.token_ids.tolist() == [ids[-1] for ids in wanted]
+    check_invariants(state.cache.tables)
+    assert not tokens.token_ids[len(wanted[0]) :, 0].any()
+
+
+def test_decode_steps_leaves_when_all_rows_have_stopped(model) -> None:
+    sequences = [dataclasses.replace(s, max_length=len(s.token_ids) + 2) for s in mixed()]
+    sequences[1] = dataclasses.replace(sequences[1], max_length=len(PROMPTS[1]) + 3)
+    tokens, _ = run(model, start(model, sequences))
+    assert (int(tokens.num_steps), tokens.num_new.tolist()) == (3, [2, 3, 2, 2])
+    assert tokens.ok
+    tokens, state = run(model, start(model, sequences), [])
+    assert (int(tokens.num_steps), tokens.num_new.tolist(), bool(tokens.ok)) == (0, [0] * S, True)
+
+
+def test_leave_on_stop_leaves_with_the_first_row(model) -> None:
+    sequences = mixed()
+    sequences[3] = dataclasses.replace(sequences[3], max_length=len(PROMPTS[3]) + 3)
+    tokens, state = run(model, start(model, sequences), leave_on_stop=True)
+    assert drawn(tokens) == [ids[:3] for ids in free_run(model)]
+    # Padding is not a row that has stopped.
+    tokens, _ = run(model, state, [0, 1, -1], leave_on_stop=True)
+    assert tokens.num_new.tolist() == [N, N, 0, 0]
+
+
+def test_end_tokens_count_unless_ignored_or_held_back(model) -> None:
+    ending = SamplingParams(temperature=0, logit_bias={EOS: 1000.0})
+    ways = [
+        ending,
+        dataclasses.replace(ending, ignore_eos=True),
+        dataclasses.replace(ending, min_tokens=3),
+        dataclasses.replace(ending, stop_token_ids=[EOS], ignore_eos=True),
+    ]
+    sequences = [Sequence(PROMPTS[0], params, eos_token_ids=(EOS,)) for params in ways]
+    tokens, _ = run(model, start(model, sequences))
+    assert tokens.num_new.tolist() == [1, N, 4, 1]
+
+
+def test_nan_shows_in_the_logprobs_and_stops_nothing_early(model) -> None:
+    graphdef, weights = nnx.split(model)
+    broken = nnx.merge(graphdef, jax.tree.map(lambda x: x * jnp.nan, weights))
+    # Without a usable logit token 0 is drawn, though it is held back.
+    params = SamplingParams(temperature=0, stop_token_ids=[0], min_tokens=3)
+    tokens, state = run(broken, start(broken, [Sequence(PROMPTS[0], params)]), [0])
+    assert drawn(tokens)[0] == [0] * 4
+    assert np.isnan(tokens.logprobs[:4, 0]).all()
+    check_invariants(state.cache.tables)
+
+
+def test_stop_tokens_without_room_do_not_stop_on_the_device(model) -> None:
+    [ids, *_] = free_run(model)
+    others = [token_id for token_id in range(2, V) if token_id not in ids][:15]
+    for stop_ids, num_new in (([*others, ids[0]], 1), ([*others, 2, ids[0]], N)):
+        params = dataclasses.replace(GREEDY, stop_token_ids=stop_ids)
+        tokens, _ = run(model, start(model, [Sequence(PROMPTS[0], params)]), [0])
+        assert tokens.num_new.tolist()[0] == num_new
+
+
+def start_short_of_blocks(model) -> DecodeState:
+    """Three sequences, beside one that holds half of the pool: 8 blocks are left for them."""
+    state = start(model, mixed()[:3])
+    cache, ok = RESERVE(state.cache, jnp.array([0, 0, 0, WIDTH * C], jnp.int32))
+    assert ok
+    return dataclasses.replace(state, cache=cache)
+
+
+def test_decode_steps_leaves_when_blocks_run_out(model) -> None:
+    # 5, 2 and 0 tokens are in the cache. The blocks suffice for 7 steps, to 12, 9 and 7 tokens in
+    # 3 + 3 + 2 blocks.
+    tokens, state = run(model, start_short_of_blocks(model), [0, 1, 2])
+    assert not tokens.ok
+    assert drawn(tokens) == [*(ids[:7] for ids in free_run(model)[:3]), []]
+    assert (int(tokens.num_steps), int(tokens.num_free)) == (7, 0)
+    assert state.cache.lengths.tolist() == [12, 9, 7, WIDTH * C]
+    check_invariants(state.cache.tables)
+    assert np.asarray(state.sampling.output_counts).sum(axis=1).tolist() == [7, 7, 7, 0]
+    # With the blocks back, nothing is lost.
+    cache = RELEASE(state.cache, jnp.array([False, False, False, True]))
+    tokens, _ = run(model, dataclasses.replace(state, cache=cache), [0, 1, 2], num_steps=1)
+    assert tokens.ok
+    assert drawn(tokens) == [*(ids[7:] for ids in free_run(model)[:3]), []]
+
+
+def test_a_slot_that_does_not_exist_changes_nothing(model) -> None:
+    before = jax.tree.map(np.array, start(model, mixed()))
+    tokens, state = run(model, start(model, mixed()), [0, S])
+    assert (bool(tokens.ok), tokens.num_new.tolist()) == (False, [0] * S)
+    assert_same(before, state)
+
+
+# Drafts
+
+
+T = 3
+
+
+def drafts_of(free: list[int], kind: str) -> tuple[list[int], int]:
+    """Drafts and how many of them count; those that do not are right, and must not be taken."""
+    right, wrong = free[:T], [(token_id + 1) % V for token_id in free[:T]]
+    return {
+        "right": (right, T),
+        "wrong": (wrong, T),
+        "partly": ([right[0], *wrong[1:]], T),
+        "mended": ([right[0], wrong[1], *right[2:]], T),
+        "short": (right, 1),
+        "none": (right, 0),
+    }[kind]
+
+
+NUM_ACCEPTED = {"right": 3, "wrong": 0, "partly": 1, "mended": 1, "short": 1, "none": 0}
+
+
+def verify(model, state, drafts: list[tuple[list[int], int]], slots=range(S)):
+    """`verify_steps` as the host calls it, padded to S rows."""
+    padded, num_drafts = np.zeros((S, T), np.int32), np.zeros(S, np.int32)
+    for row, (draft, num_used) in enumerate(drafts):
+        padded[row], num_drafts[row] = draft, num_used
+    slots = np.array([*slots, *[-1] * (S - len(slots))], np.int32)
+    return VERIFY(model, state, padded, num_drafts, slots, num_top=NUM_TOP)
+
+
+def step_each(model, state, num_new: list[int]) -> DecodeState:
+    """Without drafts: so many steps for each slot."""
+    for i in range(max(num_new)):
+        _, state = run(
+            model, state, [s if i < n else -1 for s, n in enumerate(num_new)], num_steps=1
+        )
+    return state
+
+
+def assert_as_if_stepped(state: DecodeState, plain: DecodeState) -> None:
+    """Equal but for the ids of blocks, the rest of their bytes, and rounding."""
+    check_invariants(state.cache.tables)
+    assert_same(state.sampling, plain.sampling)
+    assert state.token_ids.tolist() == plain.token_ids.tolist()
+    assert state.cache.lengths.tolist() == plain.cache.lengths.tolist()
+    assert int(state.cache.tables.pool.num_free) == int(plain.cache.tables.pool.num_free)
+    for slot in range(S):
+        for ours, theirs in zip(
+            paged_cache.gather(state.cache, slot, layer=1),
+            paged_cache.gather(plain.cache, slot, layer=1),
+            strict=True,
+        ):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_verify_steps_draws_what_decode_steps_draws(model, params) -> None:
+    sequences = [Sequence(prompt, params, seed=4) for prompt in PROMPTS]
+    free = drawn(run(model, start(model, sequences))[0])
+    for kinds in (("right", "wrong", "partly", "short"), ("none", "mended", "right", "right")):
+        drafts = [drafts_of(ids, kind) for ids, kind in zip(free, kinds, strict=True)]
+        tokens, state = verify(model, start(model, sequences), drafts)
+        num_new = [NUM_ACCEPTED[kind] + 1 for kind in kinds]
+        assert drawn(tokens) == [ids[:n] for ids, n in zip(free, num_new, strict=True)]
+        assert (int(tokens.num_steps), bool(tokens.ok)) == (max(num_new), True)
+        assert int(tokens.num_free) == int(state.cache.tables.pool.num_free)
+        assert_as_if_stepped(state, step_each(model, start(model, sequences), num_new))
+        # And it goes on as if nothing had been guessed.
+        rest, _ = run(model, state, num_steps=N - 4)
+        assert drawn(rest) == [ids[n : n + N - 4] for ids, n in zip(free, num_new, strict=True)]
+
+
+def test_verify_steps_reports_what_decode_steps_reports(model) -> None:
+    free = free_run(model)
+    plain, _ = run(model, start(model, mixed()), num_steps=T + 1)
+    tokens, _ = verify(model, start(model, mixed()), [drafts_of(ids, "right") for ids in free])
+    assert tokens.num_new.tolist() == [T + 1] * S
+    np.testing.assert_array_equal(tokens.ranks, plain.ranks[: T + 1])
+    np.testing.assert_array_equal(tokens.top_ids, plain.top_ids[: T + 1])
+    np.testing.assert_allclose(tokens.logprobs, plain.logprobs[: T + 1], atol=1e-5)
+    np.testing.assert_allclose(tokens.top_logprobs, plain.top_logprobs[: T + 1], atol=1e-5)
+
+
+def test_verify_steps_stops_within_drafts(model) -> None:
+    free = free_run(model)
+    sequences = mixed()
+    sequences[0] = dataclasses.replace(
+        sequences[0], params=dataclasses.replace(GREEDY, stop_token_ids=[free[0][1]])
+    )
+    sequences[1] = dataclasses.replace(sequences[1], max_length=len(PROMPTS[1]) + 3)
+    sequences[2] = dataclasses.replace(sequences[2], max_length=len(PROMPTS[2]) + 1)
+    tokens, state = verify(
+        model, start(model, sequences), [drafts_of(ids, "right") for ids in free]
+    )
+    wanted = [cut(free[0], free[0][1]), free[1][:3], free[2][:1], free[3][: T + 1]]
+    assert drawn(tokens) == wanted
+    num_new = [len(ids) for ids in wanted]
+    assert num_new[0] < T + 1
+    assert_as_if_stepped(state, step_each(model, start(model, mixed()), num_new))
+
+
+def test_verify_steps_at_the_end_of_a_table_needs_no_room_for_drafts(model) -> None:
+    # Known up to one token before the table is full: no draft may be written.
+    sequence = Sequence(PROMPTS[0], max_length=WIDTH * C + 1)
+    tokens, state = run(model, start(model, [sequence]), [0], num_steps=N)
+    for _ in range(2):
+        tokens, state = run(model, state, [0], num_steps=N)
+    tokens, state = run(model, state, [0], num_steps=2)
+    assert int(state.cache.lengths[0]) == WIDTH * C - 1
+    tokens, state = verify(model, state, [([3, 4, 5], T)], [0])
+    assert (bool(tokens.ok), tokens.num_new.tolist()) == (True, [1, 0, 0, 0])
+    assert int(state.cache.lengths[0]) == WIDTH * C
+
+
+def test_verify_steps_of_forked_slots(model) -> None:
+    samples = [Sequence(PROMPTS[0], SEEDED, seed=1, sample_index=i) for i in range(2)]
+    free = drawn(run(model, start(model, samples), [0, 1])[0])
+    state = start(model, samples[:1])
+    cache, _ = FORK(state.cache, jnp.array([-1, 0, -1, -1], jnp.int32))
+    state = samples[1].assign(dataclasses.replace(state, cache=cache), 1)
+    tokens, state = verify(model, state, [drafts_of(free[0], "right")] * 2, [0, 1])
+    assert tokens.num_new[0] == T + 1 > tokens.num_new[1]
+    assert drawn(tokens)[1] == free[1][: int(tokens.num_new[1])]
+    check_invariants(state.cache.tables)
+
+
+def test_verify_steps_out_of_blocks_changes_nothing(model) -> None:
+    _, state = run(model, start_short_of_blocks(model), [0, 1, 2], num_steps=6)
+    before = jax.tree.map(np.array, state)
+    drafts = [drafts_of(ids[-T:], "right") for ids in free_run(model)[:3]]
+    tokens, state = verify(model, state, drafts, [0, 1, 2])
+    assert (bool(tokens.ok), tokens.num_new.tolist(), int(tokens.num_steps)) == (False, [0] * S, 0)
+    assert int(tokens.num_free) == 1
+    assert_same(before, state)
+    tokens, _ = run(model, state, [0, 1, 2], num_steps=1)
+    assert drawn(tokens) == [*(ids[6:7] for ids in free_run(model)[:3]), []]
+
+
+# Memory
+
+WIDE = LlamaConfig(
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="float32"),
+        pytest.param(
+            DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="int8"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            # Stacked weights XLA does copy, before the loop over layers and in any step.
+            DecodeLoop(WIDE, 0.1, scan_layers=True, dtype="float32", pool_dtype="float32"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["float32", "int8", "scanned"],
+)
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_loop_copies_neither_pools_nor_weights(loop, batch) -> None:
+    """Of bfloat16 weights XLA would like to have a float32 copy, made before the loop."""
+    loop = dataclasses.replace(loop, batch=batch, max_blocks_per_slot=16)
+    arguments = loop.shapes()
+    compiled = jax.jit(loop.function(), donate_argnums=1).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    weights = sum(leaf.size for leaf in jax.tree.leaves(arguments[0]))
+    cache = arguments[1].cache
+    if not loop.scan_layers:
+        assert memory.temp_size_in_bytes < weights
+    assert memory.temp_size_in_bytes < 0.05 * cache.k.size * cache.k.dtype.itemsize
+    pools = sum(pool.size * pool.dtype.itemsize for pool in cache.pools if pool is not None)
+    assert memory.alias_size_in_bytes >= pools
+
+
+# Mistakes
+
+
+def test_assign_refuses_what_makes_no_sequence(model) -> None:
+    state = start(model, [])
+    for changes, message in (
+        ({"num_prompt_tokens": 3}, r"num_prompt_tokens must be in \[1, 2\].*got 3"),
+        ({"max_length": 2}, "max_length must be above the 2 tokens.*got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(Sequence([BOS, 5]), **changes).assign(state, 0)
+
+
+def test_decode_steps_refuses_wrong_shapes(model) -> None:
+    state = start(model, [])
+    with pytest.raises(ValueError, match="max_steps must be a positive integer"):
+        decode_steps(model, state, jnp.zeros(2, jnp.int32), 1, max_steps=0)
+    with pytest.raises(ValueError, match=r"slots must have shape \[B\]"):
+        decode_steps(model, state, jnp.zeros((2, 1), jnp.int32), 1, max_steps=1)
+    with pytest.raises(ValueError, match="slots must be int32, got float32"):
+        decode_steps(model, state, jnp.zeros(2), 1, max_steps=1)
+    with pytest.raises(ValueError, match="num_drafts must have B"):
+        verify_steps(
+            model, state, jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32),
+            jnp.zeros(2, jnp.int32),
+        )  # fmt: skip
+
+
+def test_assign_compiles_once(model) -> None:
+    state = start(model, [Sequence(PROMPTS[0])])
+    before = decoding._write_rows._cache_size()
+    for slot, prompt in enumerate(PROMPTS):
+        state = Sequence(prompt, PENALISED, seed=slot).assign(state, slot)
+    assert decoding._write_rows._cache_size() == before
+    assert state.token_ids.tolist() == [prompt[-1] for prompt in PROMPTS]

@@ -1,0 +1,727 @@
+"""Sampling: filters and penalties against float64, and randomness that depends on nothing else."""
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.sample import (
+    SlotSampling,
+    assign,
+    filter_logits,
+    sample,
+    top_logprobs,
+)
+from tests.support import oracles_sampling as oracles
+
+# Nearly all tests share one program, of this size: it takes longer to compile than to run. 300
+# tokens are three groups of the two-level draw, the last of them cut short.
+NUM_SLOTS, VOCAB = 8, 300
+TRACES = collections.Counter()
+
+
+@jax.jit
+def jit_sample(logits, state, positions, active):
+    TRACES[logits.shape, logits.dtype] += 1
+    return sample(logits, state, positions, active)
+
+
+jit_filter = jax.jit(filter_logits)
+
+
+def slots(*params, prompts=None, outputs=None, seeds=None):
+    """A state of NUM_SLOTS slots, of which the first ones have these params."""
+    state = SlotSampling.create(NUM_SLOTS, VOCAB)
+    for slot, one in enumerate(params):
+        state = assign(
+            state,
+            slot,
+            one,
+            seed=slot if seeds is None else seeds[slot],
+            prompt_token_ids=() if prompts is None else prompts[slot],
+            output_token_ids=() if outputs is None else outputs[slot],
+        )
+    return state
+
+
+def step(logits, state, positions=None, active=None):
+    """Sample for the first slots; other slots are not active and other tokens impossible."""
+    num_rows, num_tokens = logits.shape
+    num_slots, vocab_size = state.output_counts.shape
+    padded = np.full((num_slots, vocab_size), np.nan, np.float32)
+    padded[:num_rows] = -np.inf
+    padded[:num_rows, :num_tokens] = logits
+    all_positions, all_active = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
+    all_positions[:num_rows] = 0 if positions is None else positions
+    all_active[:num_rows] = True if active is None else active
+    tokens, logprobs, state = jit_sample(padded, state, all_positions, all_active)
+    return np.asarray(tokens)[:num_rows], np.asarray(logprobs)[:num_rows], state
+
+
+def random_logits(*shape, seed=0, scale=3.0):
+    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
+# -- Which tokens are kept ------------------------------------------------------------------------
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 299},
+    {"top_k": 300},
+    {"top_k": 5000},
+    {"top_p": 1e-6},
+    {"top_p": 1e-60},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"min_p": 0.02},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 1, "top_p": 0.5, "min_p": 0.5},
+    {"top_k": 30, "top_p": 0.95, "min_p": 0.05, "temperature": 0.6},
+    {"top_p": 0.7, "temperature": 3.0},
+    {"top_p": 0.7, "temperature": 0.05},
+]
+
+
+def check_filter(logits):
+    """Every filter on its own row of one batch, support exactly and distribution closely."""
+    columns = {
+        name: jnp.array([f.get(name, default) for f in FILTERS], dtype)
+        for name, default, dtype in (
+            ("temperature", 1.0, jnp.float32),
+            ("min_p", 0.0, jnp.float32),
+            ("top_k", 0, jnp.int32),
+            ("top_p", 1.0, jnp.float32),
+        )
+    }
+    log_weights = np.asarray(jit_filter(jnp.asarray(logits), **columns))
+    for row, options in enumerate(FILTERS):
+        want = oracles.kept_probabilities(logits[row], **options)
+        kept = np.isfinite(log_weights[row])
+        np.testing.assert_array_equal(kept, want > 0, err_msg=str(options))
+        got = np.exp(log_weights[row].astype(np.float64))
+        np.testing.assert_allclose(
+            got / got.sum(), want, rtol=3e-6, atol=1e-12, err_msg=str(options)
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_filter_logits_keeps_what_the_oracle_keeps(seed):
+    # 20 at least, or the lowest temperature pushes float64's own weights to 0.
+    check_filter(random_logits(len(FILTERS), 300, seed=seed, scale=2.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_filter_logits_breaks_ties_by_token_id(seed):
+    # Multiples of 1/2 among 300 tokens: every cut falls on a tie. The largest is shared as well.
+    logits = np.round(random_logits(len(FILTERS), 300, seed=seed, scale=1.0) * 2) / 2
+    check_filter(np.minimum(logits, 1.5))
+
+
+def test_filter_logits_of_equal_logits_keeps_the_first_ones():
+    kept = jit_filter(
+        jnp.zeros((3, 10)),
+        temperature=jnp.ones(3),
+        min_p=jnp.array([0.0, 0.0, 1.0]),
+        top_k=jnp.array([3, 0, 0]),
+        top_p=jnp.array([1.0, 0.5, 1.0]),
+    )
+    assert np.isfinite(kept).sum(axis=1).tolist() == [3, 5, 10]
+    assert np.isfinite(kept)[0, :3].all() and np.isfinite(kept)[1, :5].all()
+
+
+def test_filter_logits_cuts_between_neighbouring_floats():
+    # Adjacent float32 values, of both signs and across zero: any rounding on the way merges them.
+    up = np.float32(np.inf)
+    one = np.nextafter(np.float32(1), up)
+    rows = np.array(
+        [
+            [1.0, one, np.nextafter(one, up), -5.0],
+            [-1.0, -one, -np.nextafter(one, up), -50.0],
+            [0.0, 1e-30, -1e-30, -1.0],
+        ],
+        np.float32,
+    )
+    kept = jit_filter(
+        jnp.asarray(rows),
+        temperature=jnp.full(3, 7.0),
+        min_p=jnp.zeros(3),
+        top_k=jnp.array([2, 2, 2]),
+        top_p=jnp.ones(3),
+    )
+    assert np.isfinite(kept).tolist() == [
+        [False, True, True, False],
+        [True, True, False, False],
+        [True, True, False, False],
+    ]
+
+
+def test_filter_logits_never_keeps_minus_infinity():
+    logits = random_logits(2, 40)
+    logits[:, 5:] = -np.inf
+    kept = jit_filter(
+        jnp.asarray(logits),
+        temperature=jnp.full(2, 1e30),
+        min_p=jnp.zeros(2),
+        top_k=jnp.array([30, 0]),
+        top_p=jnp.array([1.0, 0.999999]),
+    )
+    assert np.isfinite(kept).sum(axis=1).tolist() == [5, 5]
+
+
+def test_filter_logits_refuses_shapes_that_disagree():
+    with pytest.raises(ValueError, match="filter_logits: top_p must have S"):
+        filter_logits(
+            jnp.zeros((2, 3)),
+            temperature=jnp.ones(2),
+            min_p=jnp.zeros(2),
+            top_k=jnp.zeros(2, jnp.int32),
+            top_p=jnp.ones(3),
+        )
+
+
+# -- Draws ----------------------------------------------------------------------------------------
+
+
+def draws(logits_row, params, num_draws, output=()):
+    """Tokens at num_draws positions of one seed, drawn in batches of 512 equal rows."""
+    num_rows = 512
+    logits = np.broadcast_to(logits_row, (num_rows, len(logits_row)))
+    state = slots(params, seeds=[0], outputs=[output])
+    state = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], (num_rows, *a.shape[1:])), state)
+    tokens = [
+        step(logits, state, np.arange(start, start + num_rows))[0]
+        for start in range(0, num_draws, num_rows)
+    ]
+    return np.concatenate(tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 1.5}],
+    ids=str,
+)
+def test_sample_draws_by_probability(options):
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    likely = [0, 1, 127, 128, 200, 255, 256, 299]
+    logits[likely] = np.log(np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.08, 0.05, 0.02], np.float32))
+    num_draws = 8192
+    tokens = draws(logits, SamplingParams(**options), num_draws)
+    want = oracles.kept_probabilities(logits, **options)
+    counts = np.bincount(tokens, minlength=300)
+    assert counts[want == 0].sum() == 0
+    expected = want[want > 0] * num_draws
+    chi_square = ((counts[want > 0] - expected) ** 2 / expected).sum()
+    # 24.3 is passed by chance once in 1000 for 7 degrees of freedom; the seed is fixed.
+    assert chi_square < 24.3
+    # And it is not too good to be random either: draws are independent across positions.
+    assert len(set(tokens[:64].tolist())) > 1
+
+
+def test_sample_draws_evenly_across_and_within_groups():
+    num_draws = 64 * VOCAB
+    num_draws -= num_draws % 512
+    tokens = draws(np.zeros(VOCAB, np.float32), SamplingParams(), num_draws)
+    counts = np.bincount(tokens, minlength=VOCAB)
+    expected = num_draws / VOCAB
+    # 378 is 1 in 1000 for 299 degrees of freedom; less than 228 would be as unlikely.
+    assert 228 < ((counts - expected) ** 2 / expected).sum() < 378
+    # Draws that follow each other are independent: so are the sums of pairs, modulo VOCAB.
+    pairs = np.bincount((tokens[1:] + tokens[:-1]) % VOCAB, minlength=VOCAB)
+    assert 228 < ((pairs - expected) ** 2 / expected).sum() < 378
+
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(top_k=20, temperature=2.0),
+    SamplingParams(top_p=0.9, temperature=2.0),
+    SamplingParams(min_p=0.05, temperature=2.0),
+    SamplingParams(
+        presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.3, temperature=1.5
+    ),
+    SamplingParams(logit_bias={3: 4.0, 200: -2.0}, temperature=1.5),
+    SamplingParams(top_k=50, top_p=0.95, min_p=0.01, frequency_penalty=-0.7, logit_bias={9: 1.0}),
+]
+MIXED_PROMPTS = [[slot, 2 * slot, 7] for slot in range(len(MIXED))]
+MIXED_OUTPUTS = [[3 * slot, 9, 9] for slot in range(len(MIXED))]
+
+
+def run_mixed(order, active=None, num_tokens=6):
+    """What each request of MIXED generates when they sit in the slots in this order."""
+    state = slots(
+        *(MIXED[i] for i in order),
+        prompts=[MIXED_PROMPTS[i] for i in order],
+        outputs=[MIXED_OUTPUTS[i] for i in order],
+        seeds=[1000 + i for i in order],
+    )
+    generated = []
+    for position in range(num_tokens):
+        rows = random_logits(len(MIXED), VOCAB, seed=position)[list(order)]
+        positions = [position + 10 * i for i in order]
+        tokens, logprobs, state = step(rows, state, positions, active)
+        bits = np.asarray(logprobs).view(np.int32)
+        generated.append(np.stack([np.asarray(tokens), bits], axis=1))
+    result = np.empty((len(MIXED), num_tokens, 2), np.int64)
+    result[list(order)] = np.stack(generated, axis=1)
+    return result
+
+
+def test_sample_does_not_depend_on_the_slot():
+    order = [3, 1, 4, 7, 5, 0, 2, 6]
+    np.testing.assert_array_equal(run_mixed(order), run_mixed(range(len(MIXED))))
+
+
+@pytest.mark.parametrize("alone", range(len(MIXED)))
+def test_sample_does_not_depend_on_the_batch_mates(alone):
+    # Alone, the other kinds of work are skipped altogether.
+    active = np.arange(len(MIXED)) == alone
+    together = run_mixed(range(len(MIXED)))
+    np.testing.assert_array_equal(
+        run_mixed(range(len(MIXED)), active=active)[alone], together[alone]
+    )
+
+
+def test_sample_ignores_rows_that_are_not_active():
+    logits = random_logits(2, 50)
+    logits[1] = np.nan
+    params = SamplingParams(top_p=0.9, frequency_penalty=1.0)
+    state = slots(params, params)
+    tokens, logprobs, after = step(logits, state, active=[True, False])
+    assert np.isfinite(logprobs).all() and tokens[1] == 0 and logprobs[1] == 0
+    assert after.output_counts.sum(axis=1).tolist() == [1] + [0] * (NUM_SLOTS - 1)
+
+
+def test_sample_depends_on_seed_sample_index_and_position():
+    logits = np.zeros((1, VOCAB), np.float32)
+
+    def token(seed, sample_index, position):
+        state = SlotSampling.create(NUM_SLOTS, VOCAB)
+        state = assign(state, 0, SamplingParams(), seed=seed, sample_index=sample_index)
+        return int(step(logits, state, [position])[0][0])
+
+    # Seeds that differ in the upper half only, or in bit 62, are different seeds.
+    streams = [(5, 0), (5, 1), (6, 0), (5 + 2**32, 0), (5 + 2**62, 0), (2**63 - 1, 0)]
+    tokens = [tuple(token(*stream, position) for position in range(4)) for stream in streams]
+    assert len(set(tokens)) == len(streams)
+    assert all(len(set(row)) > 1 for row in tokens)
+    assert tokens[0] == tuple(token(5, 0, position) for position in range(4))
+
+
+def test_sample_means_the_same_under_another_default_generator():
+    state = slots(SamplingParams())
+    arguments = (
+        jnp.zeros((NUM_SLOTS, VOCAB)),
+        state,
+        jnp.arange(NUM_SLOTS, dtype=jnp.int32),
+        jnp.ones(NUM_SLOTS, jnp.bool_),
+    )
+    want = jit_sample(*arguments)[0]
+    with jax.default_prng_impl("rbg"):
+        # A function of its own, because jit would give back the program that it has.
+        got = jax.jit(lambda *arguments: sample(*arguments)[0])(*arguments)
+    np.testing.assert_array_equal(got, want)
+
+
+# -- Greedy, penalties, bias ----------------------------------------------------------------------
+
+
+def test_sample_at_temperature_zero_takes_the_first_largest_logit():
+    logits = random_logits(4, 200)
+    logits[1, [17, 150]] = 50.0
+    params = SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
+    tokens, _, _ = step(logits, slots(*[params] * 4))
+    assert tokens.tolist() == logits.argmax(axis=1).tolist()
+    assert tokens[1] == 17
+
+
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}], ids=str)
+def test_sample_narrowed_to_one_token_is_greedy(option):
+    logits = random_logits(4, 200)
+    logits[1, [17, 150]] = 50.0
+    tokens, _, _ = step(logits, slots(*[SamplingParams(**option)] * 4))
+    assert tokens.tolist() == logits.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 1.5},
+        {"presence_penalty": -1.5},
+        {"frequency_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 2.0},
+        {"repetition_penalty": 0.5},
+        {"logit_bias": {3: 2.5, 39: -100.0, 0: 1.25}},
+        {
+            "presence_penalty": 0.75,
+            "frequency_penalty": 0.25,
+            "repetition_penalty": 4.0,
+            "logit_bias": {5: 6.0, 6: 6.5},
+        },
+    ],
+    ids=str,
+)
+def test_sample_penalties_match_the_oracle(options):
+    num_slots, vocab_size = NUM_SLOTS, 40
+    rng = np.random.default_rng(1)
+    # Multiples of 1/64 and penalties that are too: float32 and float64 agree exactly.
+    logits = np.round(random_logits(num_slots, vocab_size) * 64).astype(np.float32) / 64
+    prompts = rng.integers(0, vocab_size, (num_slots, 15))
+    outputs = rng.integers(0, vocab_size, (num_slots, 25))
+    params = SamplingParams(temperature=0, **options)
+    state = slots(*[params] * num_slots, prompts=prompts, outputs=outputs)
+    tokens, _, _ = step(logits, state)
+    named = {("bias" if name == "logit_bias" else name): v for name, v in options.items()}
+    want = [
+        oracles.penalised_logits(row, prompt=prompt, output=output, **named).argmax()
+        for row, prompt, output in zip(logits, prompts, outputs, strict=True)
+    ]
+    assert tokens.tolist() == want
+    assert tokens.tolist() != logits.argmax(axis=1).tolist()
+
+
+def test_sample_penalties_shape_the_drawn_distribution():
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.5)
+    tokens = draws(logits, params, 4096, output=[0, 0])
+    penalised = oracles.penalised_logits(
+        logits, output=[0, 0], frequency_penalty=0.5, presence_penalty=0.5
+    )
+    expected = oracles.kept_probabilities(penalised) * 4096
+    counts = np.bincount(tokens, minlength=4)
+    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 1 in 1000, 3 degrees of freedom
+
+
+def test_sample_counts_what_it_generates():
+    logits = np.zeros((3, 5), np.float32)
+    logits[:, 2] = 1.0
+    logits[:, 4] = 0.5
+    params = SamplingParams(temperature=0, frequency_penalty=0.375)
+    state = slots(params, params, SamplingParams(temperature=0))
+    history = []
+    for position in range(4):
+        tokens, _, state = step(logits, state, [position] * 3, [True, position < 2, True])
+        history.append(tokens.tolist())
+    # 1.0, 0.625, then 0.25 < 0.5, then 0.25 > 0.125.
+    assert [row[0] for row in history] == [2, 2, 4, 2]
+    assert [row[1] for row in history] == [2, 2, 0, 0]
+    want = [[0, 0, 3, 0, 1], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    assert state.output_counts[:3, :5].tolist() == want
+    assert state.output_counts.sum() == 10
+
+
+def test_sample_holds_stop_tokens_back_until_min_tokens():
+    logits = np.array([[0.0, 3.0, 2.0, 1.0]] * 2, np.float32)
+    state = SlotSampling.create(NUM_SLOTS, VOCAB)
+    patient = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[2])
+    state = assign(state, 0, patient, seed=0, prompt_token_ids=[0, 0, 0], eos_token_ids=[1])
+    state = assign(state, 1, SamplingParams(temperature=0), seed=0, eos_token_ids=[1])
+    tokens = []
+    for position in (3, 4, 5):
+        chosen, _, state = step(logits, state, [position] * 2)
+        tokens.append(chosen.tolist())
+    assert tokens == [[3, 1], [3, 1], [1, 1]]
+
+
+# -- Logits that no model should make -------------------------------------------------------------
+
+BOTH_MODES = pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(top_p=0.9)], ids=["greedy", "drawn"]
+)
+
+
+@BOTH_MODES
+def test_sample_never_chooses_minus_infinity_or_nan(params):
+    logits = np.full((8, 300), -np.inf, np.float32)
+    logits[:, 1::2] = np.nan
+    logits[:, 290] = -40.0
+    tokens, logprobs, _ = step(logits, slots(*[params] * 8), np.arange(8))
+    assert tokens.tolist() == [290] * 8
+    assert np.isnan(logprobs).all()
+
+
+@BOTH_MODES
+def test_sample_takes_plus_infinity_as_the_largest(params):
+    logits = random_logits(2, 300)
+    logits[:, 123] = np.inf
+    tokens, logprobs, _ = step(logits, slots(params, params))
+    assert tokens.tolist() == [123, 123]
+    assert np.isnan(logprobs).all()
+
+
+def test_sample_breaks_ties_of_plus_infinity_too():
+    logits = random_logits(NUM_SLOTS, VOCAB)
+    logits[:, [123, 200]] = np.inf
+    tokens, _, _ = step(logits, slots(*[SamplingParams(top_p=0.4)] * NUM_SLOTS))
+    assert tokens.tolist() == [123] * NUM_SLOTS
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_sample_of_a_row_without_usable_logits_is_token_zero(params, bad):
+    logits = np.full((2, 300), bad, np.float32)
+    tokens, logprobs, _ = step(logits, slots(params, params))
+    assert tokens.tolist() == [0, 0]
+    assert np.isnan(logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e300},
+        {"temperature": 1.1e-5},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"logit_bias": {0: 1e300, 1: -1e300}},
+        {"top_p": 1e-300},
+        {"min_p": 1e-300},
+    ],
+    ids=str,
+)
+def test_sample_survives_extreme_params(options):
+    logits = random_logits(4, 64, scale=1e4)
+    logits[:, 32:] = -np.inf
+    params = SamplingParams(**options)
+    state = slots(*[params] * 4, prompts=[[3]] * 4, outputs=[[4, 40]] * 4)
+    tokens, logprobs, _ = step(logits, state)
+    assert (tokens < 32).all() and np.isfinite(logprobs).all()
+
+
+# -- Log-probabilities ----------------------------------------------------------------------------
+
+
+def test_sample_reports_logprobs_of_the_raw_logits():
+    logits = random_logits(4, VOCAB, scale=5.0)
+    params = SamplingParams(temperature=0.3, top_k=9, logit_bias={2: 30.0}, presence_penalty=2.0)
+    tokens, logprobs, _ = step(logits, slots(*[params] * 4, outputs=[[2]] * 4))
+    want = [oracles.log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)]
+    np.testing.assert_allclose(logprobs, want, rtol=1e-6, atol=2e-6)
+    assert 2 in tokens
+
+
+def test_top_logprobs_match_the_oracle():
+    logits = np.round(random_logits(3, 100), 1)
+    values, ids = top_logprobs(jnp.asarray(logits), 7)
+    for row in range(3):
+        want = oracles.log_softmax(logits[row])
+        order = np.lexsort((np.arange(100), -logits[row]))[:7]
+        assert ids[row].tolist() == order.tolist()
+        np.testing.assert_allclose(values[row], want[order], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [0, 101, -1, 2.0, True])
+def test_top_logprobs_refuses_k_out_of_range(k):
+    with pytest.raises(ValueError, match=r"top_logprobs: k must be an integer in \[1, 100\]"):
+        top_logprobs(jnp.zeros((1, 100)), k)
+
+
+def test_sample_computes_in_float32_whatever_the_logits_are():
+    low = jnp.asarray(random_logits(NUM_SLOTS, VOCAB)).astype(jnp.bfloat16)
+    rest = (
+        slots(SamplingParams(), SamplingParams(top_p=0.5)),
+        jnp.zeros(NUM_SLOTS, jnp.int32),
+        jnp.ones(NUM_SLOTS, jnp.bool_),
+    )
+    got, want = jit_sample(low, *rest), jit_sample(low.astype(jnp.float32), *rest)
+    assert got[1].dtype == jnp.float32
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+
+
+# -- One program ----------------------------------------------------------------------------------
+
+
+def test_sample_and_assign_compile_once_for_all_params():
+    state = slots(SamplingParams())
+    logits = random_logits(NUM_SLOTS, VOCAB)
+    step(logits, state)
+    with jax.no_tracing():
+        for slot, params in enumerate(MIXED):
+            state = assign(state, slot, params, seed=slot, prompt_token_ids=range(slot))
+            _, _, state = step(logits, state, [slot] * NUM_SLOTS, np.arange(NUM_SLOTS) != slot)
+    # Over this whole file, whatever ran first.
+    assert TRACES[(NUM_SLOTS, VOCAB), jnp.dtype(jnp.float32)] == 1
+
+
+def test_sample_runs_inside_scan_as_it_does_outside():
+    logits = jnp.asarray(random_logits(len(MIXED), 300))
+    state = slots(*MIXED)
+    active = jnp.ones(len(MIXED), jnp.bool_)
+
+    @jax.jit
+    def rollout(state):
+        def body(state, position):
+            positions = jnp.full(len(MIXED), position)
+            tokens, _, state = sample(logits, state, positions, active)
+            return state, tokens
+
+        return jax.lax.scan(body, state, jnp.arange(5, dtype=jnp.int32))
+
+    scanned_state, scanned = rollout(state)
+    for position in range(5):
+        tokens, _, state = step(logits, state, [position] * len(MIXED))
+        np.testing.assert_array_equal(tokens, scanned[position])
+    np.testing.assert_array_equal(state.output_counts, scanned_state.output_counts)
+
+
+def test_sample_refuses_shapes_that_disagree():
+    state = SlotSampling.create(2, 10)
+    with pytest.raises(ValueError, match="sample: output_counts must have V"):
+        sample(jnp.zeros((2, 11)), state, jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.bool_))
+
+
+# -- State ----------------------------------------------------------------------------------------
+
+
+def test_assign_writes_its_slot_and_no_other():
+    params = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        min_p=0.125,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=2.0,
+        logit_bias={4: 1.5},
+        min_tokens=3,
+        stop_token_ids=[5],
+    )
+    fresh = jax.tree.map(np.array, SlotSampling.create(3, 6, max_logit_bias=2, max_stop_ids=2))
+    state = SlotSampling.create(3, 6, max_logit_bias=2, max_stop_ids=2)
+    state = assign(state, 1, params, seed=1, prompt_token_ids=[0, 0], output_token_ids=[2, 2])
+    for field in ("temperature", "top_k", "top_p", "min_p"):
+        assert getattr(state, field)[1] == getattr(params, field)
+    for field in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert getattr(state, field)[1] == getattr(params, field)
+    assert state.bias_ids[1].tolist() == [4, 6] and state.bias_values[1].tolist() == [1.5, 0]
+    assert state.held_ids[1].tolist() == [5, 6] and state.held_until[1] == 5
+    assert state.prompt_mask[1].tolist() == [True] + [False] * 5
+    assert state.output_counts[1].tolist() == [0, 0, 2, 0, 0, 0]
+    # A later, plain request clears all of it.
+    state = assign(state, 1, SamplingParams(temperature=0), seed=0)
+    for name, before in vars(fresh).items():
+        after = np.array(getattr(state, name))
+        rows = [0, 2] if name == "keys" else [0, 1, 2]
+        np.testing.assert_array_equal(after[rows], before[rows], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slot": 2}, r"slot must be an integer in \[0, 2\), got 2"),
+        ({"slot": -1}, r"slot must be an integer in \[0, 2\), got -1"),
+        ({"seed": 2**63}, "seed must be an integer in"),
+        ({"seed": -1}, "seed must be an integer in"),
+        ({"sample_index": -1}, "sample_index must be an integer in"),
+        ({"prompt_token_ids": [10]}, r"prompt_token_ids must hold token ids in \[0, 10\), got 10"),
+        ({"output_token_ids": [-1]}, "output_token_ids must hold token ids"),
+        ({"params": SamplingParams(logit_bias={10: 1.0})}, "logit_bias must hold token ids"),
+        (
+            {"params": SamplingParams(logit_bias={0: 1, 1: 1, 2: 1})},
+            "logit_bias must have at most 2 entries, got 3",
+        ),
+        (
+            {"params": SamplingParams(min_tokens=1, stop_token_ids=[1, 2, 3])},
+            "stop_token_ids must have at most 2 entries, got 3",
+        ),
+    ],
+    ids=str,
+)
+def test_assign_refuses(change, message):
+    state = SlotSampling.create(2, 10, max_logit_bias=2, max_stop_ids=2)
+    arguments = {"slot": 0, "params": SamplingParams(), "seed": 0, **change}
+    with pytest.raises(ValueError, match=f"assign: {message}"):
+        assign(state, **arguments)
+    assert not state.temperature.is_deleted()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_slots": 0}, {"vocab_size": 0}, {"max_logit_bias": -1}, {"max_stop_ids": 1.5}]
+)
+def test_create_refuses_bad_sizes(sizes):
+    (name,) = sizes
+    with pytest.raises(ValueError, match=f"SlotSampling.create: {name} must be an integer >= "):
+        SlotSampling.create(**{"num_slots": 1, "vocab_size": 4, **sizes})
+
+
+def test_create_without_room_for_bias_still_samples():
+    state = SlotSampling.create(1, 4, max_logit_bias=0, max_stop_ids=0)
+    assert step(np.array([[0, 0, 1, 0]], np.float32), state)[0].tolist() == [2]
+
+
+# -- SamplingParams -------------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+BAD_PARAMS = {
+    "n": [0, -1, 1.0, True],
+    "temperature": [-0.1, NAN, INF, 10**400, "1", True, None],
+    "top_p": [0.0, -0.5, 1.0001, NAN, 10**400, None],
+    "top_k": [-2, 1.5, True, 2**31],
+    "min_p": [-0.01, 1.01, NAN, 10**400],
+    "presence_penalty": [-2.01, 2.01, NAN, -(10**400)],
+    "frequency_penalty": [-2.01, 2.01, NAN, 10**400],
+    "repetition_penalty": [0.0, -1.0, INF, NAN, 10**400],
+    "seed": [-2, 2**63, 1.0, -1.0, True],
+    "stop": ["", ["a", ""], [1], 5],
+    "stop_token_ids": [[-1], [1.5], [True], "12", 7],
+    "max_tokens": [0, -5, 1.5, True],
+    "min_tokens": [-1, 17, 0.5],
+    "logprobs": [-1, 21, True, 1.0],
+    "logit_bias": [
+        {-1: 0.0},
+        {"3": 1.0},
+        {1: NAN},
+        {1: INF},
+        {1: 10**400},
+        {True: 1.0},
+        [(1, 1.0)],
+    ],  # fmt: skip
+    "ignore_eos": [1, None],
+    "skip_special_tokens": ["yes"],
+    "include_stop_str_in_output": [0],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD_PARAMS.items() for value in values]
+)
+def test_sampling_params_refuses(name, value):
+    with pytest.raises(ValueError, match=f"^SamplingParams: {name} must .*, got .*\\. [A-Z]"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 1},
+        {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
+        {"seed": 2**63 - 1, "logprobs": 20, "n": 5, "max_tokens": 1},
+        {"seed": 0, "logprobs": 0, "max_tokens": None, "min_tokens": 10_000},
+        {"min_tokens": 16, "max_tokens": 16},
+        {"temperature": np.float32(0.5), "top_k": np.int32(4), "seed": np.int64(3)},
+    ],
+)
+def test_sampling_params_accepts_the_bounds(options):
+    params = SamplingParams(**options)
+    assert all(getattr(params, name) == value for name, value in options.items())
+
+
+def test_sampling_params_normalises_and_hashes():
+    bias = {1: 2.0}
+    params = SamplingParams(stop="END", stop_token_ids=[3, 4], logit_bias=bias)
+    assert params.stop == ("END",) and params.stop_token_ids == (3, 4)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
+    bias[1] = NAN
+    assert params.logit_bias == {1: 2.0}
+    assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(3, 4)))
+    assert params != SamplingParams(stop=["END"], stop_token_ids=(3, 4))

@@ -1,0 +1,152 @@
+"""The page that shows the cache: what it asks for, and what a browser makes of it."""
+
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from paged_jax import Engine
+from paged_jax.server import Settings
+from tests.support.live_server import LiveServer, wait_until
+from tests.support.tiny_model import SIZES, save_tiny_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+# Headless, and asking nobody but the server.
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+PROMPT = "the cat sat on a mat"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    engine = Engine(save_tiny_model(tmp_path_factory.mktemp("page")), **SIZES, steps_per_dispatch=1)
+    with LiveServer(engine, Settings(model_name="tiny")) as server:
+        # Compiled, so that no step takes longer than the time for which a look at the page lasts.
+        for n in (1, 3):
+            generate(server, n=n)
+        generate_at_once(server)
+        server.wait_until_idle()
+        yield server
+
+
+def generate(server: LiveServer, **options) -> None:
+    body = {"prompt": PROMPT, "temperature": 1.0, "ignore_eos": True, "max_tokens": 4, **options}
+    assert server.post("/generate", body).status_code == 200
+
+
+def state(server: LiveServer, since: int = 0) -> dict:
+    return server.get("/cache/state", params={"since": since}).json()
+
+
+def test_the_state_follows_the_engine(server) -> None:
+    before = state(server)
+    assert before["model"] == "tiny" and before["num_blocks"] == SIZES["num_blocks"]
+    assert before["ref_counts"] == [0] * SIZES["num_blocks"] and before["sequences"] == []
+    assert before["events"] == []
+    generate(server, n=3, max_tokens=12)
+    events = state(server)["events"]
+    kinds = {event["kind"] for event in events}
+    assert {"admit", "copy_on_write", "finish"} <= kinds
+    last = events[-1]["number"]
+    assert state(server, since=last)["events"] == []
+
+
+def generate_at_once(server: LiveServer) -> None:
+    """More than the pool has blocks for."""
+    jobs = [
+        threading.Thread(
+            target=generate,
+            args=(server,),
+            kwargs={"prompt": f"{PROMPT} {name}", "max_tokens": 30},
+        )
+        for name in ("ann", "bob", "cat", "dan")
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+
+
+def test_evictions_and_preemptions_are_told(server) -> None:
+    state(server)
+    generate_at_once(server)
+    assert {"evict", "preempt"} <= {event["kind"] for event in state(server)["events"]}
+
+
+def test_a_block_tells_its_tokens(server) -> None:
+    generate(server)
+    cached = state(server)["is_cached"]
+    [entry] = server.get(f"/cache/blocks/{cached.index(True)}").json()
+    assert entry["request_id"] is None and len(entry["token_ids"]) == SIZES["block_size"]
+    assert entry["text"]
+    response = server.get(f"/cache/blocks/{SIZES['num_blocks']}")
+    assert response.status_code == 404 and "no block 20" in response.json()["error"]["message"]
+    assert server.get("/cache/state?since=x").status_code == 400
+
+
+def test_the_page_loads_nothing_from_elsewhere(server) -> None:
+    page = server.get("/cache")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for name in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+        assert server.get(f"/{name}").status_code == 200
+    assert "http" not in page.text.lower()
+
+
+@pytest.fixture
+def page(server):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here: install Debian's package chromium, or the like")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        page.goto(f"{server.url}/cache")
+        page.locator("#status", has_text="live").wait_for()
+        yield page
+        browser.close()
+        assert errors == []
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
+    num_blocks = SIZES["num_blocks"]
+    server.post("/generate", {"prompt": "<b>it</b> is", "max_tokens": 2})  # text is never markup
+    job = threading.Thread(
+        target=generate, args=(server,), kwargs={"n": 3, "max_tokens": 40, "logprobs": 20}
+    )
+    job.start()
+    page.locator("#sequences tr").nth(2).wait_for()
+    assert int(page.locator("#num-shared").inner_text()) > 0
+    job.join()
+    wait_until(lambda: page.locator("#num-used").inner_text() == "0")
+    assert "0 in slots" in page.locator("#totals").inner_text()
+    counts = [int(page.locator(f"#num-{kind}").inner_text()) for kind in ("free", "cached")]
+    assert sum(counts) == num_blocks
+    assert page.locator("#events", has_text="copy on write").count() == 1
+
+    block = state(server)["is_cached"].index(True)
+    page.locator("#map").focus()
+    for _ in range(block + 1):
+        page.keyboard.press("ArrowRight")
+    page.locator("#block h3", has_text=f"Block {block}: cached").wait_for()
+    page.locator("#block code").first.wait_for()
+
+    page.mouse.move(0, 0)
+    page.hover("#map", position={"x": 5, "y": 5})
+    page.locator("#block h3", has_text="Block 0").wait_for()
+    picture = tmp_path / "cache.png"
+    page.screenshot(path=picture)
+    assert picture.stat().st_size > 10_000
+    # Nothing hangs over the edge, on a narrow window either.
+    for width in (1280, 400):
+        page.set_viewport_size({"width": width, "height": 800})
+        overflow = page.locator("html").evaluate("e => e.scrollWidth - e.clientWidth")
+        assert overflow <= 0, width

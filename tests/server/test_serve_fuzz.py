@@ -1,0 +1,124 @@
+"""The OpenAPI document and the server agree, whatever is asked: requests drawn from the schema."""
+
+import collections
+import gc
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from paged_jax import Engine
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.server import Settings
+from tests.support.live_server import LiveServer
+from tests.support.tiny_model import SIZES, save_tiny_model
+
+schemathesis = pytest.importorskip("schemathesis")
+Mode = schemathesis.GenerationMode
+
+OPERATIONS = [
+    ("POST", "/generate"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/metrics"),
+]  # fmt: skip
+# Of each operation, right ones and wrong ones.
+NUM_EXAMPLES = 50
+# Seconds; the first of a kind compiles.
+TIME_LIMIT = 60
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("fuzz"), chat_template=TEMPLATE)
+    with LiveServer(Engine(folder, **SIZES), Settings(model_name="tiny")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def schema(server) -> Any:
+    schema = schemathesis.openapi.from_dict(server.get("/openapi.json").json())
+    schema.config.update(base_url=server.url)
+    return schema
+
+
+def test_every_operation_is_drawn_from(server) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    found = [
+        (method, path) for path in paths for method in ("get", "post") if method in paths[path]
+    ]
+    assert {(method.upper(), path) for method, path in found} == set(OPERATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [(*each, Mode.POSITIVE) for each in OPERATIONS]
+    # A GET has nothing that could be wrong.
+    + [(*each, Mode.NEGATIVE) for each in OPERATIONS if each[0] == "POST"],
+)
+def test_answers_are_those_of_the_document(server, schema, method, path, mode) -> None:
+    checks = [
+        schemathesis.checks.not_a_server_error,
+        schemathesis.checks.CHECKS.get_one("status_code_conformance"),
+        schemathesis.checks.CHECKS.get_one("content_type_conformance"),
+        schemathesis.checks.CHECKS.get_one("response_schema_conformance"),
+    ]
+
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def check(case) -> None:
+        if path == "/generate" and mode == Mode.POSITIVE:
+            # That there is one prompt, and of which tokens, is not in the schema.
+            case.body.pop("prompt_token_ids", None)
+            case.body["prompt"] = case.body.get("prompt") or "ab"
+        response = case.call(timeout=TIME_LIMIT)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=checks)
+
+    statuses: collections.Counter[int] = collections.Counter()
+    check()
+    if method == "POST":
+        # It was drawn from what is answered, and from what is refused.
+        assert statuses[200 if mode == Mode.POSITIVE else 400] >= 10
+    server.wait_until_idle()
+    check_invariants(server.engine.cache.tables)
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_requests(server) -> None:
+    bodies = [
+        {"prompt": "the cat", "max_tokens": 4, "stream": True, "logprobs": 3},
+        {"prompt": "ab", "n": 3, "temperature": 1.0, "max_tokens": 3, "explain": True},
+        {"prompt": "ab", "n": 0},
+        {"prompt": "ab", "stop_token_ids": [99]},
+        {"nothing": 1},
+    ]
+
+    def play_round() -> int:
+        with server.client() as client:
+            for number in range(200):
+                body = {**bodies[number % len(bodies)], "cache_salt": str(number)}
+                assert client.post("/generate", content=json.dumps(body), headers=JSON).status_code
+                assert client.get(f"/v1/models/{number}").status_code == 404
+        server.wait_until_idle()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        sizes = [play_round() for _ in range(4)]
+    finally:
+        tracemalloc.stop()
+    # The first fills caches. Less than 200 bytes for each of the 400 requests of a round.
+    assert sizes[-1] - sizes[1] < 2 * 400 * 200
+
+
+JSON = {"content-type": "application/json"}

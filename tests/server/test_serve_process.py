@@ -1,0 +1,217 @@
+"""The server as a process: how it ends, and what it says when it cannot begin."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.live_server import check_error, wait_until
+from tests.support.tiny_model import save_tiny_model
+
+ENDLESS = {"prompt": "ab", "max_tokens": 8000, "ignore_eos": True, "n": 2, "stream": True}
+
+
+OPTIONS = ["--no-warmup", "--num-blocks", "4000", "--max-num-seqs", "8"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model with a context that takes long to fill."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("process"))
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 8192
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Process:
+    """``python -m paged_jax.serve`` on a port of its own."""
+
+    def __init__(self, *arguments: str):
+        command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self._log: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        wait_until(lambda: "Serving on" in self.log or self.process.poll() is not None, 120)
+        self.url = re.findall(r"Serving on (\S+)", self.log)[0]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self._log.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self._log)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self.process.wait(60)
+        self._reader.join()
+        assert "Traceback" not in self.log
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+    def is_closed_to(self, client) -> bool:
+        """Whether a request is refused: with 503, or for lack of a listener."""
+        try:
+            response = client.get(f"{self.url}/v1/models")
+        except httpx.TransportError:
+            return True
+        if response.status_code == 200:
+            return False
+        check_error(response.status_code, response.content, {503})
+        return True
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Process]:
+    server = Process("--model", str(folder), *OPTIONS, *arguments)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+class Stream:
+    """A client's stream, read in a thread of its own."""
+
+    def __init__(self, url: str, body: dict):
+        self.lines: list[str] = []
+        self.status = 0
+        self._thread = threading.Thread(target=self._run, args=(url, body))
+        self._thread.start()
+
+    def _run(self, url: str, body: dict) -> None:
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            self.status = response.status_code
+            self.lines += filter(None, response.iter_lines())
+
+    def end(self) -> str:
+        """The data of the last event; the answer was complete as HTTP."""
+        self._thread.join(60)
+        assert self.status == 200 and self.lines
+        return self.lines[-1].removeprefix("data: ")
+
+
+def begin_streams(server: Process, **options) -> list[Stream]:
+    """Streams that have begun."""
+    paths = ["/generate", "/v1/completions"] * 2
+    streams = [Stream(server.url + path, {**ENDLESS, **options}) for path in paths]
+    wait_until(lambda: all(stream.status for stream in streams), 120)
+    return streams
+
+
+def assert_cut_off(streams: list[Stream]) -> None:
+    for stream in streams:
+        error = check_error(503, stream.end().encode(), {503})
+        assert error["code"] == "shutting_down"
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_finish_and_nobody_in(folder) -> None:
+    with serving(folder) as server:
+        streams = begin_streams(server, max_tokens=600)
+        with httpx.Client(timeout=10) as client:
+            assert not server.is_closed_to(client)
+            server.terminate()
+            # On a connection that there was, and on new ones.
+            wait_until(lambda: server.is_closed_to(client))
+            wait_until(lambda: server.is_closed_to(httpx))
+        assert [stream.end() for stream in streams] == ["[DONE]"] * 4
+        assert server.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_ends_at_once(folder) -> None:
+    with serving(folder) as server:
+        streams = begin_streams(server)
+        with stuck_clients(server):
+            server.terminate()
+            time.sleep(0.5)
+            assert server.process.poll() is None
+            start = time.monotonic()
+            server.terminate()
+            assert server.wait() == 0
+            assert time.monotonic() - start < 20
+        assert_cut_off(streams)
+
+
+@pytest.mark.slow
+def test_the_drain_ends_in_time(folder) -> None:
+    with serving(folder, "--drain-timeout", "0.5") as server:
+        streams = begin_streams(server)
+        with stuck_clients(server):
+            start = time.monotonic()
+            server.terminate()
+            assert server.wait() == 0
+            assert 0.5 < time.monotonic() - start < 20
+        assert_cut_off(streams)
+
+
+@contextlib.contextmanager
+def stuck_clients(server: Process) -> Iterator[None]:
+    """One does not read its stream, one does not send its body, one sends nothing."""
+    address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+    body = json.dumps({**ENDLESS, "logprobs": 20})
+    head = "POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for text in (f"content-length: {len(body)}\r\n\r\n{body}", "content-length: 9\r\n\r\n", ""):
+            connection = stack.enter_context(socket.create_connection(address))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.sendall((head + text).encode() if text else b"")
+        time.sleep(0.5)
+        yield
+
+
+# What it cannot do
+
+
+def refusal(*arguments: str, status: int = 1) -> str:
+    """The one line with which the server refuses to begin."""
+    command = [sys.executable, "-m", "paged_jax.serve", "--no-warmup", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    *before, line = result.stderr.splitlines()
+    assert before in ([], ["loading the model"]) and result.stdout == ""
+    assert result.returncode == status and line.startswith("paged_jax.serve: error: ")
+    return line
+
+
+@pytest.mark.slow
+def test_mistakes_end_in_one_line(tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "in use" in refusal("--port", port) and port in refusal("--port", port)
+    free = ("--port", "0")
+    assert "--api-key" in refusal("--host", "0.0.0.0")
+    assert "--host" in refusal("--host", "no.such.host.invalid", "--api-key", "k")
+    assert "nowhere" in refusal("--model", str(tmp_path / "nowhere"), *free)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refusal("--model", str(tmp_path), *free)
+    assert "--port" in refusal("--port", "70000")
+    assert "--drain-timeout" in refusal("--drain-timeout", "nan")
+    assert "--api-key" in refusal("--api-key", "")
+    assert "header_timeout" in refusal("--header-timeout", "0", *free)
+    assert "max_queue" in refusal("--max-queue", "-1", *free)
+    assert "block_size" in refusal("--block-size", "0", *free)
+    assert "--port" in refusal("--port", "http", status=2)
+    assert "--nonsense" in refusal("--nonsense", status=2)

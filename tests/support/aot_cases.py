@@ -1,0 +1,159 @@
+"""What is compiled ahead of time, by name: one list for the scripts and for their tests."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.decode_step import LLAMA_3_8B, QWEN_3_1B7, DecodeLoop, DecodeStep
+from tests.support.kernel_cases import Case
+
+# The attention of Llama 3 8B, over contexts of 8192 tokens.
+_LLAMA = Case("decode", B=8, T=64, K=8, G=4, C=16, D=128, M=512)
+_VARIANTS = {"sliding_window": 1024, "soft_cap": 30.0, "has_sinks": True}
+
+
+def _gpu(op: str, **changes) -> Case:
+    # Offsets in these pools do not fit 32 bits.
+    sizes = {"backend": "triton", "L": 32, "P": 8192}
+    return dataclasses.replace(_LLAMA, op=op, **(sizes | changes))
+
+
+GPU_DECODE: Mapping[str, Case] = {
+    "decode": _gpu("decode", B=64),
+    "decode of one sequence of 128K": _gpu("decode", B=1, M=8192),
+    "decode, blocks of 64": _gpu("decode", C=64, P=2048, M=128),
+    "decode, blocks of 8": _gpu("decode", C=8, P=16384, M=1024),
+    "decode, group of 1": _gpu("decode", G=1),
+    "decode, group of 7": _gpu("decode", K=4, G=7),
+    "decode, group of 12": _gpu("decode", G=12),
+    "decode, D 64": _gpu("decode", K=4, G=8, D=64),
+    "decode, D 80": _gpu("decode", D=80),
+    "decode, D 256": _gpu("decode", D=256),
+    "decode, int8": _gpu("decode", pool_dtype="int8"),
+    "decode, fp8": _gpu("decode", pool_dtype="float8_e4m3fn"),
+    "decode, float16": _gpu("decode", dtype="float16"),
+    "decode, all variants": _gpu("decode", **_VARIANTS),
+    "decode, all variants, int8": _gpu("decode", pool_dtype="int8", **_VARIANTS),
+    "decode, all variants, fp8": _gpu("decode", pool_dtype="float8_e4m3fn", **_VARIANTS),
+    "decode, float32": _gpu("decode", dtype="float32"),
+}
+
+GPU_PREFILL: Mapping[str, Case] = {
+    "prefill": _gpu("prefill", B=4, T=512),
+    "prefill of one chunk of 2048": _gpu("prefill", B=1, T=2048),
+    "prefill of 1 token": _gpu("prefill", T=1),
+    "prefill, blocks of 64": _gpu("prefill", C=64, P=2048, M=128),
+    "prefill, group of 7": _gpu("prefill", K=4, G=7),
+    "prefill, D 64": _gpu("prefill", K=4, G=8, D=64),
+    "prefill, D 80": _gpu("prefill", D=80),
+    "prefill, D 256": _gpu("prefill", D=256),
+    "prefill, int8": _gpu("prefill", pool_dtype="int8"),
+    "prefill, fp8": _gpu("prefill", pool_dtype="float8_e4m3fn"),
+    "prefill, all variants": _gpu("prefill", **_VARIANTS),
+    "prefill, float32": _gpu("prefill", dtype="float32"),
+}
+
+GPU_UPDATES: Mapping[str, Case] = {
+    "write of 64 tokens": _gpu("write", B=64, T=1),
+    "write of 2048 tokens": _gpu("write", B=1, T=2048),
+    "write, D 80": _gpu("write", D=80),
+    "write, int8": _gpu("write", pool_dtype="int8"),
+    "write, fp8": _gpu("write", pool_dtype="float8_e4m3fn"),
+    "write, float32": _gpu("write", dtype="float32"),
+    "copy_blocks": _gpu("copy_blocks", B=8, T=1),
+    "copy_blocks, D 80": _gpu("copy_blocks", B=8, T=1, D=80),
+    "copy_blocks, int8": _gpu("copy_blocks", B=8, T=1, pool_dtype="int8"),
+    "copy_blocks, fp8": _gpu("copy_blocks", B=8, T=1, pool_dtype="float8_e4m3fn"),
+}
+
+GPU_STEPS: Mapping[str, DecodeStep] = {
+    "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
+    "loop of Llama 3 8B": DecodeLoop(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
+}
+
+GPU_CASES: Mapping[str, Case | DecodeStep] = {
+    **GPU_DECODE, **GPU_PREFILL, **GPU_UPDATES, **GPU_STEPS
+}  # fmt: skip
+
+
+def _tpu(op: str, **changes) -> Case:
+    # Pools of 2.1 GB: a copy of one would be seen.
+    sizes = {"backend": "mosaic_tpu", "L": 8, "P": 4096}
+    return dataclasses.replace(_LLAMA, op=op, **(sizes | changes))
+
+
+TPU_ATTENTION: Mapping[str, Case] = {
+    "decode": _tpu("decode", B=64),
+    "decode of one sequence of 128K": _tpu("decode", B=1, M=8192),
+    "decode, blocks of 64": _tpu("decode", C=64, P=1024, M=128),
+    "decode, blocks of 128": _tpu("decode", C=128, P=512, M=64),
+    "decode, group of 1": _tpu("decode", G=1),
+    "decode, group of 7": _tpu("decode", K=4, G=7),
+    "decode, D 64 in 128 lanes": _tpu("decode", K=4, G=8, D=64, lanes=128),
+    "decode, D 80 in 128 lanes": _tpu("decode", D=80, lanes=128),
+    "decode, D 256": _tpu("decode", D=256),
+    "decode, int8": _tpu("decode", pool_dtype="int8"),
+    "decode, fp8": _tpu("decode", pool_dtype="float8_e4m3fn"),
+    "decode, all variants": _tpu("decode", **_VARIANTS),
+    "decode, float32": _tpu("decode", dtype="float32"),
+    "prefill": _tpu("prefill", B=4, T=512),
+    "prefill of one chunk of 2048": _tpu("prefill", B=1, T=2048),
+    "prefill of 1 token": _tpu("prefill", T=1),
+    "prefill, blocks of 64": _tpu("prefill", C=64, P=1024, M=128),
+    "prefill, group of 7": _tpu("prefill", K=4, G=7),
+    "prefill, D 64 in 128 lanes": _tpu("prefill", K=4, G=8, D=64, lanes=128),
+    "prefill, D 256": _tpu("prefill", D=256),
+    "prefill, int8": _tpu("prefill", pool_dtype="int8"),
+    "prefill, fp8": _tpu("prefill", pool_dtype="float8_e4m3fn"),
+    "prefill, all variants": _tpu("prefill", **_VARIANTS),
+    "prefill, float32": _tpu("prefill", dtype="float32"),
+}
+
+# XLA's scatters, which are in place on a TPU without a kernel.
+TPU_UPDATES: Mapping[str, Case] = {
+    "write of 64 tokens": _tpu("write", backend=None, B=64, T=1),
+    "write of 2048 tokens": _tpu("write", backend=None, B=1, T=2048),
+    "write, D 64 in 128 lanes": _tpu("write", backend=None, D=64, lanes=128),
+    "write, int8": _tpu("write", backend=None, pool_dtype="int8"),
+    "copy_blocks": _tpu("copy_blocks", backend=None, B=8, T=1),
+    "copy_blocks, int8": _tpu("copy_blocks", backend=None, B=8, T=1, pool_dtype="int8"),
+}
+
+# Weights of 8B in bfloat16 fill the 16 GB of a v5e by themselves; a v6e has 32 GB.
+TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
+    "v5e": {"step of Qwen 3 1.7B": DecodeStep(QWEN_3_1B7, pool_gigabytes=8)},
+    "v6e": {"step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=12)},
+}
+
+TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep]] = {
+    generation: {**TPU_ATTENTION, **TPU_UPDATES, **steps} for generation, steps in TPU_STEPS.items()
+}
+
+
+def donated(case: Case | DecodeStep) -> tuple[int, ...]:
+    """Which argument of a case's function is donated: the pools, or the cache that holds them."""
+    if isinstance(case, DecodeStep):
+        return (1,)
+    return (0,) if case.op in ("write", "copy_blocks") else ()
+
+
+def run_script(script: str, *arguments: str) -> dict[str, Any]:
+    """What ``aot_gpu`` or ``aot_tpu`` says of each case, by name."""
+    command = [sys.executable, "-m", f"tests.support.{script}", *arguments]
+    # Ten times what it takes on two cores, in case the compiler hangs.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["cases"]
+
+
+def compiled(results: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a script says of a case that must have compiled."""
+    if "error" in results[name]:
+        pytest.fail(f"{name} does not compile:\n{results[name]['error']}")
+    return results[name]

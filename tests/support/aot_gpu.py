@@ -1,0 +1,179 @@
+"""Compile for an H200 without a GPU, and print as JSON what the compiled programs need.
+
+    python -m tests.support.aot_gpu                  # all cases
+    python -m tests.support.aot_gpu decode step      # those whose names begin so
+
+Needs the extra "aot". XLA compiles for a GPU that is described to it; ptxas, run once more on the
+PTX that XLA writes, tells registers and spills. Nothing runs: this proves that programs compile and
+what they cost in registers, shared memory, copies and launches, not that they are right or fast.
+
+It is a script because JAX must find its settings in the environment when it is imported.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+_folder = tempfile.TemporaryDirectory(prefix="aot_gpu_")  # removed at exit
+DUMP = Path(_folder.name)
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
+)
+
+import jax  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import SingleDeviceSharding  # noqa: E402
+
+from tests.support.aot_cases import GPU_CASES, donated  # noqa: E402
+from tests.support.kernel_cases import lower  # noqa: E402
+
+# A GPU as XLA describes it (xla/stream_executor/device_description.proto). The limits are those of
+# compute capability 9.0 in the CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability": 227 of 228 KB of shared memory a multiprocessor are for one block that asks for them.
+# 132 multiprocessors and 50 MB of L2 cache are the H100 SXM's in NVIDIA's white paper on the Hopper
+# architecture, which the H200 keeps; 141 GB of memory at 4.8 TB/s are from the H200's data sheet.
+# XLA wants to know of a cuDNN too, which nothing here uses.
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 52428800
+  memory_bandwidth: 4800000000000
+  device_memory_size: 141000000000
+}
+"""
+
+
+def find_ptxas() -> str:
+    """The ptxas that XLA uses too: one installed by pip first, else one on the PATH."""
+    site_packages = Path(jax.__file__).parent.parent
+    installed = next(site_packages.glob("nvidia/*/bin/ptxas"), None)
+    found = installed or shutil.which("ptxas")
+    if found is None:
+        sys.exit(
+            'aot_gpu.py: no ptxas. Install the extra "aot", or put a CUDA toolkit on the PATH.'
+        )
+    return str(found)
+
+
+def find_device() -> Any:
+    """The device to compile for, which is only a description."""
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology="1x1x1", target_config=H200
+        )
+    except Exception as error:
+        sys.exit(
+            f"aot_gpu.py: jax {jax.__version__} cannot compile for a GPU here: {error}\n"
+            'Install the extra "aot", with jax-cuda13-pjrt of the version of jax.'
+        )
+    return topology.devices[0]
+
+
+def compile_case(name: str, device: Any, ptxas: str) -> dict[str, Any]:
+    """Compile a case and say what it needs."""
+    case = GPU_CASES[name]
+    lowered = lower(
+        case.function(),
+        *case.shapes(SingleDeviceSharding(device)),
+        platform="cuda",
+        donate_argnums=donated(case),
+    )
+    for path in DUMP.iterdir():
+        path.unlink()
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return {
+        "launches": read_launches(),
+        "kernels": [examine_kernel(path, ptxas) for path in DUMP.glob("*.ptx") if has_kernel(path)],
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+    }
+
+
+def read_launches() -> list[dict[str, Any]]:
+    """Everything that XLA starts on the GPU, in order; once what it starts in a loop."""
+    listings = list(DUMP.glob("*.thunk_sequence.txt"))
+    if len(listings) != 1:
+        raise RuntimeError(f"XLA was to dump one sequence of launches, got {listings}.")
+    thunk = re.compile(r"^ *\d+: k(\w+) +\[[^]]*\] *(\w*)(.*)$", re.MULTILINE)
+    launches = []
+    for kind, name, rest in thunk.findall(listings[0].read_text()):
+        if kind in ("While", "Conditional", "Sequential", "CommandBuffer", "DynamicSliceFusion"):
+            continue  # what these start is listed below them
+        shared = re.search(r"shared_memory: (\d+) bytes", rest)
+        launches.append({"name": name, "shared_memory_bytes": int(shared[1]) if shared else 0})
+    return launches
+
+
+def has_kernel(path: Path) -> bool:
+    # XLA writes a file for the constants of a program too.
+    return ".entry" in path.read_text()
+
+
+def examine_kernel(path: Path, ptxas: str) -> dict[str, Any]:
+    """Count in the PTX of a kernel, and assemble it to see its registers."""
+    ptx = path.read_text()
+    target = find(r"\.target (\w+)", ptx)
+    command = [ptxas, "--verbose", f"--gpu-name={target}", str(path), "--output-file=/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], *\[.*?\], *(\w+)", ptx)
+    return {
+        "name": find(r"\.entry (\w+)", ptx),
+        "registers": int(find(r"Used (\d+) registers", done.stderr)),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
+        "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
+        "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+    }
+
+
+def find(pattern: str, text: str) -> str:
+    """The group of a pattern in what a tool wrote, where it must be."""
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"no {pattern!r} in what the compiler wrote: {text[:1000]}")
+    return match[1]
+
+
+def main() -> None:
+    ptxas, device = find_ptxas(), find_device()
+    names = [name for name in GPU_CASES if name.startswith(tuple(sys.argv[1:]) or "")]
+    results = {}
+    for name in names:
+        try:
+            results[name] = compile_case(name, device, ptxas)
+        except Exception:
+            # One case that does not compile must not hide the others.
+            results[name] = {"error": traceback.format_exc()}
+    json.dump({"jax": jax.__version__, "ptxas": ptxas, "cases": results}, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Compile for TPUs without one, and print as JSON what the compiled programs need.
+
+    python -m tests.support.aot_tpu v5e              # all cases for this generation
+    python -m tests.support.aot_tpu v6e decode       # those whose names begin so
+
+Needs the extra "aot". The compiler in libtpu enforces the limits of the chip that it compiles for:
+alignment of tiles, what fits in VMEM and HBM, which operations there are. Nothing runs: this proves
+that programs compile and what they allocate, not that they are right or fast.
+
+It is a script because JAX and libtpu must find their settings in the environment when imported.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    # libtpu otherwise asks the cloud's metadata server which chips it has.
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_WORKER_ID="0",
+    TPU_MIN_LOG_LEVEL="3",
+    TPU_STDERR_LOG_LEVEL="3",
+    # Two of these scripts may run at once; chips could not be shared so.
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+)
+
+import jax  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import SingleDeviceSharding  # noqa: E402
+
+from tests.support.aot_cases import TPU_CASES, donated  # noqa: E402
+from tests.support.kernel_cases import lower  # noqa: E402
+
+# The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+
+
+def find_device(generation: str) -> Any:
+    """A device to compile for, which is only a description."""
+    try:
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=TOPOLOGIES[generation]
+        )
+    except Exception as error:
+        sys.exit(
+            f"aot_tpu.py: jax {jax.__version__} cannot compile for a TPU here: {error}\n"
+            'Install the extra "aot", with the libtpu that jax[tpu] names.'
+        )
+    return topology.devices[0]
+
+
+def compile_case(name: str, generation: str, device: Any) -> dict[str, Any]:
+    """Compile a case and say what it needs."""
+    case = TPU_CASES[generation][name]
+    compiled = lower(
+        case.function(),
+        *case.shapes(SingleDeviceSharding(device)),
+        platform="tpu",
+        donate_argnums=donated(case),
+    ).compile()
+    memory = compiled.memory_analysis()
+    return {
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+    }
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in TOPOLOGIES:
+        sys.exit(f"usage: python -m tests.support.aot_tpu {{{','.join(TOPOLOGIES)}}} [name ...]")
+    generation, *prefixes = sys.argv[1:]
+    device = find_device(generation)
+    results = {}
+    for name in TPU_CASES[generation]:
+        if not name.startswith(tuple(prefixes) or ""):
+            continue
+        try:
+            results[name] = compile_case(name, generation, device)
+        except Exception:
+            # One case that does not compile must not hide the others.
+            results[name] = {"error": traceback.format_exc()}
+    json.dump({"jax": jax.__version__, "cases": results}, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

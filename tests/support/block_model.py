@@ -1,0 +1,148 @@
+"""The block allocator in plain Python: slots served one by one, with lists and a queue.
+
+The oracle of `tests/cache/test_blocks.py`. It also keeps the content of every slot as a list
+of tokens, which is what a sequence holds no matter how its blocks are shared or copied.
+"""
+
+import copy
+from collections import deque
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    """What is known of a cached block."""
+
+    digest: tuple[int, ...]
+    token_ids: list[int]
+
+
+class BlockModel:
+    """Free blocks, reference counts, cached contents, and for each slot its blocks and tokens."""
+
+    def __init__(self, num_blocks: int, num_slots: int, max_blocks_per_slot: int, block_size: int):
+        self.num_blocks = num_blocks
+        self.max_blocks_per_slot = max_blocks_per_slot
+        self.block_size = block_size
+        self.free = deque(range(num_blocks))
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.cached: dict[int, Content] = {}
+        self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        self.tokens: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def reserve(
+        self, new_tokens: list[list[int]], max_tokens: int
+    ) -> tuple[bool, list[tuple[int, int] | None]]:
+        """Append tokens to slots; return ok, and for each slot the copy on write as a pair."""
+        no_copies: list[tuple[int, int] | None] = [None] * len(self.blocks)
+        capacity = self.max_blocks_per_slot * self.block_size
+        for tokens, new in zip(self.tokens, new_tokens, strict=True):
+            if len(new) > max_tokens or len(tokens) + len(new) > capacity:
+                return False, no_copies
+        before = copy.deepcopy((self.free, self.refs, self.cached, self.blocks))
+        copies = list(no_copies)
+        try:
+            for slot, new in enumerate(new_tokens):
+                copies[slot] = self._grow(slot, len(self.tokens[slot]), len(new))
+        except IndexError:  # no free block left
+            self.free, self.refs, self.cached, self.blocks = before
+            return False, no_copies
+        for tokens, new in zip(self.tokens, new_tokens, strict=True):
+            tokens.extend(new)
+        return True, copies
+
+    def _grow(self, slot: int, length: int, num_new: int) -> tuple[int, int] | None:
+        row, copied = self.blocks[slot], None
+        if num_new and length % self.block_size:
+            if self.refs[row[-1]] > 1:
+                source, target = row[-1], self._take()
+                self.refs[source] -= 1
+                row[-1] = target
+                copied = (source, target)
+            else:
+                self.cached.pop(row[-1], None)  # what is written over cannot be found any more
+        while len(row) * self.block_size < length + num_new:
+            row.append(self._take())
+        return copied
+
+    def _take(self) -> int:
+        block = self.free.popleft()
+        self.refs[block] = 1
+        self.cached.pop(block, None)
+        return block
+
+    def _give_back(self, block: int) -> None:
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            if block in self.cached:
+                self.free.append(block)
+            else:
+                self.free.appendleft(block)
+
+    def fork(self, parents: list[int]) -> bool:
+        """Make slots into copies of others; -1 leaves a slot alone."""
+        children = [slot for slot, parent in enumerate(parents) if parent != -1]
+        for child in children:
+            parent = parents[child]
+            if not 0 <= parent < len(parents) or parent in children or self.tokens[child]:
+                return False
+        return self.reorder(parents)
+
+    def reorder(self, parents: list[int]) -> bool:
+        """Make slots into what others were, all at once; -1 leaves a slot alone."""
+        if not all(-1 <= parent < len(parents) for parent in parents):
+            return False
+        changed = [slot for slot, parent in enumerate(parents) if parent not in (-1, slot)]
+        blocks, tokens = copy.deepcopy((self.blocks, self.tokens))
+        for slot in changed:
+            self.blocks[slot] = list(blocks[parents[slot]])
+            self.tokens[slot] = list(tokens[parents[slot]])
+            for block in self.blocks[slot]:
+                self.refs[block] += 1
+        for slot in changed:
+            for block in reversed(blocks[slot]):
+                self._give_back(block)
+        return True
+
+    def release(self, mask: list[bool]) -> None:
+        """Empty slots, the last block of each first."""
+        self.truncate([0 if is_released else 2**30 for is_released in mask], 2**30)
+
+    def truncate(self, lengths: list[int], max_tokens: int) -> None:
+        """Shorten slots to `lengths`, by at most `max_tokens`, the last block of each first."""
+        for slot, length in enumerate(lengths):
+            tokens, row = self.tokens[slot], self.blocks[slot]
+            del tokens[max(length, len(tokens) - max_tokens, 0) :]
+            while (len(row) - 1) * self.block_size >= len(tokens) and row:
+                self._give_back(row.pop())
+
+    def attach(self, slot: int, contents: list[Content]) -> int:
+        """Start an empty slot with the cached ones of the first `contents`; return how many."""
+        if not 0 <= slot < len(self.blocks) or self.tokens[slot]:
+            return 0
+        for content in contents:
+            found = [block for block, known in self.cached.items() if known == content]
+            if not found or found[0] in self.blocks[slot]:
+                break
+            [block] = found
+            if self.refs[block] == 0:
+                self.free.remove(block)
+            self.refs[block] += 1
+            self.blocks[slot].append(block)
+            self.tokens[slot] += content.token_ids
+        return len(self.blocks[slot])
+
+    def publish(self, entries: list[tuple[int, int, Content]]) -> None:
+        """Cache the blocks at some slots and columns."""
+        for slot, column, content in entries:
+            if not 0 <= slot < len(self.blocks):
+                continue
+            if not 0 <= column < len(self.tokens[slot]) // self.block_size:
+                continue
+            block = self.blocks[slot][column]
+            digests = [known.digest for known in self.cached.values()]
+            if block not in self.cached and content.digest not in digests:
+                self.cached[block] = content
+
+    def forget(self) -> None:
+        """Let no block be found any more."""
+        self.cached.clear()

@@ -1,0 +1,315 @@
+"""A cache of KV blocks in plain Python, and a runner of plans: to test scheduling without arrays.
+
+Blocks hold tokens in place of K and V. The runner draws each next token from what it reads there,
+so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` says what is right.
+"""
+
+import collections
+from dataclasses import dataclass
+
+from paged_jax.cache.digests import PrefixChain, root_digest
+from paged_jax.scheduler.scheduler import Plan, Scheduler
+from paged_jax.scheduler.sequence import Sequence
+
+EOS = 0
+VOCABULARY = 23
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    request_id: str
+    arrival: int
+    priority: int = 0
+    deadline: float | None = None
+
+
+def make_sequences(
+    request: FakeRequest,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    num_samples: int = 1,
+    block_size: int = 4,
+    salt: str = "",
+) -> list[Sequence]:
+    root = root_digest(b"weights", salt)
+    return [
+        Sequence(request, i, list(prompt), len(prompt) + max_tokens, PrefixChain(root, block_size))
+        for i in range(num_samples)
+    ]
+
+
+def draw(token_ids: list[int], index: int) -> int:
+    """The token after `token_ids`; it depends on all of them and on which sample it is."""
+    total = sum((position + 1) * token for position, token in enumerate(token_ids))
+    return (total + 7 * index + len(token_ids)) % VOCABULARY
+
+
+def expected_tokens(prompt: list[int], index: int, max_length: int) -> list[int]:
+    token_ids = list(prompt)
+    while len(token_ids) < max_length:
+        token_ids.append(draw(token_ids, index))
+        if token_ids[-1] == EOS:
+            break
+    return token_ids
+
+
+class FakeMemory:
+    """Blocks with reference counts, slots, and a prefix cache with the least recently used first.
+
+    Attributes:
+      tables: for each slot the blocks that it holds.
+      lengths: for each slot the number of its tokens.
+      content: for each block the tokens in it.
+      num_attempts: calls of `attach`.
+    """
+
+    def __init__(self, num_slots: int, num_blocks: int, block_size: int):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs = [0] * num_blocks
+        self.free = list(range(num_blocks))
+        self.content: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.cached: dict[bytes, int] = {}
+        self.tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self.lengths = [0] * num_slots
+        self.num_attempts = 0
+
+    # What the scheduler asks for
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def attach(self, sequence: Sequence) -> int:
+        self.num_attempts += 1
+        slot = self._slot(sequence)
+        assert not self.tables[slot], "only an empty slot can be attached"
+        for digest in sequence.digests[: (len(sequence.token_ids) - 1) // self.block_size]:
+            block = self.cached.get(digest)
+            if block is None:
+                break
+            self._hold(block)
+            self.tables[slot].append(block)
+        self.lengths[slot] = len(self.tables[slot]) * self.block_size
+        return self.lengths[slot]
+
+    def num_held(self, sequences: list[Sequence]) -> int:
+        held = collections.Counter(b for s in sequences for b in self.tables[self._slot(s)])
+        return sum(self.refs[block] == count for block, count in held.items())
+
+    def release(self, sequence: Sequence) -> None:
+        self.publish(sequence)
+        self.empty(self._slot(sequence))
+
+    def swap_out(self, sequence: Sequence) -> None:
+        assert sequence.host_blocks is None
+        sequence.host_blocks = self.read(self._slot(sequence))
+        self.release(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        slot = self._slot(sequence)
+        assert not self.tables[slot] and sequence.host_blocks is not None
+        assert len(sequence.host_blocks) == sequence.num_computed
+        assert self.reserve({slot: len(sequence.host_blocks)}), "no blocks to swap in to"
+        self.write(slot, 0, sequence.host_blocks)
+        sequence.host_blocks = None
+
+    # What the device does
+
+    def publish(self, sequence: Sequence) -> None:
+        slot = self._slot(sequence)
+        num_full = self.lengths[slot] // self.block_size
+        table = self.tables[slot][:num_full]
+        for digest, block in zip(sequence.digests, table, strict=False):
+            if digest not in self.cached and block not in self.cached.values():
+                self.cached[digest] = block
+
+    def empty(self, slot: int) -> None:
+        for block in reversed(self.tables[slot]):
+            self._drop(block)
+        self.tables[slot], self.lengths[slot] = [], 0
+
+    def fork(self, parent: int, child: int) -> None:
+        assert not self.tables[child], "only into an empty slot"
+        for block in self.tables[parent]:
+            self._hold(block)
+        self.tables[child] = list(self.tables[parent])
+        self.lengths[child] = self.lengths[parent]
+
+    def reserve(self, num_tokens: dict[int, int]) -> bool:
+        """Make room for tokens in slots, all or nothing, copying shared blocks that get written."""
+        needs = {slot: self._num_new(slot, n) for slot, n in num_tokens.items()}
+        copies = self._copies([slot for slot, n in num_tokens.items() if n])
+        if sum(needs.values()) + len(copies) > len(self.free):
+            return False
+        for slot in copies:
+            old, new = self.tables[slot][-1], self._take()
+            self.content[new] = list(self.content[old])
+            self.tables[slot][-1] = new
+            self._drop(old)
+        for slot, num_new in needs.items():
+            self.tables[slot] += [self._take() for _ in range(num_new)]
+            self.lengths[slot] += num_tokens[slot]
+        return True
+
+    def read(self, slot: int) -> list[int]:
+        blocks = (self.content[block] for block in self.tables[slot])
+        return [token for block in blocks for token in block][: self.lengths[slot]]
+
+    def write(self, slot: int, start: int, token_ids: list[int]) -> None:
+        for position, token in enumerate(token_ids, start):
+            block = self.tables[slot][position // self.block_size]
+            assert self.refs[block] == 1, "a shared block must not be written"
+            offset = position % self.block_size
+            self.content[block][offset:] = [token]
+
+    def check(self) -> None:
+        held = [block for table in self.tables for block in table]
+        assert [held.count(block) for block in range(self.num_blocks)] == self.refs
+        assert sorted(self.free) == [b for b, refs in enumerate(self.refs) if not refs]
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            assert len(table) == -(-length // self.block_size)
+
+    def _num_new(self, slot: int, num_tokens: int) -> int:
+        return -(-(self.lengths[slot] + num_tokens) // self.block_size) - len(self.tables[slot])
+
+    def _copies(self, writers: list[int]) -> list[int]:
+        """The writers that copy their last block; the last holder left keeps it."""
+        copies, refs = [], list(self.refs)
+        for slot in writers:
+            if self.lengths[slot] % self.block_size and refs[self.tables[slot][-1]] > 1:
+                refs[self.tables[slot][-1]] -= 1
+                copies.append(slot)
+        return copies
+
+    def _take(self) -> int:
+        block = self.free.pop(0)
+        self.cached = {digest: b for digest, b in self.cached.items() if b != block}
+        self.refs[block], self.content[block] = 1, []
+        return block
+
+    def _hold(self, block: int) -> None:
+        if not self.refs[block]:
+            self.free.remove(block)
+        self.refs[block] += 1
+
+    def _drop(self, block: int) -> None:
+        self.refs[block] -= 1
+        if not self.refs[block]:
+            is_cached = block in self.cached.values()
+            self.free.insert(len(self.free) if is_cached else 0, block)
+
+    def _slot(self, sequence: Sequence) -> int:
+        assert sequence.slot is not None
+        return sequence.slot
+
+
+class FakeEngine:
+    """Runs what the scheduler plans, and checks every plan against its rules."""
+
+    def __init__(self, scheduler: Scheduler, num_slots: int, *, eos: int | None = EOS):
+        self.scheduler = scheduler
+        self.eos = eos
+        self.memory = FakeMemory(num_slots, scheduler.num_blocks, scheduler.block_size)
+        self.finished: list[Sequence] = []
+        self.num_prefilled = 0
+        self.num_steps = 0
+
+    def step(self, now: float = 0.0) -> Plan:
+        plan = self.scheduler.schedule(self.memory, now)
+        self.check(plan)
+        self.num_steps += 1
+        for sequence, num_tokens in plan.chunks:
+            self.prefill(sequence, num_tokens)
+        for parent, children in plan.forks:
+            for child in children:
+                self.memory.fork(_slot(parent), _slot(child))
+        self.decode(plan)
+        self.memory.check()
+        return plan
+
+    def run(self, most_steps: int = 1000) -> None:
+        """Until all are finished."""
+        while self.scheduler.has_unfinished:
+            self.step()
+            assert self.num_steps <= most_steps, "it should have finished by now"
+
+    def prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        slot, start = _slot(sequence), sequence.num_computed
+        assert self.memory.lengths[slot] == start
+        assert self.memory.reserve({slot: num_tokens}), "the plan has counted the blocks"
+        self.memory.write(slot, start, sequence.token_ids[start : start + num_tokens])
+        sequence.advance(num_tokens)
+        self.memory.publish(sequence)
+        self.num_prefilled += num_tokens
+
+    def decode(self, plan: Plan) -> None:
+        """As the loop on the device: it leaves early where blocks run out or a row stops."""
+        running = list(plan.decodes)
+        drawn: dict[Sequence, list[int]] = {sequence: [] for sequence in plan.decodes}
+        for step in range(plan.num_steps):
+            if not running or not self.memory.reserve({_slot(s): 1 for s in running}):
+                assert step, "blocks must suffice for the first step"
+                break
+            stopped = [s for s in running if self.draw(s, drawn[s])]
+            running = [s for s in running if s not in stopped]
+            if stopped and plan.leave_on_stop:
+                break
+        for sequence, token_ids in drawn.items():
+            sequence.append(token_ids)
+            self.memory.publish(sequence)
+            if self.is_complete(sequence.token_ids, sequence):
+                self.scheduler.finish(self.memory, sequence)
+                self.finished.append(sequence)
+
+    def draw(self, sequence: Sequence, drawn: list[int]) -> bool:
+        """Draw one token, from what is in the blocks; whether the sequence is complete then."""
+        known, slot = sequence.token_ids + drawn, _slot(sequence)
+        self.memory.write(slot, len(known) - 1, known[-1:])
+        drawn.append(draw(self.memory.read(slot), sequence.index))
+        return self.is_complete(known + drawn[-1:], sequence)
+
+    def is_complete(self, token_ids: list[int], sequence: Sequence) -> bool:
+        return token_ids[-1] == self.eos or len(token_ids) >= sequence.max_length
+
+    def check(self, plan: Plan) -> None:
+        """The rules that hold for every plan."""
+        scheduler, memory = self.scheduler, self.memory
+        memory.check()
+        residents = scheduler.residents
+        slots = [s.slot for s in residents]
+        assert None not in slots and len(set(slots)) == len(slots) <= len(memory.tables)
+        assert not any(s.slot is not None or not s.waits_for for s in scheduler.waiting)
+        assert not set(residents) & set(scheduler.waiting)
+        num_tokens = [n for _, n in plan.chunks]
+        assert all(0 < n <= min(scheduler.max_chunk, s.num_prefill) for s, n in plan.chunks)
+        assert sum(num_tokens) + len(plan.decodes) <= scheduler.max_num_batched_tokens
+        chunks, decodes = dict(plan.chunks), set(plan.decodes)
+        assert len(chunks) == len(plan.chunks) and len(decodes) == len(plan.decodes)
+        assert all(s.num_prefill == chunks.get(s, 0) for s in decodes)
+        for parent, children in plan.forks:
+            assert {parent, *children} <= decodes, "all who share a block write it in this step"
+            assert all(not memory.tables[_slot(child)] for child in children)
+        assert (plan.num_steps > 0) == bool(decodes)
+        assert plan.num_steps <= scheduler.max_steps
+        if plan.num_steps > 1:
+            assert decodes == set(residents), "nobody else could have gone on"
+        assert decodes or chunks or not scheduler.has_unfinished, "no progress"
+        for sequence in scheduler.waiting:
+            assert (sequence.host_blocks is not None) == sequence.is_swapped
+            assert sequence.is_swapped or not sequence.num_computed
+        self.check_blocks(plan)
+
+    def check_blocks(self, plan: Plan) -> None:
+        """Nobody shares a block that it will write, but for the forks of this plan."""
+        forked = {s for parent, children in plan.forks for s in (parent, *children)}
+        for sequence in set(plan.decodes) - forked:
+            table = self.memory.tables[_slot(sequence)]
+            is_writing_there = sequence.num_computed % self.scheduler.block_size
+            assert not is_writing_there or not table or self.memory.refs[table[-1]] == 1
+
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot

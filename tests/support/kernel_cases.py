@@ -1,0 +1,146 @@
+"""Calls of the ops as shapes alone, for programs that are lowered or compiled and never run."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from paged_jax.kernels.backend import Options, Pools, Problem, is_quantised
+from paged_jax.kernels.dispatch import Dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call, by the letters of `paged_jax.dims` and the variants of the op.
+
+    Attributes:
+      op: ``"decode"``, ``"prefill"``, ``"write"`` or ``"copy_blocks"``.
+      backend: as for `paged_jax.paged_attention`.
+      dtype: of queries and new keys and values; of the pools too unless `pool_dtype` is given.
+      lanes: last dimension of the pools, D if None.
+    """
+
+    op: str
+    backend: str | None = None
+    B: int = 3
+    T: int = 5
+    K: int = 2
+    G: int = 4
+    C: int = 16
+    D: int = 128
+    M: int = 6
+    L: int = 2
+    P: int = 16
+    dtype: str = "bfloat16"
+    pool_dtype: str | None = None
+    lanes: int | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    def __str__(self) -> str:
+        """The op and what differs from the defaults, as ``"decode C=64 D=80"``."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        del changed["op"]
+        changed.pop("backend", None)
+        return " ".join((self.op, *(f"{name}={value}" for name, value in changed.items())))
+
+    @property
+    def num_tokens(self) -> int:
+        """N: the tokens of a write, the pairs of a copy."""
+        return self.B * self.T
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pools of K and V, with their scales."""
+        arrays = jax.tree.leaves(self._pools(None))
+        return sum(array.size * array.dtype.itemsize for array in arrays)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of K and V, 0 where the pools are not quantised."""
+        _, _, *scales = self._pools(None)
+        return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(scales))
+
+    def function(self) -> Callable[..., Any]:
+        """The op, for the arrays of `shapes`.
+
+        Raises:
+          NotImplementedError: the backend refuses the case.
+        """
+        options = Options(
+            scale=self.D**-0.5, sliding_window=self.sliding_window, soft_cap=self.soft_cap
+        )
+        sizes = {letter: getattr(self, letter) for letter in "BTKGCDMLP"}
+        sizes |= {"H": self.K * self.G, "N": self.num_tokens}
+        pools = self._pools(None)
+        problem = Problem.of(self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks)
+        run = Dispatch(self.op, problem, self.backend)
+
+        # Named for what it is in the compiled program.
+        def op(*arrays: Any) -> Any:
+            return run(*arrays, options)
+
+        op.__name__ = self.op
+        return op
+
+    def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
+        """What `function` takes, as `jax.ShapeDtypeStruct`, on a device where one is given."""
+
+        def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        pools, layer, H, N = self._pools(sharding), array(), self.K * self.G, self.num_tokens
+        if self.op == "copy_blocks":
+            return pools, array(N), array(N)
+        if self.op == "write":
+            new = array(N, self.K, self.D, dtype=self.dtype)
+            return pools, new, new, array(N), array(N), layer
+        sinks = array(H, dtype=jnp.float32) if self.has_sinks else None
+        tables, lens = array(self.B, self.M), array(self.B)
+        if self.op == "decode":
+            q = array(self.B, H, self.D, dtype=self.dtype)
+            return q, pools, tables, lens, sinks, layer
+        q = array(self.B, self.T, H, self.D, dtype=self.dtype)
+        return q, pools, tables, lens, lens, sinks, layer
+
+    def _pools(self, sharding: Any) -> Pools:
+        shape = (self.L, self.P, self.K, self.C)
+        dtype = jnp.dtype(self.pool_dtype or self.dtype)
+        pool: Any = jax.ShapeDtypeStruct((*shape, self.lanes or self.D), dtype, sharding=sharding)
+        if not is_quantised(dtype):
+            return Pools(pool, pool)
+        scale: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        return Pools(pool, pool, scale, scale)
+
+
+def lower(
+    function: Callable[..., Any], *shapes: Any, platform: str, **jit_options: Any
+) -> jax.stages.Lowered:
+    """Lower a function for ``"cuda"`` or ``"tpu"``, on a machine that may have neither."""
+    with _lowering_for(platform):
+        return jax.jit(function, **jit_options).trace(*shapes).lower(lowering_platforms=(platform,))
+
+
+@contextlib.contextmanager
+def _lowering_for(platform: str) -> Iterator[None]:
+    if platform != "cuda":
+        yield
+        return
+    # jax 0.11 and later ask which GPU they lower Triton for, and our kernels how large it is.
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)), warnings.catch_warnings():
+        # The same versions announce the end of Pallas' Triton backend, which they still have.
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning
+        )
+        yield

@@ -1,0 +1,153 @@
+"""Sequences of random keys and values, laid out in a poisoned pool, and what attention gives."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention, quantise
+from paged_jax.kernels.backend import is_quantised
+from tests.support import oracles
+
+OUT_OF_RANGE = 10**6
+LAYER = 1
+
+
+@dataclasses.dataclass
+class PagedBatch:
+    """Sequences of given lengths in a pool of two layers, of which only `LAYER` holds them.
+
+    Tables are shuffled, entries past a sequence's end are out of range, and every byte of the pool
+    that belongs to no token is NaN, or the largest integer beside a scale of NaN.
+    """
+
+    k: list[np.ndarray]  # each [length, K, D], the values that the pools really hold
+    v: list[np.ndarray]
+    pools: Pools
+    block_tables: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def random(
+        cls,
+        lengths,
+        *,
+        K: int = 2,
+        C: int = 8,
+        D: int = 16,
+        extra_width: int = 3,
+        dtype: Any = np.float32,
+        lanes: int | None = None,
+        seed: int = 0,
+    ) -> "PagedBatch":
+        """Lay out sequences; `lanes` pads the pools' last axis beyond D."""
+        rng = np.random.default_rng(seed)
+        lengths = np.asarray(lengths, np.int32)
+        counts = -(-lengths // C)
+        P = int(counts.sum()) + 5
+        M = max(int(counts.max()), 1) + extra_width
+        tables = np.full((len(lengths), M), OUT_OF_RANGE, np.int32)
+        free = rng.permutation(P)
+        for b, first in enumerate(np.cumsum(counts) - counts):
+            tables[b, : counts[b]] = free[first : first + counts[b]]
+
+        pools, values = [], []
+        for _ in range(2):
+            tokens = [rng.normal(size=(n, K, D)).astype(np.float32) for n in lengths]
+            pool, scale = _poisoned((2, P, K, C, lanes or D), dtype)
+            for b, token in enumerate(tokens):
+                stored, scales = _stored(token, dtype)
+                places = np.arange(len(token))
+                blocks = tables[b, places // C]
+                pool[LAYER, blocks, :, places % C, :D] = stored
+                if scale is not None:
+                    scale[LAYER, blocks, :, places % C] = scales
+                tokens[b] = stored.astype(np.float64) * scales[..., None]
+            values.append(tokens)
+            pools.append((pool, scale))
+        (k, k_scale), (v, v_scale) = pools
+        return cls(*values, Pools(k, v, k_scale, v_scale), tables, lengths)
+
+    def rows(self, rows: np.ndarray) -> "PagedBatch":
+        """Some of the sequences, in the same pool."""
+        return dataclasses.replace(
+            self,
+            k=[self.k[row] for row in rows],
+            v=[self.v[row] for row in rows],
+            block_tables=self.block_tables[rows],
+            lengths=self.lengths[rows],
+        )
+
+    def sharing(self, num_blocks: int) -> "PagedBatch":
+        """All sequences that are not empty begin with these blocks of the longest one."""
+        tables, n = self.block_tables.copy(), num_blocks * self.pools.k.shape[3]
+        first = int(np.argmax(self.lengths))
+        used = np.flatnonzero(self.lengths)
+        assert self.lengths[used].min(initial=n) >= n, "a shared block must be full"
+        tables[used, :num_blocks] = tables[first, :num_blocks]
+        k, v = (
+            [np.concatenate([values[first][:n], x[n:]]) if len(x) else x for x in values]
+            for values in (self.k, self.v)
+        )
+        return dataclasses.replace(self, k=k, v=v, block_tables=tables)
+
+    def decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
+        """Run `paged_attention`, ``(out, lse)``."""
+        out, lse = paged_attention(
+            q, self.pools.k, self.pools.v, self.block_tables, self.lengths, layer=LAYER,
+            k_scale=self.pools.k_scale, v_scale=self.pools.v_scale, return_lse=True, **options,
+        )  # fmt: skip
+        return np.asarray(out), np.asarray(lse)
+
+    def expected_decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
+        """What `decode` must return, in float64."""
+        out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+        for b, n in enumerate(self.lengths):
+            if n:
+                row, row_lse = oracles.attention_and_lse(
+                    q[b][None], self.k[b], self.v[b], **options
+                )
+                out[b], lse[b] = row[0], row_lse[0]
+            elif options.get("sinks") is not None:
+                lse[b] = options["sinks"]
+        return out, lse
+
+    def prefill(self, q: np.ndarray, query_lens, **options) -> tuple[np.ndarray, np.ndarray]:
+        """Run `paged_prefill_attention`, ``(out, lse)``."""
+        out, lse = paged_prefill_attention(
+            q, self.pools.k, self.pools.v, self.block_tables, self.lengths,
+            np.asarray(query_lens, np.int32), layer=LAYER,
+            k_scale=self.pools.k_scale, v_scale=self.pools.v_scale, return_lse=True, **options,
+        )  # fmt: skip
+        return np.asarray(out), np.asarray(lse)
+
+    def expected_prefill(self, q: np.ndarray, query_lens, **options):
+        """What `prefill` must return, in float64."""
+        out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+        for b, n in enumerate(query_lens):
+            if n:
+                out[b, :n], lse[b, :n] = oracles.attention_and_lse(
+                    q[b, :n], self.k[b], self.v[b], **options
+                )
+        return out, lse
+
+
+def queries(shape, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
+    """Random queries."""
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def _poisoned(shape, dtype) -> tuple[np.ndarray, np.ndarray | None]:
+    if not is_quantised(dtype):
+        return np.full(shape, np.nan, dtype), None
+    poison = 127 if jnp.issubdtype(dtype, jnp.integer) else np.nan
+    return np.full(shape, poison, dtype), np.full(shape[:4], np.nan, np.float32)
+
+
+def _stored(tokens: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """``[N, K, D]`` as the pool holds it, and the scales ``[N, K]``."""
+    if not is_quantised(dtype):
+        return tokens.astype(dtype), np.ones(tokens.shape[:2], np.float32)
+    stored, scales = quantise(jnp.asarray(tokens), dtype)
+    return np.asarray(stored), np.asarray(scales)

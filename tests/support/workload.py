@@ -1,0 +1,91 @@
+"""Requests that arrive, and are aborted, at given steps of an engine: what several tests play."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from paged_jax import Engine, RequestOutput, SamplingParams
+from paged_jax.cache.blocks import check_invariants
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A request, when it comes, and when its caller loses patience.
+
+    Attributes:
+      name: its request_id.
+      prompt, params, priority, timeout: as for `Engine.add_request`.
+      at: the number of steps before which it is added.
+      abort_at: the number of steps before which it is aborted if it has not ended; None for never.
+    """
+
+    name: str
+    prompt: Mapping[str, Any]
+    params: SamplingParams
+    priority: int = 0
+    timeout: float | None = None
+    at: int = 0
+    abort_at: int | None = None
+
+
+def play(
+    engine: Engine, jobs: Iterable[Job], *, on_step: Callable[[int], None] | None = None
+) -> dict[str, RequestOutput]:
+    """Run jobs to their ends; each must end once.
+
+    Args:
+      engine: one that is empty.
+      jobs: in any order; those of one step are added in theirs.
+      on_step: called after each step with the number of steps so far.
+    """
+    jobs = sorted(jobs, key=lambda job: job.at)
+    to_add = collections.deque(jobs)
+    to_abort = collections.defaultdict(list)
+    for job in jobs:
+        if job.abort_at is not None:
+            to_abort[max(job.at, job.abort_at)].append(job.name)
+    ended: dict[str, RequestOutput] = {}
+
+    def end(output: RequestOutput) -> None:
+        assert output.request_id not in ended, "a request ends once"
+        ended[output.request_id] = output
+
+    num_steps = 0
+    while to_add or engine.has_unfinished:
+        while to_add and to_add[0].at <= num_steps:
+            job = to_add.popleft()
+            engine.add_request(
+                job.prompt,
+                job.params,
+                request_id=job.name,
+                priority=job.priority,
+                timeout=job.timeout,
+            )
+        for name in to_abort.pop(num_steps, ()):
+            aborted = engine.abort(name)
+            if aborted is not None:
+                end(aborted)
+        for output in engine.step():
+            assert output.request_id not in ended, "nothing comes after the end"
+            if output.finished:
+                end(output)
+        num_steps += 1
+        if on_step is not None:
+            on_step(num_steps)
+    assert ended.keys() == {job.name for job in jobs}
+    return ended
+
+
+def check_empty(engine: Engine) -> None:
+    """Nothing is left of requests that have ended, on the device or on the host."""
+    tables = engine.cache.tables
+    check_invariants(tables)
+    assert int(tables.pool.num_free) == engine.num_blocks
+    assert tables.lengths.tolist() == [0] * engine.max_num_seqs
+    scheduler, runner = engine._scheduler, engine._runner
+    assert not engine._requests and not engine._ngrams
+    assert not scheduler.waiting and not scheduler.residents and not scheduler._unfinished
+    assert sorted(scheduler._free_slots) == list(range(engine.max_num_seqs))
+    assert not runner._to_publish and not runner._to_release
+    assert runner._owners == [None] * engine.max_num_seqs
