@@ -1,4 +1,4 @@
-"""What counts as an integer and as a number in what users pass."""
+"""Checks of arguments: what counts as an integer, as a number, and as a size. Imports no jax."""
 
 import math
 import numbers
@@ -18,3 +18,25 @@ def is_real(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer or a fraction beyond a float's range
         return False
+
+
+def check_positive(function: str, **sizes: Any) -> None:
+    """Check that sizes are positive integers.
+
+    Args:
+      function: the name that the message begins with.
+      **sizes: arguments of that function, by their names.
+
+    Raises:
+      ValueError: naming the first that is not.
+
+    Example:
+      >>> check_positive("Engine", block_size=0)
+      Traceback (most recent call last):
+      ValueError: Engine: block_size must be a positive integer, got 0. Pass at least 1.
+    """
+    for name, size in sizes.items():
+        if not is_int(size) or size < 1:
+            raise ValueError(
+                f"{function}: {name} must be a positive integer, got {size!r}. Pass at least 1."
+            )

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paged_jax.cache.blocks import check_positive, num_blocks_needed
+from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.checks import check_positive
 from paged_jax.command_line import (
     Parser,
     add_size_arguments,

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.cache.blocks import check_positive
+from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_int32
 from paged_jax.models.llama import Llama

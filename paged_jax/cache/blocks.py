@@ -37,6 +37,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool, require
+from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 
 # Sums of two block ids or of two token positions must fit in int32.
@@ -669,15 +670,6 @@ def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) ->
 
     num_new = jnp.sum(is_new, dtype=jnp.int32)
     return lax.fori_loop(jnp.int32(0), num_new, serve, jnp.zeros_like(is_new))
-
-
-def check_positive(function: str, **sizes: int) -> None:
-    """Raise ValueError in the name of `function` unless every size is a positive integer."""
-    for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise ValueError(
-                f"{function}: {name} must be a positive integer, got {size!r}. Pass at least 1."
-            )
 
 
 def _check_below(name: str, size: int, advice: str) -> None:

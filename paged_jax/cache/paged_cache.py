@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockTables
+from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools, is_quantised
 from paged_jax.kernels.dispatch import backend_for
@@ -78,7 +79,7 @@ class PagedCache:
         Raises:
           ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
         """
-        allocator.check_positive(
+        check_positive(
             "PagedCache.create",
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
@@ -267,7 +268,7 @@ def read_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, *, width: 
       >>> saved.k.shape, cache.lengths.tolist()
       ((2, 2, 1, 4, 8), [0, 5])
     """
-    allocator.check_positive("read_blocks", width=width)
+    check_positive("read_blocks", width=width)
     blocks = _held_blocks(cache, slot, first, width)
     is_held = blocks < cache.num_blocks
     layers_L1 = jnp.arange(cache.num_layers, dtype=jnp.int32)[:, None]

@@ -25,9 +25,10 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from paged_jax.cache.blocks import check_positive, num_blocks_needed
+from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.digests import PrefixChain, root_digest
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.checks import check_positive
 from paged_jax.engine import footprint as memory
 from paged_jax.engine.footprint import KV_DTYPES, Footprint
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt

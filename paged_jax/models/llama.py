@@ -13,8 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.blocks import check_positive, num_blocks_needed
+from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.checks import check_positive
 from paged_jax.kernels import (
     Pools,
     backend_for,

@@ -26,8 +26,8 @@ import numpy as np
 from jax import lax
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.blocks import check_positive
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.llama import Llama
 from paged_jax.sampling import sample as sampling
