@@ -28,7 +28,7 @@ from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.huggingface import resolve_dtype
 from paged_jax.models.loading.pretrained import bundled_folder
-from paged_jax.runner.runner import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
 
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}

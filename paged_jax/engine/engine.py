@@ -38,7 +38,8 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.decoding import StepTokens
-from paged_jax.runner.runner import MAX_NUM_BATCHED_TOKENS, Draw, ModelRunner, Sizes
+from paged_jax.runner.runner import Draw, ModelRunner
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.history import History, describe_match
 from paged_jax.scheduler.outputs import Logprob, RequestOutput

@@ -47,7 +47,7 @@ from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.backend import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.huggingface import parameter_shapes
-from paged_jax.runner.runner import SCORE_WIDTH, SWAP_WIDTH, Sizes
+from paged_jax.runner.sizes import Sizes
 
 # Of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {
@@ -282,12 +282,11 @@ def _read_limit(path: Path) -> int | None:
 def _step_bytes(config: LlamaConfig, sizes: Sizes, block: int) -> dict[str, int]:
     """What each kind of program holds, see the top of the file."""
     S, T, V = sizes.num_slots, sizes.num_drafts, config.vocab_size
-    score_width = min(SCORE_WIDTH, sizes.max_chunk)
     steps = {
         "prefill": _activation_bytes(config, sizes.max_chunk),
-        "score": _activation_bytes(config, score_width) + 8 * score_width * V,
+        "score": _activation_bytes(config, sizes.score_width) + 8 * sizes.score_width * V,
         "decode": _activation_bytes(config, S) + _CHOICE_BYTES * S * V,
-        "swap": 3 * min(SWAP_WIDTH, sizes.max_blocks_per_slot) * block,
+        "swap": 3 * sizes.swap_width * block,
         "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot,
     }
     if T:

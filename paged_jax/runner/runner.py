@@ -34,44 +34,25 @@ from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.digests import digest_words
 from paged_jax.models.llama import Llama, create_cache
 from paged_jax.runner import decoding, programs
+from paged_jax.runner.buckets import (
+    chunk_buckets,
+    pack,
+    prefill_rows,
+    row_bucket,
+    row_buckets,
+)
 from paged_jax.runner.decoding import DecodeState, StepTokens
+from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.scheduler.sequence import Sequence
 
-# A chunk is padded to a power of two no smaller than this.
-MIN_CHUNK = 16
-# Most tokens in a step, where nobody says.
-MAX_NUM_BATCHED_TOKENS = 2048
-# Tokens of a prompt that one call scores: rarely asked for, so one program must do.
-SCORE_WIDTH = 128
-# Blocks that one call publishes, and that one call moves to or from the host: a call for each block
-# would cost more than the padding.
+# Blocks that one call publishes: a call for each block would cost more than the padding.
 _PUBLISH_WIDTH = 32
-SWAP_WIDTH = 16
 # Digests that the host remembers, for each block of the pool: the device is asked which of them are
 # still cached when they are more.
 _MAX_PUBLISHED = 4
 _MAX_COMPILERS = 8
 _ASSIGNMENT = "choice of tokens"
-
-
-class Sizes(NamedTuple):
-    """What shapes the programs of an engine."""
-
-    block_size: int
-    num_blocks: int
-    num_slots: int
-    max_model_len: int
-    max_chunk: int
-    max_steps: int  # in one dispatch of decoding
-    num_drafts: int  # of each sequence; 0: no speculation
-    max_logit_bias: int
-    max_stop_ids: int
-
-    @property
-    def max_blocks_per_slot(self) -> int:
-        """M, the width of the block tables."""
-        return num_blocks_needed(self.max_model_len, self.block_size)
 
 
 class Draw(NamedTuple):
@@ -123,8 +104,6 @@ class ModelRunner:
         self._draw_of = draw_of
         self._on_compile = on_compile or (lambda line: None)
         self._num_top = min(MAX_LOGPROBS, model.config.vocab_size)
-        self._score_width = min(SCORE_WIDTH, sizes.max_chunk)
-        self._swap_width = min(SWAP_WIDTH, sizes.max_blocks_per_slot)
         self._compiled: set[str] = set()
         self.sizes = sizes
         self.compile_seconds = 0.0
@@ -271,7 +250,7 @@ class ModelRunner:
     def _pieces(self, sequence: Sequence) -> list[np.int32]:
         """The first columns of the pieces in which a sequence's blocks are moved."""
         num_blocks = num_blocks_needed(sequence.num_computed, self.sizes.block_size)
-        return [np.int32(first) for first in range(0, num_blocks, self._swap_width)]
+        return [np.int32(first) for first in range(0, num_blocks, self.sizes.swap_width)]
 
     # What the engine runs
 
@@ -290,7 +269,7 @@ class ModelRunner:
 
     def score(self, sequence: Sequence, count: int) -> programs.Scores:
         """As `prefill` of one sequence, and how probable each of the following tokens was."""
-        width, end = self._score_width, sequence.num_computed + count
+        width, end = self.sizes.score_width, sequence.num_computed + count
         slots, parts = np.array([slot_of(sequence)], np.int32), []
         for start in range(sequence.num_computed, end, width):
             size = min(width, end - start)
@@ -465,7 +444,7 @@ class ModelRunner:
                 calls.append(
                     self._prefill(np.zeros((B, T), np.int32), _no_slots(B), np.zeros(B, np.int32))
                 )
-        row = np.zeros((1, self._score_width), np.int32)
+        row = np.zeros((1, self.sizes.score_width), np.int32)
         calls.append(self._score(row, nobody, no_tokens, row[0]))
         for with_top in (False, True):
             for B in row_buckets(S, with_top):
@@ -475,7 +454,9 @@ class ModelRunner:
                     no_drafts = np.zeros(B, np.int32)
                     calls.append(self._verify(drafts, no_drafts, _no_slots(B), with_top))
         piece = jax.tree.map(
-            lambda pool: np.zeros((pool.shape[0], self._swap_width, *pool.shape[2:]), pool.dtype),
+            lambda pool: np.zeros(
+                (pool.shape[0], self.sizes.swap_width, *pool.shape[2:]), pool.dtype
+            ),
             self.state.cache.pools,
         )
         return [
@@ -507,7 +488,11 @@ class ModelRunner:
         args = slots, num_steps, leave_on_stop
         num_top = self._num_top if with_top else 0
         return Call(
-            name, self._programs.decode, *args, max_steps=self.sizes.max_steps, num_top=num_top
+            name,
+            self._programs.decode,
+            *args,
+            max_steps=self.sizes.dispatch_capacity,
+            num_top=num_top,
         )
 
     def _verify(self, drafts, num_drafts, slots, with_top) -> "Call":
@@ -547,7 +532,7 @@ class ModelRunner:
 
     def _read_blocks(self, slot, first) -> "Call":
         name, program = "copy of blocks to the host", self._programs.read_blocks
-        return Call(name, program, slot, first, width=self._swap_width)
+        return Call(name, program, slot, first, width=self.sizes.swap_width)
 
     def _write_blocks(self, slot, first, values) -> "Call":
         name, program = "copy of blocks from the host", self._programs.write_blocks
@@ -618,73 +603,6 @@ class Call:
         self.program = program
         self.args = args
         self.static = static
-
-
-def pack(counts: Rows[int], max_chunk: int, num_slots: int) -> list[tuple[int, int, list[int]]]:
-    """Arrange chunks of so many tokens in batches: ``(T, B, indices of the chunks)`` each.
-
-    Example:
-      >>> pack([500, 12, 9, 16], max_chunk=512, num_slots=8)
-      [(16, 4, [1, 2, 3]), (512, 1, [0])]
-    """
-    widths: dict[int, list[int]] = {}
-    for index, count in enumerate(counts):
-        widths.setdefault(chunk_bucket(count, max_chunk), []).append(index)
-    batches = []
-    for width, indices in sorted(widths.items()):
-        buckets = prefill_rows(width, max_chunk, num_slots)
-        while indices:
-            # The largest batch of which at least half is used.
-            size = max(b for b in buckets if b < 2 * len(indices))
-            batches.append((width, size, indices[:size]))
-            indices = indices[size:]
-    return batches
-
-
-def chunk_bucket(count: int, max_chunk: int) -> int:
-    """T for a chunk of so many tokens."""
-    return min(max_chunk, max(MIN_CHUNK, 1 << (count - 1).bit_length()))
-
-
-def chunk_buckets(max_chunk: int) -> list[int]:
-    """All T.
-
-    Example:
-      >>> chunk_buckets(100)
-      [16, 32, 64, 100]
-    """
-    return sorted({chunk_bucket(count, max_chunk) for count in range(1, max_chunk + 1)})
-
-
-def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
-    """All B for prefill of chunks of `width` tokens.
-
-    Example:
-      >>> prefill_rows(32, max_chunk=512, num_slots=64)
-      [1, 4, 16]
-    """
-    rows = [1]
-    while 4 * rows[-1] <= num_slots and 4 * rows[-1] * width <= max_chunk:
-        rows.append(4 * rows[-1])
-    return rows
-
-
-def row_bucket(count: int, num_slots: int, with_top: bool = False) -> int:
-    """B for decoding so many sequences."""
-    if with_top:
-        return 1 if count == 1 else num_slots  # rarely asked for: few programs must do
-    return min(num_slots, 1 << (count - 1).bit_length())
-
-
-def row_buckets(num_slots: int, with_top: bool = False) -> list[int]:
-    """All B for decoding.
-
-    Example:
-      >>> row_buckets(12), row_buckets(12, with_top=True)
-      ([1, 2, 4, 8, 12], [1, 12])
-    """
-    counts = range(1, num_slots + 1)
-    return sorted({row_bucket(count, num_slots, with_top) for count in counts})
 
 
 def _no_slots(count: int) -> np.ndarray:

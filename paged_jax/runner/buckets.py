@@ -1,0 +1,73 @@
+"""Sizes that numbers of rows and of tokens are padded to, so that few programs serve them all."""
+
+from collections.abc import Sequence
+
+# A chunk is padded to a power of two no smaller than this.
+MIN_CHUNK = 16
+
+
+def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[int, int, list[int]]]:
+    """Arrange chunks of so many tokens in batches: ``(T, B, indices of the chunks)`` each.
+
+    Example:
+      >>> pack([500, 12, 9, 16], max_chunk=512, num_slots=8)
+      [(16, 4, [1, 2, 3]), (512, 1, [0])]
+    """
+    widths: dict[int, list[int]] = {}
+    for index, count in enumerate(counts):
+        widths.setdefault(chunk_bucket(count, max_chunk), []).append(index)
+    batches = []
+    for width, indices in sorted(widths.items()):
+        buckets = prefill_rows(width, max_chunk, num_slots)
+        while indices:
+            # The largest batch of which at least half is used.
+            size = max(b for b in buckets if b < 2 * len(indices))
+            batches.append((width, size, indices[:size]))
+            indices = indices[size:]
+    return batches
+
+
+def chunk_bucket(count: int, max_chunk: int) -> int:
+    """T for a chunk of so many tokens."""
+    return min(max_chunk, max(MIN_CHUNK, 1 << (count - 1).bit_length()))
+
+
+def chunk_buckets(max_chunk: int) -> list[int]:
+    """All T.
+
+    Example:
+      >>> chunk_buckets(100)
+      [16, 32, 64, 100]
+    """
+    return sorted({chunk_bucket(count, max_chunk) for count in range(1, max_chunk + 1)})
+
+
+def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
+    """All B for prefill of chunks of `width` tokens.
+
+    Example:
+      >>> prefill_rows(32, max_chunk=512, num_slots=64)
+      [1, 4, 16]
+    """
+    rows = [1]
+    while 4 * rows[-1] <= num_slots and 4 * rows[-1] * width <= max_chunk:
+        rows.append(4 * rows[-1])
+    return rows
+
+
+def row_bucket(count: int, num_slots: int, with_top: bool = False) -> int:
+    """B for decoding so many sequences."""
+    if with_top:
+        return 1 if count == 1 else num_slots  # rarely asked for: few programs must do
+    return min(num_slots, 1 << (count - 1).bit_length())
+
+
+def row_buckets(num_slots: int, with_top: bool = False) -> list[int]:
+    """All B for decoding.
+
+    Example:
+      >>> row_buckets(12), row_buckets(12, with_top=True)
+      ([1, 2, 4, 8, 12], [1, 12])
+    """
+    counts = range(1, num_slots + 1)
+    return sorted({row_bucket(count, num_slots, with_top) for count in counts})
