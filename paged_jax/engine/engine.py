@@ -13,7 +13,6 @@ them again. So a step that is cut short, by Ctrl-C or for lack of memory, loses 
 import contextlib
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from paged_jax.engine import footprint as memory
 from paged_jax.engine.footprint import KV_DTYPES, Footprint
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
 from paged_jax.engine.ngram import NgramIndex
+from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
@@ -42,7 +42,7 @@ from paged_jax.runner.runner import Draw, ModelRunner
 from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.history import History, describe_match
-from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request, Sample
 from paged_jax.scheduler.scheduler import Plan, Preemption, PreemptionCosts, Scheduler
 from paged_jax.scheduler.sequence import Sequence
@@ -283,6 +283,7 @@ class Engine:
                 max_swapped_blocks=int(swap_space * 2**30) // footprint.block,
             ),
         )
+        self._postprocessor = Postprocessor(self.tokenizer, self._eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._ngrams: dict[Sequence, NgramIndex] = {}
         self._num_requests = 0
@@ -527,27 +528,13 @@ class Engine:
         scored = [chunk for chunk in plan.chunks if _is_scored(chunk[0])]
         self._runner.prefill([chunk for chunk in plan.chunks if not _is_scored(chunk[0])])
         for sequence, count in scored:
-            self._score(sequence, count)
+            scores = self._runner.score(sequence, count)
+            self._postprocessor.append_prompt_logprobs(
+                _request_of(sequence), scores, start=sequence.num_computed, count=count
+            )
         for sequence, count in plan.chunks:
             sequence.advance(count)
             self._runner.publish(sequence)
-
-    def _score(self, sequence: Sequence, count: int) -> None:
-        """Prefill a chunk of a prompt whose log-probabilities are asked for, and note them."""
-        request, scores = _request_of(sequence), self._runner.score(sequence, count)
-        assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
-        for row in range(count):
-            position = sequence.num_computed + row + 1
-            # A sequence that was preempted comes by again, with what it has generated since.
-            if position == len(request.prompt_logprobs) < sequence.num_prompt_tokens:
-                request.prompt_logprobs.append(
-                    self._candidates(
-                        (sequence.token_ids[position], scores.logprobs[row], scores.ranks[row]),
-                        scores.top_ids[row],
-                        scores.top_logprobs[row],
-                        request.params.prompt_logprobs,
-                    )
-                )
 
     def _decode(self, plan: Plan) -> StepTokens:
         with_top = any(_request_of(s).params.logprobs is not None for s in plan.decodes)
@@ -600,37 +587,11 @@ class Engine:
         request, sample = _request_of(sequence), _sample_of(sequence)
         if sample.finish_reason is not None:
             return  # another row of its request has just ended all of them
-        taken: list[int] = []
-        for step in range(int(tokens.num_new[row])):
-            token_id = int(tokens.token_ids[step, row])
-            logprob = float(tokens.logprobs[step, row])
-            if math.isnan(logprob):
-                num_tokens = len(sequence.token_ids) + len(taken)
-                self._drop(
-                    request,
-                    "error",
-                    f"the model gave NaN for request {request.request_id} after {num_tokens} "
-                    "tokens. Its weights may be damaged, or overflow in their dtype.",
-                )
-                return
-            candidates = None
-            if request.params.logprobs is not None:
-                candidates = self._candidates(
-                    (token_id, logprob, int(tokens.ranks[step, row])),
-                    tokens.top_ids[step, row],
-                    tokens.top_logprobs[step, row],
-                    request.params.logprobs,
-                )
-            sample.append(
-                token_id,
-                logprob,
-                eos_token_ids=self._eos_token_ids,
-                max_tokens=request.max_tokens,
-                candidates=candidates,
-            )
-            taken.append(token_id)
-            if sample.finish_reason is not None:
-                break
+        try:
+            taken = self._postprocessor.append_tokens(request, sample, tokens, row)
+        except FloatingPointError as error:
+            self._drop(request, "error", str(error))
+            return
         if not taken:
             return
         sequence.append(taken)
@@ -643,21 +604,6 @@ class Engine:
         if sample.finish_reason is not None:
             self._scheduler.finish(self._runner, sequence)
             self._ngrams.pop(sequence, None)
-
-    def _candidates(
-        self, chosen: tuple[int, Any, Any], top_ids: Any, top_logprobs: Any, count: int
-    ) -> dict[int, Logprob]:
-        """A token with its log-probability and rank, and the `count` most probable ones."""
-        top = zip(top_ids, top_logprobs, range(1, count + 1), strict=False)
-        return {
-            int(token_id): Logprob(float(logprob), int(rank), self._decode_token(int(token_id)))
-            for token_id, logprob, rank in (chosen, *top)
-        }
-
-    def _decode_token(self, token_id: int) -> str:
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
 
     def _note_blocks(self, plan: Plan, tokens: StepTokens | None) -> None:
         lengths = {sequence: sequence.num_computed for sequence in self._scheduler.residents}

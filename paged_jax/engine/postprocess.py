@@ -1,0 +1,111 @@
+"""Turns what a step has drawn into samples: tokens, text, log-probabilities, finish reasons."""
+
+import math
+from typing import Any
+
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.programs import Scores
+from paged_jax.scheduler.outputs import Logprob
+from paged_jax.scheduler.request import Request, Sample
+
+
+class Postprocessor:
+    """Appends tokens to samples.
+
+    Args:
+      tokenizer: decodes single tokens beside their log-probabilities; None leaves them empty.
+      eos_token_ids: tokens that end a sample.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]):
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+
+    def append_tokens(
+        self, request: Request, sample: Sample, tokens: StepTokens, row: int
+    ) -> list[int]:
+        """Append the tokens of a row to a sample, up to the one that stops it.
+
+        Args:
+          request: the request of the sample.
+          sample: one that has not finished.
+          tokens: what a dispatch of decoding has drawn.
+          row: the row of the sample in `tokens`.
+
+        Returns:
+          The tokens that were appended.
+
+        Raises:
+          FloatingPointError: the model gave NaN for one of them; the sample keeps those before it.
+        """
+        appended: list[int] = []
+        for step in range(int(tokens.num_new[row])):
+            token_id = int(tokens.token_ids[step, row])
+            logprob = float(tokens.logprobs[step, row])
+            if math.isnan(logprob):
+                num_tokens = len(request.prompt_token_ids) + len(sample.token_ids)
+                raise FloatingPointError(
+                    f"the model gave NaN for request {request.request_id} after {num_tokens} "
+                    "tokens. Its weights may be damaged, or overflow in their dtype."
+                )
+            candidates = None
+            if request.params.logprobs is not None:
+                candidates = self._candidates(
+                    (token_id, logprob, int(tokens.ranks[step, row])),
+                    tokens.top_ids[step, row],
+                    tokens.top_logprobs[step, row],
+                    request.params.logprobs,
+                )
+            sample.append(
+                token_id,
+                logprob,
+                eos_token_ids=self._eos_token_ids,
+                max_tokens=request.max_tokens,
+                candidates=candidates,
+            )
+            appended.append(token_id)
+            if sample.finish_reason is not None:
+                break
+        return appended
+
+    def append_prompt_logprobs(
+        self, request: Request, scores: Scores, *, start: int, count: int
+    ) -> None:
+        """Append the log-probabilities of the tokens that follow a chunk of a prompt's.
+
+        Args:
+          request: one that asks for them.
+          scores: a row for each token of the chunk.
+          start: position of the first token of the chunk.
+          count: tokens in the chunk.
+        """
+        assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
+        for row in range(count):
+            position = start + row + 1
+            # After a preemption, what was scored before is computed again, with generated tokens.
+            if position == len(request.prompt_logprobs) < len(request.prompt_token_ids):
+                token_id = request.prompt_token_ids[position]
+                request.prompt_logprobs.append(
+                    self._candidates(
+                        (token_id, scores.logprobs[row], scores.ranks[row]),
+                        scores.top_ids[row],
+                        scores.top_logprobs[row],
+                        request.params.prompt_logprobs,
+                    )
+                )
+
+    def _candidates(
+        self, chosen: tuple[int, Any, Any], top_ids: Any, top_logprobs: Any, count: int
+    ) -> dict[int, Logprob]:
+        """A token with its log-probability and rank, and the `count` most probable ones."""
+        top = zip(top_ids, top_logprobs, range(1, count + 1), strict=False)
+        return {
+            int(token_id): Logprob(float(logprob), int(rank), self._decode_token(int(token_id)))
+            for token_id, logprob, rank in (chosen, *top)
+        }
+
+    def _decode_token(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
