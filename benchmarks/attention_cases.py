@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.backend import QUANTISED, Pools
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.quantisation import QUANTISED
 
 
 class Heads(NamedTuple):

@@ -23,10 +23,11 @@ from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
-from paged_jax.kernels.backend import Pools, is_quantised
+from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
+from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
-from paged_jax.kernels.xla.writing import set_rows as set_rows
+from paged_jax.kernels.xla.writing import set_rows
 
 
 @jax.tree_util.register_dataclass

@@ -44,7 +44,7 @@ from jax.typing import DTypeLike
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
 from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.kernels import padded_head_dim
-from paged_jax.kernels.backend import is_quantised
+from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.huggingface import parameter_shapes
 from paged_jax.runner.sizes import Sizes

@@ -4,7 +4,7 @@ And what puts them there: writes of new tokens, and copies of blocks.
 """
 
 from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
-from paged_jax.kernels.backend import Pools, quantise
+from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.cascade import cascade_attention, num_shared_blocks
 from paged_jax.kernels.dispatch import (
     BACKENDS,
@@ -12,9 +12,10 @@ from paged_jax.kernels.dispatch import (
     backend_over_devices,
     check_backend_runs_on,
     choose_backend,
-    padded_head_dim,
 )
+from paged_jax.kernels.layout import padded_head_dim
 from paged_jax.kernels.merge import merge_attention
+from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.writing import copy_blocks, paged_write
 
 __all__ = [

@@ -26,13 +26,7 @@ from jax.core import Tracer
 
 from paged_jax import dims
 from paged_jax.kernels.backend import Options, Pools, Problem
-from paged_jax.kernels.checks import (
-    as_arrays,
-    as_int32,
-    check_pools,
-    check_sharding,
-    pool_letters,
-)
+from paged_jax.kernels.checks import as_arrays, as_int32, check_pools, check_sharding, pool_letters
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
 

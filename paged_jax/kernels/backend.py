@@ -20,12 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Types of a quantised pool, each with the largest magnitude that it represents.
-QUANTISED: dict[Any, float] = {
-    jnp.dtype(jnp.int8): 127.0,
-    jnp.dtype(jnp.float8_e4m3fn): 448.0,
-}
-
 
 class Pools(NamedTuple):
     """K and V of every block, with their scales where they are quantised.
@@ -103,53 +97,3 @@ class Problem:
 
     def __getitem__(self, letter: str) -> int:
         return dict(self.sizes)[letter]
-
-
-def is_quantised(dtype: DTypeLike) -> bool:
-    """Whether a pool of this type needs scales."""
-    return jnp.dtype(dtype) in QUANTISED
-
-
-def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
-    """The type in which queries meet keys.
-
-    That of the queries where the pool is quantised (int8 and e4m3 are exact in bf16 and f16),
-    else the wider of the two.
-    """
-    if is_quantised(pool_dtype):
-        return jnp.dtype(q_dtype)
-    return wider_dtype(q_dtype, pool_dtype)
-
-
-def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
-    """What two types have in common, also where `jax_numpy_dtype_promotion` is strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(a, b)
-
-
-def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Round the last axis of an array to int8 or fp8 with one scale for all of it.
-
-    Args:
-      x: floating point ``[..., D]``.
-      dtype: int8 or float8_e4m3fn.
-
-    Returns:
-      ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``, such that ``values * scale`` is
-      `x` up to rounding: to the nearest of 255 levels for int8, to 3 bits of mantissa for fp8. The
-      largest magnitude is met exactly. Where `x` is all zero the scale is 1.
-
-    Example:
-      >>> values, scale = quantise(jnp.array([1.0, -2.0, 0.5]), jnp.int8)
-      >>> values.tolist(), round(float(scale), 5)
-      ([64, -127, 32], 0.01575)
-    """
-    dtype = jnp.dtype(dtype)
-    largest = QUANTISED[dtype]
-    x = x.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(x), axis=-1)
-    scale = jnp.where(peak > 0, peak / largest, 1.0)
-    scaled = jnp.clip(x / scale[..., None], -largest, largest)
-    if dtype == jnp.int8:
-        scaled = jnp.round(scaled)
-    return scaled.astype(dtype), scale

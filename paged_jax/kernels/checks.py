@@ -7,15 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from paged_jax.kernels.backend import Pools, is_quantised
-
-# TPUs move 128 lanes at a time, so pools for them are padded to a multiple of that.
-LANES = 128
-
-
-def in_whole_lanes(head_dim: int) -> int:
-    """The head dimension rounded up to whole registers of a TPU."""
-    return -(-head_dim // LANES) * LANES
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.layout import in_whole_lanes
+from paged_jax.kernels.quantisation import is_quantised
 
 
 def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:

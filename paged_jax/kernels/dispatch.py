@@ -18,7 +18,6 @@ from jax.core import Tracer
 
 from paged_jax.kernels import mosaic_tpu, reference, triton, xla
 from paged_jax.kernels.backend import Problem
-from paged_jax.kernels.checks import in_whole_lanes
 
 _logger = logging.getLogger(__name__)
 
@@ -170,19 +169,6 @@ def backend_over_devices(function: str, name: str | None, platform: str) -> str:
             "kernels cannot be divided."
         )
     return name or "xla"
-
-
-def padded_head_dim(head_dim: int, platform: str) -> int:
-    """The last axis of a pool for a platform: D, padded on TPUs to whole registers of 128 lanes.
-
-    There the padding costs no memory: XLA stores an array in tiles of 128 lanes anyway, or lays it
-    out in another order, and would then copy all of it in front of every kernel.
-
-    Example:
-      >>> padded_head_dim(64, "cuda"), padded_head_dim(64, "tpu")
-      (64, 128)
-    """
-    return in_whole_lanes(head_dim) if platform == "tpu" else head_dim
 
 
 @dataclass(frozen=True)

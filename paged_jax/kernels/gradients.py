@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.backend import Options, Pools, wider_dtype
+from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.quantisation import wider_dtype
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
 QUERIES = 128

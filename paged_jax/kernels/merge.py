@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import wider_dtype
+from paged_jax.kernels.quantisation import wider_dtype
 
 
 def merge_attention(

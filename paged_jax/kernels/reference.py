@@ -9,7 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import Options, Pools, Problem, wider_dtype
+from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.quantisation import wider_dtype
 
 
 def refusal(problem: Problem) -> str | None:

@@ -14,9 +14,10 @@ import pytest
 from jax.test_util import check_grads
 
 from paged_jax.kernels import reference, xla
-from paged_jax.kernels.backend import Options, Pools, quantise
+from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
 from paged_jax.kernels.merge import merge_attention
+from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.xla import writing as scatter
 
 LAYER = 1

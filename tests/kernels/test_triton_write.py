@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.backend import Options, Problem, quantise
+from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
+from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.triton.write import _round_half_to_even
 from paged_jax.kernels.writing import paged_write
 from tests.support.kernel_cases import Case, lower

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from paged_jax.kernels.backend import Options, Pools, Problem, is_quantised
+from paged_jax.kernels.backend import Options, Pools, Problem
 from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.quantisation import is_quantised
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.backend import Options, Pools, Problem
-from paged_jax.kernels.checks import LANES, in_whole_lanes
+from paged_jax.kernels.layout import LANES, in_whole_lanes
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
 

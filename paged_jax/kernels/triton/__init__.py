@@ -5,7 +5,8 @@ JAX has announced the end of that backend since 0.11. Nothing outside of this pa
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import QUANTISED, Problem
+from paged_jax.kernels.backend import Problem
+from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode

@@ -27,7 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import Options, Pools, is_quantised, product_dtype
+from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.quantisation import is_quantised, product_dtype
 from paged_jax.kernels.triton import tiles, tuning
 
 # For choosing the number of splits. Times are in loop steps of a program that shares the memory

@@ -26,7 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import Options, Pools, product_dtype
+from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.quantisation import product_dtype
 from paged_jax.kernels.triton import tiles, tuning
 
 # Steps that all rows see are worth a loop of their own, without masks, from this many on: a loop

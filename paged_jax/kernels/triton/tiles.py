@@ -26,7 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import Options, Problem, is_quantised, product_dtype
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.quantisation import is_quantised, product_dtype
 
 # A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
 SMALLEST_DOT = 16

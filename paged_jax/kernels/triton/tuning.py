@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.backend import product_dtype
+from paged_jax.kernels.quantisation import product_dtype
 
 
 class Device(NamedTuple):

@@ -36,7 +36,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import QUANTISED, Options, Pools, Problem
+from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.xla import writing as scatter
 
@@ -145,7 +146,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, 
 
 
 def _quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """As `paged_jax.kernels.backend.quantise`, without `jnp.round`, which does not lower."""
+    """As `paged_jax.kernels.quantise`, without `jnp.round`, which does not lower."""
     largest = QUANTISED[jnp.dtype(dtype)]
     x = x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(x), axis=1)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import Options, Pools, quantise
+from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.quantisation import quantise
 
 
 @functools.partial(jax.jit, static_argnames="options")
