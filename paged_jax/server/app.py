@@ -88,7 +88,7 @@ async def _health(service: Service, request: Request) -> Response:
     """Alive, and getting on? Asks nobody who might be stuck."""
     if service.engine.failure is not None:
         status = "failed"
-    elif service.monitor.is_stalled:
+    elif service.stalls.is_stalled:
         status = "stalled"
     else:
         status = "draining" if service.is_draining else "ok"
@@ -99,7 +99,7 @@ async def _health(service: Service, request: Request) -> Response:
 
 
 def _details(service: Service) -> dict[str, Any]:
-    reading = service.monitor.reading
+    reading = service.metrics.reading
     stats = reading.stats
     return {
         "model": service.settings.model_name,
@@ -263,7 +263,7 @@ async def _output(
     try:
         async with contextlib.aclosing(stream):
             with contextlib.ExitStack() as arriving:
-                arriving.enter_context(service.monitor.arrival())
+                arriving.enter_context(service.stalls.arrival())
                 async for output in stream:
                     arriving.close()
                     for sample in output.outputs:

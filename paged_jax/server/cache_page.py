@@ -59,9 +59,9 @@ async def _state(service: Service, request: Request) -> Response:
     if not _is_number(since):
         raise ApiError(400, "since must be a number of an event.", param="since")
     number = int(since)
-    with service.watch.asking():
+    with service.cache_recorder.asking():
         cache_map, events = await service.ask(
-            request.receive, lambda engine: service.watch.state(engine, number)
+            request.receive, lambda engine: service.cache_recorder.state(engine, number)
         )
 
     def render() -> Response:

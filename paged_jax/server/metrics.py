@@ -1,8 +1,10 @@
-"""Metrics for Prometheus, under vLLM's names where they mean the same, so that dashboards fit."""
+"""`Metrics`: what ``/metrics`` reports to Prometheus, under vLLM's names where meanings agree.
+
+Dashboards made for vLLM work unchanged.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,44 +12,52 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from paged_jax.scheduler.request import Request
-
-if TYPE_CHECKING:
-    from paged_jax.server.monitor import Reading
+from paged_jax.server.reading import Reading
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
-    "inter_token_latency_seconds": ("Between two tokens of a sample.", _SECONDS),
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between two tokens of a sample.", _SECONDS),
     "request_time_per_output_token_seconds": (
-        "Of a finished request, the mean after its first token.",
+        "Mean time per token of a finished request, after its first token.",
         _SECONDS,
     ),
-    "e2e_request_latency_seconds": ("From arrival to the end.", _SECONDS),
-    "request_queue_time_seconds": ("From arrival to the first step.", _SECONDS),
-    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", _SECONDS),
+    "request_queue_time_seconds": ("Time from a request's arrival to its first step.", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
 }
 
 
 @dataclasses.dataclass
-class _Progress:
-    """What has been observed of a request that runs."""
+class _Observed:
+    """What the metrics already hold of a running request.
+
+    Attributes:
+      time: the moment of its last tokens, in seconds of ``time.perf_counter()``.
+      num_tokens: number of tokens generated for it so far.
+    """
 
     time: float
     num_tokens: int
 
 
 class Metrics:
-    """Histograms and counters of requests, and the engine's own counts at the time of a scrape.
+    """Histograms and counters of requests, and the engine's own counts as of the last step.
 
     Args:
-      model_name: the label of all.
-      num_blocks: in the pool.
+      model_name: the label of every metric.
+      num_blocks: number of blocks in the pool.
+      reading: the engine's counts before its first step.
+
+    Attributes:
+      reading: the engine's counts after the last step.
     """
 
-    def __init__(self, model_name: str, num_blocks: int):
+    def __init__(self, model_name: str, num_blocks: int, reading: Reading):
+        self.reading = reading
         self._registry = CollectorRegistry(auto_describe=False)
         self._model_name = model_name
         self._num_blocks = num_blocks
@@ -59,7 +69,7 @@ class Metrics:
         }
         self._success = Counter(
             "vllm:request_success",
-            "Requests that ended.",
+            "Finished requests.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
@@ -68,25 +78,73 @@ class Metrics:
                 model_name
             )
             for name, text in (
-                ("prompt", "Tokens of prompts that were read."),
+                ("prompt", "Prompt tokens processed."),
                 ("generation", "Tokens generated."),
             )
         )
-        self._running: dict[str, _Progress] = {}
-
-    def watch(self, read: Callable[[], "Reading"]) -> None:
-        """Take the engine's own counts from here at each scrape."""
-        self._registry.register(_EngineCollector(read, self._model_name, self._num_blocks))
+        self._running: dict[str, _Observed] = {}
+        self._registry.register(_EngineCollector(self))
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def observe(self, requests: Iterable[Request], now: float) -> None:
-        """Note what a step has brought."""
+    def engine_metrics(self) -> Iterator[Metric]:
+        """The engine's own counts, as of the last step."""
+        reading, stats = self.reading, self.reading.stats
+        gauges = {
+            "vllm:num_requests_running": ("Samples that hold a slot.", reading.num_running),
+            "vllm:num_requests_waiting": ("Samples that wait for a slot.", reading.num_waiting),
+            "vllm:kv_cache_usage_perc": (
+                "Fraction of blocks that samples hold, 0 to 1.",
+                reading.num_used_blocks / self._num_blocks,
+            ),
+        }
+        counters = {
+            "vllm:num_preemptions": ("Preemptions.", stats.num_preemptions),
+            "vllm:prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache.",
+                stats.num_queried_tokens,
+            ),
+            "vllm:prefix_cache_hits": (
+                "Prompt tokens found in the prefix cache.",
+                stats.num_cached_tokens,
+            ),
+            "vllm:spec_decode_num_draft_tokens": (
+                "Draft tokens of speculative decoding.",
+                stats.num_draft_tokens,
+            ),
+            "vllm:spec_decode_num_accepted_tokens": (
+                "Draft tokens that the model accepted.",
+                stats.num_accepted_tokens,
+            ),
+            "paged_jax:recomputed_tokens": (
+                "Tokens computed again after a preemption.",
+                stats.num_recomputed_tokens,
+            ),
+            "paged_jax:swap_preemptions": (
+                "Preemptions that copied blocks to host memory.",
+                stats.num_swap_preemptions,
+            ),
+            "paged_jax:steps": ("Engine steps.", stats.num_steps),
+        }
+        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in metrics.items():
+                metric = family(name, text, labels=["model_name"])
+                metric.add_metric([self._model_name], value)
+                yield metric
+
+    def observe(self, reading: Reading, requests: Iterable[Request]) -> None:
+        """Record a step. Called in the engine's thread.
+
+        Args:
+          reading: the engine's counts after the step.
+          requests: those that got tokens or ended in it.
+        """
+        self.reading = reading
         for request in requests:
             num_tokens = sum(len(sample.token_ids) for sample in request.samples)
-            self._observe_tokens(request, num_tokens, now)
+            self._observe_tokens(request, num_tokens, reading.time)
             if request.is_finished:
                 self._observe_end(request, num_tokens)
                 self._running.pop(request.request_id, None)
@@ -104,13 +162,13 @@ class Metrics:
                 histograms["time_to_first_token_seconds"].observe(seconds)
         self._generation_tokens.inc(num_tokens - (before.num_tokens if before else 0))
         if before is not None and num_tokens > before.num_tokens:
-            # Of n samples each got its share of the tokens in this time.
+            # Each of the n samples got an equal share of the tokens in this time.
             per_sample = (num_tokens - before.num_tokens) / len(request.samples)
             for _ in range(max(1, round(per_sample))):
                 histograms["inter_token_latency_seconds"].observe(
                     (now - before.time) / max(1, per_sample)
                 )
-        self._running[request.request_id] = _Progress(now, num_tokens)
+        self._running[request.request_id] = _Observed(now, num_tokens)
 
     def _observe_end(self, request: Request, num_tokens: int) -> None:
         histograms, metrics = self._histograms, request.metrics
@@ -130,48 +188,10 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine counts itself."""
+    """Lets the registry read the engine's counts at each scrape."""
 
-    def __init__(self, read: Callable[[], "Reading"], model_name: str, num_blocks: int):
-        self._read = read
-        self._model_name = model_name
-        self._num_blocks = num_blocks
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        reading = self._read()
-        stats = reading.stats
-        gauges = {
-            "vllm:num_requests_running": ("Samples in a slot.", reading.num_running),
-            "vllm:num_requests_waiting": ("Samples that wait.", reading.num_waiting),
-            "vllm:kv_cache_usage_perc": (
-                "The fraction of blocks that samples hold, 0 to 1.",
-                reading.num_used_blocks / self._num_blocks,
-            ),
-        }
-        counters = {
-            "vllm:num_preemptions": ("Preemptions.", stats.num_preemptions),
-            "vllm:prefix_cache_queries": (
-                "Tokens looked up in the prefix cache.",
-                stats.num_queried_tokens,
-            ),
-            "vllm:prefix_cache_hits": ("Tokens found there.", stats.num_cached_tokens),
-            "vllm:spec_decode_num_draft_tokens": ("Tokens guessed.", stats.num_draft_tokens),
-            "vllm:spec_decode_num_accepted_tokens": (
-                "Guesses that were right.",
-                stats.num_accepted_tokens,
-            ),
-            "paged_jax:recomputed_tokens": (
-                "Tokens computed again after a preemption.",
-                stats.num_recomputed_tokens,
-            ),
-            "paged_jax:swap_preemptions": (
-                "Preemptions to host memory.",
-                stats.num_swap_preemptions,
-            ),
-            "paged_jax:steps": ("Steps of the engine.", stats.num_steps),
-        }
-        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in metrics.items():
-                metric = family(name, text, labels=["model_name"])
-                metric.add_metric([self._model_name], value)
-                yield metric
+        return self._metrics.engine_metrics()

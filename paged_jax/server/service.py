@@ -13,11 +13,12 @@ from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine.engine import Engine
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.scheduler.request import Request
+from paged_jax.server.cache_recorder import CacheRecorder
 from paged_jax.server.errors import ApiError, too_many
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics
-from paged_jax.server.monitor import Monitor
-from paged_jax.server.watch import CacheWatch
+from paged_jax.server.reading import Reading
+from paged_jax.server.stalls import StallDetector
 
 T = TypeVar("T")
 # Seconds for the last step, in the end: one that is stuck must not keep the server from ending.
@@ -67,10 +68,10 @@ class Service:
         self.num_blocks = engine.num_blocks
         self.block_size = engine.block_size
         self.max_num_seqs = engine.max_num_seqs
-        self.metrics = Metrics(settings.model_name, engine.num_blocks)
-        self.monitor = Monitor(engine, self.metrics, settings.stall_seconds)
-        self.metrics.watch(lambda: self.monitor.reading)
-        self.watch = CacheWatch()
+        reading = Reading.of(engine)
+        self.metrics = Metrics(settings.model_name, engine.num_blocks, reading)
+        self.stalls = StallDetector(reading, settings.stall_seconds)
+        self.cache_recorder = CacheRecorder()
         self.engine = AsyncEngine(engine, on_step=self._on_step)
         self.created = int(time.time())
         self.is_draining = False
@@ -92,8 +93,10 @@ class Service:
             await self.engine.close(timeout=_LAST_STEP)
 
     def _on_step(self, engine: Engine, requests: list[Request]) -> None:
-        self.monitor.on_step(engine, requests)
-        self.watch.on_step(engine)
+        reading = Reading.of(engine)
+        self.stalls.observe(reading)
+        self.metrics.observe(reading, requests)
+        self.cache_recorder.observe(engine)
 
     # The end. Both may be called by a signal handler.
 

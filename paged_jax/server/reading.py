@@ -1,0 +1,41 @@
+"""`Reading`: the engine's counts after a step, which other threads read without stopping it."""
+
+import dataclasses
+import time
+
+from paged_jax.engine.engine import Engine, EngineStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The state of the engine after a step.
+
+    Attributes:
+      time: the moment of the reading, in seconds of ``time.perf_counter()``.
+      has_unfinished: whether the engine has requests that are not finished.
+      num_running: number of samples that hold a slot.
+      num_waiting: number of samples that wait for a slot.
+      num_used_blocks: number of blocks that samples hold.
+      stats: the engine's totals since it was created.
+    """
+
+    time: float
+    has_unfinished: bool
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    stats: EngineStats
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Reading":
+        """Read an engine, in its own thread or before that thread runs."""
+        sequences = engine.sequences
+        num_running = sum(sequence.slot is not None for sequence in sequences)
+        return cls(
+            time=time.perf_counter(),
+            has_unfinished=engine.has_unfinished,
+            num_running=num_running,
+            num_waiting=len(sequences) - num_running,
+            num_used_blocks=round(engine.cache_use * engine.num_blocks),
+            stats=engine.stats,
+        )
