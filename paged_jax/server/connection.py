@@ -1,0 +1,163 @@
+"""`Connection`: a client's HTTP connection, which uvicorn parses, with limits of time and size."""
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paged_jax.server.errors import ApiError, too_many
+from paged_jax.server.limits import Limits
+
+# Seconds for which a refused client may keep sending before its connection is closed.
+_LINGER = 1.0
+
+
+class Connection(H11Protocol):
+    """One client's connection, with limits of time and size; errors are in OpenAI's JSON format.
+
+    Three timers end a connection: uvicorn's own one that is idle, `_deadline` one whose client has
+    sent part of a request, `_unread` one whose client does not read its answer.
+
+    Args:
+      limits: bounds of headers, bodies and connections.
+      **options: the arguments that uvicorn gives each connection.
+    """
+
+    def __init__(self, limits: Limits, **options: Any):
+        super().__init__(**options)
+        self._limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer of an idle connection, and refuse one too many."""
+        super().connection_made(transport)
+        # `pause_writing` is called as soon as the kernel does not take all data at once.
+        transport.set_write_buffer_limits(high=0)
+        # uvicorn's timer would start after the first answer.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(too_many("connections", self._limits.max_connections, "max_connections"))
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what the client sends, unless it was refused."""
+        if self._is_refused:
+            return
+        super().data_received(data)
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        """Start or stop the timer for the rest of the client's request."""
+        super().on_response_complete()
+        self._watch_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        self._deadline = _cancelled(self._deadline)
+        super().connection_lost(exc)
+        self._unread = _cancelled(self._unread)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, or has headers that are too long."""
+        # The bytes that could not be parsed are still there.
+        if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
+            most = self._limits.max_header_bytes
+            error = ApiError(
+                431,
+                f"The headers must be at most {most} bytes (max_header_bytes).",
+                code="max_header_bytes_exceeded",
+            )
+        else:
+            error = ApiError(400, msg, code="invalid_http")
+        self._refuse(error)
+
+    # Clients that send too slowly
+
+    def _watch_request(self) -> None:
+        seconds = self._seconds_to_send()
+        if seconds is None or self.transport.is_closing():
+            self._deadline = _cancelled(self._deadline)
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(seconds, self._give_up)
+
+    def _seconds_to_send(self) -> float | None:
+        state, is_answered = self.conn.their_state, self.conn.our_state is h11.DONE
+        if state is h11.IDLE and self.conn.trailing_data[0]:
+            return self._limits.header_timeout
+        if state is h11.SEND_BODY and is_answered:  # the rest of the body is ignored
+            return self._limits.body_timeout
+        return None
+
+    def _give_up(self) -> None:
+        seconds = self._limits.header_timeout
+        self._refuse(
+            ApiError(
+                408,
+                f"The headers must be complete within {seconds:g} seconds (header_timeout).",
+                code="header_timeout_exceeded",
+            )
+        )
+
+    def _refuse(self, error: ApiError) -> None:
+        self._deadline = _cancelled(self._deadline)
+        if self.transport.is_closing():
+            return
+        # An answer that has begun cannot be replaced by another.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer(error)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        # If it were closed while the client sends, the client could lose the answer.
+        self._is_refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER, self.transport.close)
+
+    def _answer(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        headers = {
+            **(error.headers or {}),
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+        }
+        events: list[Any] = [
+            h11.Response(status_code=error.status, headers=list(headers.items())),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+
+    # Clients that do not read
+
+    def pause_writing(self) -> None:
+        """Start the timer of a client that does not read."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Stop the timer of a client that does not read."""
+        super().resume_writing()
+        self._unread = _cancelled(self._unread)
+
+    def _watch_reader(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self._limits.send_timeout, self._check_reader, size)
+
+    def _check_reader(self, size: int) -> None:
+        if self.transport.get_write_buffer_size() < size:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
