@@ -20,19 +20,12 @@ from starlette.types import Receive, Scope, Send
 from paged_jax.async_engine import EngineClosedError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import cache_page, openapi, schemas
-from paged_jax.server.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    GenerateAnswer,
-    Job,
-    News,
-    Sent,
-    bad_request,
-    size,
-    whole,
-)
-from paged_jax.server.errors import ApiError, of_validation
+from paged_jax.server.answers import Answer
+from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
+from paged_jax.server.errors import ApiError, bad_request, of_validation
+from paged_jax.server.generate_answer import GenerateAnswer
+from paged_jax.server.jobs import Job, make_job
+from paged_jax.server.openai_answers import ChatAnswer, CompletionAnswer
 from paged_jax.server.security import IS_KNOWN, SALT, Security
 from paged_jax.server.service import ClientGone, Service, engine_stopped
 from paged_jax.version import __version__
@@ -172,10 +165,9 @@ async def _complete(
     if isinstance(body, schemas.OpenAiBody):
         _check_model(service, body.model)
     answer = answer_type(service, body, request.scope.get(SALT, ""))
-    job = await asyncio.to_thread(answer.job)
-    num_samples = len(job.prompts) * job.params.n
+    job = await asyncio.to_thread(make_job, answer)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.admit(num_samples, is_stream=bool(body.stream)))
+        stack.enter_context(service.admit(job.num_samples, is_stream=bool(body.stream)))
         if body.stream:
             events = _events(service, answer, job)
             # Whatever is wrong shows before the first event, while there still is a status.
@@ -217,8 +209,8 @@ async def _collect(service: Service, answer: Answer, job: Job) -> Response:
         async for index, output in outputs:
             done[index] = output
     ordered = [done[index] for index in range(len(job.prompts))]
-    num_rows = sum(size(output, whole(output)) for output in ordered)
-    return await service.render(num_rows, lambda: _json(answer.answer(ordered)))
+    size = sum(num_entries(output, whole(output)) for output in ordered)
+    return await service.render(size, lambda: _json(answer.answer(ordered)))
 
 
 async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
@@ -227,9 +219,9 @@ async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[
     opening = b"".join(map(_event, answer.opening()))
     async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
         async for index, output in outputs:
-            news = list(sent.news(index, output))
-            chunk = functools.partial(_chunk, answer, index, output, news)
-            if data := opening + await service.render(size(output, news), chunk):
+            deltas = list(sent.deltas(index, output))
+            chunk = functools.partial(_chunk, answer, index, output, deltas)
+            if data := opening + await service.render(num_entries(output, deltas), chunk):
                 yield data
             opening = b""
             if output.finished:
@@ -238,8 +230,8 @@ async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[
     yield b"".join([*map(_event, closing), _DONE])
 
 
-def _chunk(answer: Answer, index: int, output: RequestOutput, news: list[News]) -> bytes:
-    return b"".join(map(_event, answer.chunks(index, output, news)))
+def _chunk(answer: Answer, index: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
+    return b"".join(map(_event, answer.chunks(index, output, deltas)))
 
 
 def _outputs(

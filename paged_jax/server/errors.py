@@ -1,6 +1,7 @@
 """What a client did wrong, or what went wrong here, in the shape of OpenAI's API."""
 
 import itertools
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,6 +18,8 @@ _TYPES = {
 }
 
 
+# Begins a message of those that refuse: a function's or a class's name, which no client knows.
+_WHO = re.compile(r"^(?:request|SamplingParams|encode_chat|apply_chat_template): ")
 # Characters of a message: what a client sent may be in it.
 _MAX_CHARS = 500
 # Mistakes of a body that are looked at one by one.
@@ -93,6 +96,13 @@ def of_validation(error: ValidationError) -> ApiError:
     return ApiError(
         400, f"{param}: {message}." if param else f"{message}.", param=param, code=first["type"]
     )
+
+
+def bad_request(error: ValueError) -> ApiError:
+    """What the engine refuses, or the tokenizer: "WHO: FIELD must ..."."""
+    message = _WHO.sub("", str(error))
+    param, must, _ = message.partition(" must ")
+    return ApiError(400, message, param=param if must and " " not in param else None)
 
 
 def _is_place(part: int | str) -> bool:

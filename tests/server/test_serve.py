@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from paged_jax import Engine, SamplingParams
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.server import Limits, Service, Settings, create_app, schemas
-from paged_jax.server.answers import CompletionAnswer
+from paged_jax.server.openai_answers import CompletionAnswer
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import BOS, SIZES, save_tiny_model
 

@@ -1,0 +1,85 @@
+"""`GenerateAnswer`: the answer of ``POST /generate``, this server's own endpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.server import schemas
+from paged_jax.server.answers import Answer, explanation, finite, usage
+from paged_jax.server.deltas import SampleDelta, whole
+from paged_jax.server.errors import ApiError
+
+
+class GenerateAnswer(Answer):
+    """The answer of ``POST /generate``."""
+
+    prefix = "gen"
+    unrecommended = {"temperature": 0.0}
+    body: schemas.GenerateBody
+
+    def prompts(self) -> list[str | list[int]]:
+        """The one prompt, given as text or as token ids."""
+        text, token_ids = self.body.prompt, self.body.prompt_token_ids
+        if (text is None) == (token_ids is None):
+            raise ApiError(400, "prompt or prompt_token_ids must be given, and not both.")
+        return [text if text is not None else token_ids or []]
+
+    def params(self) -> dict[str, Any]:
+        """The fields that the body gives, which has two for log-probabilities."""
+        asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
+        return super().params() | {k: v for k, v in asked.items() if v is not None}
+
+    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The whole answer, from the output of the one prompt."""
+        [output] = outputs
+        return self._generated(output, whole(output))
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[BaseModel]:
+        """One event that holds what is new in all samples."""
+        return [self._generated(output, deltas)] if deltas else []
+
+    def _generated(self, output: RequestOutput, deltas: list[SampleDelta]) -> schemas.Generated:
+        is_end = output.finished
+        return schemas.Generated.model_construct(
+            request_id=self.id,
+            text=[each.text for each in deltas],
+            outputs=[
+                schemas.GeneratedSample.model_construct(
+                    index=each.sample.index,
+                    text=each.text,
+                    token_ids=each.token_ids,
+                    cumulative_logprob=finite(each.sample.cumulative_logprob),
+                    logprobs=_candidates(each.logprobs),
+                    finish_reason=each.sample.finish_reason,
+                    stop_reason=each.sample.stop_reason,
+                )
+                for each in deltas
+            ],
+            finished=is_end,
+            usage=usage([output]) if is_end else None,
+            prompt_token_ids=output.prompt_token_ids if is_end else None,
+            prompt_logprobs=_candidates(output.prompt_logprobs) if is_end else None,
+            explanation=explanation(output) if is_end else None,
+        )
+
+
+def _candidates(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            token_id: {
+                "logprob": finite(each.logprob),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token_id, each in row.items()
+        }
+        for row in rows
+    ]

@@ -1,0 +1,245 @@
+"""`CompletionAnswer` and `ChatAnswer`: the answers of the endpoints that OpenAI's API has."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.server import schemas
+from paged_jax.server.answers import Answer, explanation, finite, usage
+from paged_jax.server.deltas import SampleDelta, whole
+from paged_jax.server.errors import ApiError
+from paged_jax.server.service import Service
+
+
+class OpenAiAnswer(Answer):
+    """What the answers of both endpoints have in common.
+
+    Attributes:
+      chunk_type: the type of a stream's events.
+    """
+
+    body: schemas.OpenAiBody
+    chunk_type: type[BaseModel]
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The fields at the top of each answer and event."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.service.settings.model_name,
+        }
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
+        """An event with the usage and the explanations, if either was asked for."""
+        end: dict[str, Any] = {}
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            end["usage"] = usage(outputs)
+        if self.body.explain:
+            end["explanations"] = [explanation(output) for output in outputs]
+        return [self.chunk_type(**self.head, choices=[], **end)] if end else []
+
+    def _end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        explanations = [explanation(output) for output in outputs] if self.body.explain else None
+        return {"usage": usage(outputs), "explanations": explanations}
+
+    def _index(self, prompt: int, output: RequestOutput, delta: SampleDelta) -> int:
+        return prompt * len(output.outputs) + delta.sample.index
+
+
+class CompletionAnswer(OpenAiAnswer):
+    """The answer of ``POST /v1/completions``."""
+
+    body: schemas.CompletionBody
+    chunk_type = schemas.Completion
+
+    def __init__(self, service: Service, body: schemas.CompletionBody, salt: str):
+        super().__init__(service, body, salt)
+        # The number of characters that were sent of each sample.
+        self._offsets: dict[tuple[int, int], int] = {}
+
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt or several, each as text or as token ids."""
+        prompt = self.body.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return list(prompt)  # type: ignore[arg-type]
+
+    def params(self) -> dict[str, Any]:
+        """The fields that the body gives; with ``echo``, the prompt's log-probabilities too."""
+        params = super().params()
+        if self.body.logprobs is not None:
+            params["logprobs"] = self.body.logprobs
+            if self.body.echo:
+                params["prompt_logprobs"] = self.body.logprobs
+        return params
+
+    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The whole answer: the samples of the first prompt, then those of the next."""
+        choices = [
+            self._choice(prompt, output, delta)
+            for prompt, output in enumerate(outputs)
+            for delta in whole(output)
+        ]
+        return schemas.Completion(**self.head, choices=choices, **self._end(outputs))
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[BaseModel]:
+        """One event for each sample that has new text."""
+        choices = [self._choice(prompt, output, each) for each in deltas]
+        return [schemas.Completion(**self.head, choices=[choice]) for choice in choices]
+
+    def _choice(
+        self, prompt: int, output: RequestOutput, delta: SampleDelta
+    ) -> schemas.CompletionChoice:
+        text, logprobs, token_ids = delta.text, delta.logprobs, delta.token_ids
+        key = prompt, delta.sample.index
+        offset = self._offsets.get(key, 0)
+        rows: list[tuple[int, dict[int, Logprob] | None]] = []
+        if self.body.echo and key not in self._offsets:
+            text = self._prompt_text(prompt, output) + text
+            if logprobs is not None:
+                asked = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+                rows += zip(output.prompt_token_ids, asked, strict=True)
+        if logprobs is not None:
+            rows += zip(token_ids, logprobs, strict=True)
+        self._offsets[key] = offset + len(text)
+        return schemas.CompletionChoice.model_construct(
+            index=self._index(prompt, output, delta),
+            text=text,
+            logprobs=None if logprobs is None else self._logprobs(rows, offset),
+            finish_reason=delta.sample.finish_reason,
+            stop_reason=delta.sample.stop_reason,
+        )
+
+    def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
+        given, tokenizer = self.prompts()[prompt], self.service.tokenizer
+        if isinstance(given, str):
+            return given
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
+
+    def _logprobs(
+        self, rows: list[tuple[int, dict[int, Logprob] | None]], offset: int
+    ) -> schemas.CompletionLogprobs:
+        tokens, token_logprobs, top, offsets = [], [], [], []
+        tokenizer = self.service.tokenizer
+        for token_id, candidates in rows:
+            if candidates is None:  # the first token of a prompt has no log-probability
+                token = "" if tokenizer is None else tokenizer.decode([token_id])
+                token_logprobs.append(None)
+                top.append(None)
+            else:
+                token = candidates[token_id].decoded_token
+                token_logprobs.append(finite(candidates[token_id].logprob))
+                # Tokens that are parts of characters have one text: the chosen one must stay.
+                others = (c for each, c in candidates.items() if each != token_id)
+                rest = {c.decoded_token: finite(c.logprob) for c in others}
+                top.append(rest | {token: token_logprobs[-1]})
+            tokens.append(token)
+            offsets.append(offset)
+            offset += len(token)
+        return schemas.CompletionLogprobs(
+            tokens=tokens, token_logprobs=token_logprobs, top_logprobs=top, text_offset=offsets
+        )
+
+
+class ChatAnswer(OpenAiAnswer):
+    """The answer of ``POST /v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+    body: schemas.ChatBody
+    chunk_type = schemas.ChatCompletionChunk
+
+    def prompts(self) -> list[str | list[int]]:
+        """The messages as one prompt, by the model's chat template."""
+        tokenizer = self.service.tokenizer
+        if tokenizer is None:
+            raise ValueError("request: the model has no tokenizer, which chats need.")
+        messages = [_as_message(message) for message in self.body.messages]
+        return [tokenizer.encode_chat(messages, self.body.chat_template_kwargs)]
+
+    def params(self) -> dict[str, Any]:
+        """The fields that the body gives, under the names that chats have."""
+        # By default a chat may fill the context.
+        body, params = self.body, {"max_tokens": None, **super().params()}
+        if body.max_completion_tokens is not None:
+            params["max_tokens"] = body.max_completion_tokens
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if body.logprobs:
+            params["logprobs"] = body.top_logprobs or 0
+        return params
+
+    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The whole answer: one message for each sample."""
+        [output] = outputs
+        choices = [
+            schemas.ChatChoice.model_construct(
+                index=delta.sample.index,
+                message=schemas.ChatMessage(content=delta.text),
+                logprobs=_chat_logprobs(delta, self.body.top_logprobs or 0),
+                finish_reason=delta.sample.finish_reason,
+                stop_reason=delta.sample.stop_reason,
+            )
+            for delta in whole(output)
+        ]
+        return schemas.ChatCompletion(**self.head, choices=choices, **self._end(outputs))
+
+    def opening(self) -> list[BaseModel]:
+        """One event for each sample, which says that the assistant speaks."""
+        delta = schemas.ChatDelta(role="assistant", content="")
+        return [self._chunk(index, delta) for index in range(self.body.n or 1)]
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[BaseModel]:
+        """One event for each sample that has new text."""
+        return [
+            self._chunk(
+                each.sample.index,
+                schemas.ChatDelta(content=each.text),
+                logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
+                finish_reason=each.sample.finish_reason,
+                stop_reason=each.sample.stop_reason,
+            )
+            for each in deltas
+        ]
+
+    def _chunk(self, index: int, delta: schemas.ChatDelta, **fields: Any) -> BaseModel:
+        choice = schemas.ChatChunkChoice.model_construct(index=index, delta=delta, **fields)
+        return schemas.ChatCompletionChunk(**self.head, choices=[choice])
+
+
+def _as_message(message: schemas.Message) -> dict[str, Any]:
+    # A template may ask whether there is a name.
+    named = {} if message.name is None else {"name": message.name}
+    return message.model_dump(include={"role", "content"}) | named
+
+
+def _chat_logprobs(delta: SampleDelta, num_top: int) -> schemas.ChatLogprobs | None:
+    if delta.logprobs is None:
+        return None
+    rows = zip(delta.token_ids, delta.logprobs, strict=True)
+    return {"content": (_chosen(row[token_id], row, num_top) for token_id, row in rows)}
+
+
+def _chosen(token: Logprob, row: dict[int, Logprob], num_top: int) -> schemas.TokenLogprob:
+    # The row also holds the chosen token, which may not be among the most probable ones.
+    top = sorted(row.values(), key=lambda each: each.rank)[:num_top]
+    return {**_token(token), "top_logprobs": [_token(each) for each in top]}
+
+
+def _token(each: Logprob) -> schemas.TopLogprob:
+    text = each.decoded_token
+    return {"token": text, "logprob": finite(each.logprob), "bytes": _bytes_of(text)}
+
+
+@functools.lru_cache(maxsize=2**14)
+def _bytes_of(text: str) -> list[int] | None:
+    # Cached, as making these lists takes longer than all the rest; they are never changed.
+    # The text of a token that is part of a character does not hold the token's bytes.
+    return None if "\ufffd" in text else list(text.encode())
