@@ -1,4 +1,4 @@
-"""What the command lines have in common: one-line errors, and the arguments of an engine."""
+"""`Parser`, and the engine's arguments: what the command lines share."""
 
 import argparse
 import difflib
@@ -14,8 +14,7 @@ from paged_jax.kernels import BACKENDS
 from paged_jax.scheduler.scheduler import Preemption
 from paged_jax.version import __version__
 
-# Mistakes of the user, or of the files and the machine that are used. (JAX raises the last where
-# memory does not suffice.)
+# Errors caused by the arguments, the files or the machine. JAX raises the last for lack of memory.
 EXPECTED_ERRORS = (
     ValueError,
     OSError,
@@ -32,7 +31,7 @@ _BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments, without the usage."""
+    """A parser that reports a mistake in one line on stderr, without the usage."""
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
@@ -40,21 +39,22 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version)
 
     def error(self, message: str) -> NoReturn:
+        """Report a mistake in the arguments, and exit with status 2."""
         self.exit(2, f"{self._name}: error: {message}{self._hint(message)}\n")
 
     def run(self, function: Callable[[], None], *, clear: Callable[[], None] | None = None) -> int:
-        """Do a command's work and return its exit status: mistakes of the user end in one line.
+        """Call a command's function and return the exit status; expected errors print one line.
 
         Args:
-          function: the work.
-          clear: called before the line, where something else stands on the terminal.
+          function: the command's work.
+          clear: clears the terminal's current line before an error is printed.
         """
         try:
             function()
             sys.stdout.flush()
             return 0
         except BrokenPipeError:
-            # The reader has left, as `head` does; Python would complain again on its last flush.
+            # The reader has closed its end, as `head` does; Python's last flush would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _BROKEN_PIPE
         except EXPECTED_ERRORS as error:
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         return self.prog.removeprefix("python -m ")
 
     def _hint(self, message: str) -> str:
-        """The option that somebody may have meant, as in --max_tokens."""
+        """A similar option, for a misspelt one such as --max_tokens."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             return ""
@@ -81,11 +81,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Options of an engine by which it takes more or less memory, and the others.
+# The engine's options that decide how much memory it takes, and the others.
 _SIZES = (
     "dtype", "kv_dtype", "block_size", "max_num_seqs", "max_model_len", "max_chunk",
     "num_speculative_tokens",
@@ -96,74 +96,103 @@ _OTHERS = (
 
 
 def add_size_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add what determines how much memory an engine takes; `size_options` reads it."""
+    """Add the arguments that decide how much memory an engine takes; `size_options` reads them."""
     add = parser.add_argument
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the weights")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type of the weights; default: auto",
+    )
     add(
         "--kv-dtype",
         choices=("auto", *KV_DTYPES),
-        help="of the cache; int8 and fp8 quantise it; auto is float32 on CPU, else as the weights",
+        help="type of the KV cache; int8 and fp8 quantise it; default: auto, which is float32 on a "
+        "CPU and the type of the weights elsewhere",
     )
     add("--block-size", type=int, metavar="N", help="tokens in a block; default: 16")
-    add("--max-num-seqs", type=int, metavar="N", help="samples that run at once; default: 16")
-    add("--max-model-len", type=int, metavar="N", help="longest sequence; default: the context")
+    add("--max-num-seqs", type=int, metavar="N", help="most samples in a batch; default: 16")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of a sequence, prompt included; default: the model's context",
+    )
     add(
         "--max-chunk",
         type=int,
         metavar="N",
-        help="prompt tokens that a step reads of a sequence; default: 512",
+        help="most prompt tokens of a sequence that a step processes; default: 512",
     )
     add(
         "--num-speculative-tokens",
         type=int,
         metavar="N",
-        help="tokens guessed from earlier text and verified at once; the text is the same",
+        help="most tokens drafted by n-gram lookup and verified in one step; the text stays the "
+        "same; default: 0",
     )
 
 
 def size_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `Engine` and `make_plan`: those given, as defaults stay there."""
+    """Keyword arguments for `Engine` and `make_plan`: the arguments that were given."""
     return _given(args, _SIZES)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and what shapes the engine; `engine_options` reads them."""
+    """Add ``--model`` and the engine's arguments; `engine_options` reads them."""
     parser.add_argument(
-        "--model", metavar="DIR", help="checkpoint folder; the small bundled model if not given"
+        "--model", metavar="DIR", help="checkpoint folder; default: the small bundled model"
     )
     group = parser.add_argument_group("engine")
     add_size_arguments(group)
-    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool")
+    group.add_argument(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="blocks in the pool; default: as many as the batch can use and memory allows",
+    )
     group.add_argument(
         "--memory-fraction",
         type=float,
         metavar="X",
-        help="of the device's memory, for weights, steps and pool together; see paged_jax.plan",
+        help="fraction of the device's memory for weights, steps and pool together, at most 1; "
+        "python -m paged_jax.plan shows what fits",
     )
     group.add_argument(
         "--steps-per-dispatch",
         type=int,
         metavar="N",
-        help="tokens of a sequence that the device makes at a time; default: 8 (but 1 for a "
-        "single prompt on the command line), and a stream gets them at once",
+        help="decode steps that the device runs before it reports their tokens, which a stream "
+        "then gets together; default: 8, but 1 for a single prompt of paged_jax.generate",
     )
     group.add_argument(
-        "--no-prefix-caching", action="store_true", help="compute what prompts have in common anew"
+        "--no-prefix-caching",
+        action="store_true",
+        help="do not reuse cached blocks of earlier prompts that begin with the same tokens",
     )
     group.add_argument(
         "--preemption",
         choices=get_args(Preemption),
-        help="what happens to a sequence that must leave for lack of blocks; default: auto",
+        help="what happens to the blocks of a preempted sequence: recompute them, swap them to "
+        "host memory, or choose the cheaper of the two (auto); default: auto",
     )
-    group.add_argument("--swap-space", type=float, metavar="GIB", help="host memory for that")
-    group.add_argument("--backend", choices=tuple(BACKENDS), help="of the attention")
+    group.add_argument(
+        "--swap-space",
+        type=float,
+        metavar="GIB",
+        help="host memory for swapped blocks, in GiB; default: 4",
+    )
+    group.add_argument(
+        "--backend",
+        choices=tuple(BACKENDS),
+        help="implementation of the attention; default: the best for the device",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `Engine` and `LLM`: those that were given, as defaults stay there.
+    """Keyword arguments for `Engine` and `LLM`: the arguments that were given.
 
     Raises:
-      ValueError: the model's folder is named by an empty text.
+      ValueError: ``--model`` is empty.
     """
     if args.model == "":
         raise ValueError("--model must not be empty. Leave it out for the bundled model.")

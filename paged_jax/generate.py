@@ -24,8 +24,8 @@ _MAX_NUM_SEQS = 16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status. Mistakes of the user end in one line."""
-    progress = _Progress(sys.stderr)
+    """Run the command line, and return the exit status; expected errors print one line."""
+    progress = _StatusLine(sys.stderr)
     parser = _parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _run(args, progress), clear=progress.clear)
@@ -38,34 +38,66 @@ def _parser() -> Parser:
     )
     add_engine_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the prompt; - reads it from standard input")
+    source.add_argument("--prompt", help="text to continue; - reads it from standard input")
     source.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="one prompt a line; in a .jsonl file, one object with prompt or prompt_token_ids",
+        help="file with a prompt in each line; in a .jsonl file, an object with prompt or "
+        "prompt_token_ids in each line",
     )
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=128, metavar="N")
     sampling.add_argument(
-        "--temperature", type=float, metavar="X", help="0 is greedy; default: the model's own"
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="most tokens to generate for each sample; default: 128",
     )
-    sampling.add_argument("--top-k", type=int, metavar="N")
-    sampling.add_argument("--top-p", type=float, metavar="X")
-    sampling.add_argument("--min-p", type=float, metavar="X")
-    sampling.add_argument("--seed", type=int, metavar="N", help="default: 0")
-    sampling.add_argument("--n", type=int, default=1, help="samples for each prompt")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="divisor of the logits; 0 always takes the most probable token; default: the model's",
+    )
+    sampling.add_argument(
+        "--top-k", type=int, metavar="N", help="sample from the N most probable tokens"
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="sample from the most probable tokens whose probabilities add up to X",
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="drop tokens less probable than X times the most probable one",
+    )
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="seed of the random draws; default: 0"
+    )
+    sampling.add_argument(
+        "--n", type=int, default=1, metavar="N", help="samples for each prompt; default: 1"
+    )
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends a sample; may be repeated"
+    )
     output = parser.add_argument_group("input and output")
-    output.add_argument("--chat", action="store_true", help="put prompts in the chat template")
-    output.add_argument("--json", action="store_true", help="one JSON object for each prompt")
-    output.add_argument("--show-blocks", action="store_true", help="draw the block table")
+    output.add_argument(
+        "--chat", action="store_true", help="wrap each prompt in the model's chat template"
+    )
+    output.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
+    output.add_argument(
+        "--show-blocks", action="store_true", help="draw the block tables as they change"
+    )
     return parser
 
 
-def _run(args: argparse.Namespace, progress: "_Progress") -> None:
+def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
     options = engine_options(args)
     prompts = _read_prompts(args)
-    # Once for their mistakes, before the model is loaded.
+    # Checks the parameters before the model is loaded.
     given = _given_params(args)
     SamplingParams(**given)
     progress.say("loading the model")
@@ -80,7 +112,7 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     draw = _BlockPictures(llm, progress).draw if args.show_blocks else None
     progress.clear()
-    # A bar for many prompts, on a terminal; the text of a single one is progress enough.
+    # Several prompts get a bar, on a terminal; one prompt needs none, as its text appears.
     with (
         Progress(llm, len(prompts), disable=True if len(prompts) == 1 else None) as bar,
         contextlib.closing(llm.stream(prompts, params)) as outputs,
@@ -92,7 +124,7 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
             _raise_error(output)
             write(output, llm)
             if isinstance(write, _Streamer):
-                progress.mute()  # the line belongs to the text from here on
+                progress.mute()  # the terminal's current line now holds text
     progress.use(None)
     progress.unmute()
     if draw:
@@ -104,20 +136,20 @@ def _run(args: argparse.Namespace, progress: "_Progress") -> None:
 def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     try:
         return llm.get_default_sampling_params(**given)
-    except ValueError as error:  # what the user gave has been checked before
+    except ValueError as error:  # the user's own parameters were checked before
         raise ValueError(f"the model's generation_config.json: {error}") from None
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt is not None:
-        # Of what is piped in, the last newline ends the line rather than being part of it.
+        # A newline at the end of piped text ends its last line and is no part of the prompt.
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         if not text:
             raise ValueError("--prompt must not be empty.")
         return [text]
     path = Path(args.prompts_file)
     try:
-        # Not splitlines, which also splits where a JSON text may hold U+2028 or the like.
+        # splitlines would also split at U+2028 and the like, which a JSON text may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise ValueError(
@@ -163,7 +195,7 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
 
 
 def _given_params(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user asks for; the rest is as the model's authors recommend."""
+    """The parameters that the user gave; the others are as the model's authors recommend."""
     names = ("max_tokens", "n", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
@@ -208,7 +240,7 @@ def _in_order(
 
 
 class _Streamer:
-    """Writes one text as it is made."""
+    """Writes the text of one sample as it is generated."""
 
     def __init__(self) -> None:
         self._num_written = 0
@@ -258,7 +290,7 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 class _BlockPictures:
     """Draws the block tables on stderr."""
 
-    def __init__(self, llm: LLM, progress: "_Progress"):
+    def __init__(self, llm: LLM, progress: "_StatusLine"):
         self._llm = llm
         self._progress = progress
         self.draw("before")
@@ -268,8 +300,8 @@ class _BlockPictures:
         print("\n" + draw_tables(self._llm.cache.tables, title), file=sys.stderr)
 
 
-class _Progress:
-    """One line that says what is going on; on a terminal it is wiped when it is done."""
+class _StatusLine:
+    """A line on stderr that says what is happening; on a terminal it is erased afterwards."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -279,15 +311,15 @@ class _Progress:
         self._bar: Progress | None = None
 
     def use(self, bar: Progress | None) -> None:
-        """While there is a bar, say things in front of it."""
+        """Write to the left end of a bar instead of a line of its own; None ends that."""
         self._bar = bar if bar is not None and bar.is_shown else None
 
     def mute(self) -> None:
-        """Say nothing more: something else stands on the terminal's current line."""
+        """Write nothing, as the terminal's current line holds text."""
         self._is_muted = True
 
     def unmute(self) -> None:
-        """Go on as before."""
+        """Write again."""
         self._is_muted = False
 
     def say(self, line: str) -> None:

@@ -105,28 +105,31 @@ def _print(args: argparse.Namespace) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m paged_jax.plan",
-        description="Say what an engine takes of a device's memory, and how many sequences fit.",
+        description="Show what an engine takes of a device's memory, and how many sequences fit.",
     )
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="folder with a config.json; the small bundled model if not given",
+        help="folder with a config.json; default: the small bundled model",
     )
     parser.add_argument(
         "--memory",
         type=parse_bytes,
         metavar="SIZE",
-        help="such as 24GiB, 24GB, 512MiB, or bytes; default: that of this machine's device",
+        help="memory of the device: 24GiB, 24GB, 512MiB or the like, or a number of bytes; "
+        "default: that of this machine's device",
     )
     parser.add_argument(
         "--memory-fraction",
         type=float,
         default=1.0,
         metavar="X",
-        help="how much of it the engine may take; default: 1",
+        help="fraction of the memory that the engine may take, at most 1; default: 1",
     )
     parser.add_argument(
-        "--platform", choices=_PLATFORMS, help="default: that which JAX finds on this machine"
+        "--platform",
+        choices=_PLATFORMS,
+        help="platform of the device; default: the one that JAX finds on this machine",
     )
     add_size_arguments(parser)
     parser.add_argument(
@@ -134,9 +137,10 @@ def _parser() -> Parser:
         type=int,
         nargs="+",
         metavar="N",
-        help="tokens of the sequences to count; default: a few up to --max-model-len",
+        help="lengths, in tokens, for which to count the sequences that fit; default: several "
+        "lengths up to --max-model-len",
     )
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

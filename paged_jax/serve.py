@@ -31,25 +31,25 @@ _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LIMIT_HELP = {
     "max_body_bytes": "bytes of a request's body",
-    "max_header_bytes": "bytes of its headers",
-    "header_timeout": "seconds for its headers",
-    "body_timeout": "seconds for its body",
-    "send_timeout": "seconds for which a client may not read its answer",
-    "max_queue": "requests that wait for a place in the batch",
-    "max_streams": "answers that are streamed at once",
-    "max_connections": "connections that are open at once",
+    "max_header_bytes": "bytes of a request's headers",
+    "header_timeout": "seconds to receive the headers",
+    "body_timeout": "seconds to receive the body",
+    "send_timeout": "seconds before a client that reads nothing is disconnected",
+    "max_queue": "samples that wait for a place in the batch",
+    "max_streams": "answers streamed at the same time",
+    "max_connections": "open connections",
     "max_prompts": "prompts in a request",
-    "max_prompt_tokens": "tokens of a prompt",
-    "max_n": "samples of a prompt",
-    "max_logprobs": "candidates for each token",
+    "max_prompt_tokens": "tokens in a prompt",
+    "max_n": "samples for each prompt",
+    "max_logprobs": "most probable tokens reported at each position",
     "max_answer_logprobs": "log-probabilities in an answer",
-    "max_stop": "stop strings",
-    "max_stop_chars": "characters of a stop string",
+    "max_stop": "stop strings in a request",
+    "max_stop_chars": "characters in a stop string",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal; return the exit status. Mistakes of the user end in one line."""
+    """Serve until a signal, and return the exit status; expected errors print one line."""
     parser = _parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _serve(args))
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     _check(args)
-    # Before the model is loaded, which may take long, and in vain.
+    # An address in use is reported before the model is loaded, which may take long.
     listener = _listener(args.host, args.port)
     service = _service(args)
     server = Server(
@@ -66,8 +66,8 @@ def _serve(args: argparse.Namespace) -> None:
         log_level=args.log_level,
         access_log=args.log_level == "debug",
     )
-    # The model and its traced programs stay. Python would look for garbage among all their objects
-    # now and then, which holds up every stream for a third of a second.
+    # The model and its programs live as long as the process. Without `freeze`, Python's garbage
+    # collector searches them from time to time, which delays every stream by a third of a second.
     gc.collect()
     gc.freeze()
     server.run([listener])
@@ -77,49 +77,70 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m paged_jax.serve",
         description="Serve a Llama-family checkpoint over HTTP, through a paged KV cache.",
-        epilog=f"{_API_KEY} (keys between spaces) and {_ADMIN_KEY} in the environment do as well, "
-        "and are not in the process list.",
+        epilog=f"The environment variables {_API_KEY} (keys separated by spaces) and {_ADMIN_KEY} "
+        "also give the keys, without showing them in the list of processes.",
     )
     add_engine_arguments(parser)
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    server.add_argument("--port", type=int, default=5000, metavar="N", help="default: 5000")
     server.add_argument(
-        "--served-model-name", metavar="NAME", help="default: the name of the model's folder"
+        "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1"
+    )
+    server.add_argument(
+        "--port",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="port to listen on; 0 picks a free one; default: 5000",
+    )
+    server.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="model name in requests and answers; default: the name of the model's folder",
     )
     server.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help="every route but /health asks for; may be repeated: one for each tenant",
+        help="key that every route except /health requires; repeat it for several tenants",
     )
     server.add_argument(
-        "--admin-key", metavar="KEY", help="for the page that shows the cache, beside API keys"
+        "--admin-key",
+        metavar="KEY",
+        help="key that the page showing the cache requires; with API keys but no admin key, that "
+        "page is closed",
     )
     server.add_argument(
         "--allowed-host",
         action="append",
         metavar="NAME",
-        help="a name in the Host header that is answered; default: any, on a loopback "
-        "address only its own names",
+        help="accepted name in the Host header; may be repeated; default: any name, but on a "
+        "loopback address only the names of that address",
     )
-    server.add_argument("--no-warmup", action="store_true", help="compile when first needed")
+    server.add_argument(
+        "--no-warmup",
+        action="store_true",
+        help="compile each program when it is first needed, rather than all before listening",
+    )
     server.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="for requests that run when the server is told to end; default: 30",
+        help="seconds for running requests to finish after SIGTERM or Ctrl-C; default: 30",
     )
     server.add_argument(
         "--stall-seconds",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="work and no step for longer is unhealthy; default: 60",
+        help="/health reports a stalled engine if it has work but ends no step for this long; "
+        "default: 60",
     )
     server.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="default: info; debug logs each request",
     )
     limits = parser.add_argument_group("limits of requests")
     for field in dataclasses.fields(Limits):
@@ -138,7 +159,7 @@ def _check(args: argparse.Namespace) -> None:
     if not _is_loopback(args.host) and not keys:
         raise ValueError(
             f"--host must be a loopback address as there is no --api-key, got {args.host}. "
-            "Whoever reaches the port could use the model."
+            "Anyone who can reach the port could use the model."
         )
     admin_key = _admin_key(args)
     if not all(keys) or admin_key == "":
@@ -163,14 +184,14 @@ def _admin_key(args: argparse.Namespace) -> str | None:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket that has the address, and does not listen yet."""
+    """A socket bound to the address, which does not listen yet."""
     listener = None
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
             0
         ]
         listener = socket.socket(family, kind, number)
-        # The connections of a server that has just ended do not count.
+        # Connections left by a server that has just ended do not block the address.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

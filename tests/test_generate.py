@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.generate import _Progress, main
+from paged_jax.generate import _StatusLine, main
 from paged_jax.models.loading.pretrained import bundled_folder
 from tests.support import ROOT
 from tests.support.tiny_model import SIZES, save_tiny_model
@@ -387,7 +387,7 @@ def shown(written: str) -> list[str]:
 
 def test_progress_is_wiped_on_a_terminal() -> None:
     stream = Terminal()
-    progress = _Progress(stream)
+    progress = _StatusLine(stream)
     progress.say("loading a rather large model")
     assert shown(stream.getvalue()) == ["loading a rather large model ..."]
     progress.say("compiling")

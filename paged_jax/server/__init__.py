@@ -5,7 +5,7 @@
     service = Service(engine, Settings(model_name="mine"))
     app = Starlette(routes=[Mount("/llm", create_app(service))], lifespan=service.lifespan)
 
-The lifespan, which runs the engine, is the outer application's business then.
+The service's lifespan runs the engine, so the outer application must include it.
 """
 
 from paged_jax.server.app import create_app

@@ -1,4 +1,4 @@
-"""The routes: from a request to an answer, whole or as server-sent events."""
+"""`create_app`: the routes, which answer requests at once or as server-sent events."""
 
 import asyncio
 import contextlib
@@ -22,19 +22,20 @@ from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import cache_page, openapi, schemas
 from paged_jax.server.answers import Answer
 from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
-from paged_jax.server.errors import ApiError, bad_request, of_validation
+from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.generate_answer import GenerateAnswer
 from paged_jax.server.jobs import Job, make_job
 from paged_jax.server.openai_answers import ChatAnswer, CompletionAnswer
 from paged_jax.server.security import IS_KNOWN, SALT, Security
 from paged_jax.server.service import ClientGone, Service, engine_stopped
+from paged_jax.server.validation import of_validation
 from paged_jax.version import __version__
 
 B = TypeVar("B", bound=schemas.SamplingBody)
 T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
-# As nginx says it; nobody reads it.
+# The status that nginx logs for a client that has left, which no client receives.
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -69,7 +70,7 @@ def create_app(service: Service) -> Starlette:
         },
         lifespan=service.lifespan,
     )
-    # An answer of ours, instead of a redirect to wherever the Host header says.
+    # Otherwise a path with a slash too many is redirected to the host named by the Host header.
     app.router.redirect_slashes = False
     return app
 
@@ -78,7 +79,7 @@ def create_app(service: Service) -> Starlette:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    """Alive, and getting on? Asks nobody who might be stuck."""
+    """Whether the engine is alive and makes progress, without waiting for its thread."""
     if service.engine.failure is not None:
         status = "failed"
     elif service.stalls.is_stalled:
@@ -170,17 +171,17 @@ async def _complete(
         stack.enter_context(service.admit(job.num_samples, is_stream=bool(body.stream)))
         if body.stream:
             events = _events(service, answer, job)
-            # Whatever is wrong shows before the first event, while there still is a status.
-            first = await service.unless_over(request.receive, anext(events))
+            # The first event is made before the status is sent, so that an error can have its own.
+            first = await service.while_connected(request.receive, anext(events))
             return _EventStream(service, first, events, stack.pop_all())
-        return await service.unless_over(request.receive, _collect(service, answer, job))
+        return await service.while_connected(request.receive, _collect(service, answer, job))
 
 
 async def _read(service: Service, request: Request) -> bytes:
-    """The body, if it is JSON and not too long or too slow."""
+    """Read the body; refuse one that is not JSON, too long, or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also what keeps pages of other sites out: browsers ask before they send JSON elsewhere.
+        # This also keeps out web pages of other sites, which may not send JSON here unasked.
         raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
     limits = service.limits
     declared = request.headers.get("content-length", "")
@@ -214,7 +215,7 @@ async def _collect(service: Service, answer: Answer, job: Job) -> Response:
 
 
 async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
-    """The answer in pieces, as server-sent events."""
+    """The answer as server-sent events: opening, chunks, closing, and the end mark."""
     sent, done = Sent(), {}
     opening = b"".join(map(_event, answer.opening()))
     async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
@@ -237,7 +238,7 @@ def _chunk(answer: Answer, index: int, output: RequestOutput, deltas: list[Sampl
 def _outputs(
     service: Service, answer: Answer, job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """What the engine makes of the prompts, each with its index, until all have ended."""
+    """The outputs of all prompts as they grow, each with the index of its prompt."""
     streams = [_output(service, answer, job, index) for index in range(len(job.prompts))]
     return streams[0] if len(streams) == 1 else _merged(streams)
 
@@ -269,8 +270,8 @@ async def _output(
 
 
 async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """The items of all of them as they come."""
-    # No more than what the client takes: of a prompt's outputs the newest holds the others.
+    """The items of several streams as they arrive; the first error ends them all."""
+    # One item: a slow client then gets the newest output of a prompt, which holds those before.
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
     async def run(stream: AsyncGenerator[T]) -> None:
@@ -304,10 +305,10 @@ class _EventStream(Response):
     """Sends events until they end, the client leaves, or the server stops.
 
     Args:
-      service: whose streams are counted.
-      first: the events that are there already.
-      events: the others; closed in the end, whatever happens.
-      stack: left in the end.
+      service: the engine and how it is served.
+      first: the first events, as bytes.
+      events: the following events; closed at the end in any case.
+      stack: a context that is left at the end in any case, which admitted the request.
     """
 
     media_type = "text/event-stream"
@@ -347,7 +348,7 @@ class _EventStream(Response):
                 )
                 ending = b""
                 try:
-                    await self._service.unless_over(receive, pump())
+                    await self._service.while_connected(receive, pump())
                 except ClientGone:
                     return
                 except ApiError as error:
@@ -381,7 +382,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    # Not of request.url: that takes the Host header, which may be nonsense.
+    # Without request.url, which would parse the Host header, an arbitrary text.
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
         404: f"There is no {place}.",
@@ -392,5 +393,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    # Starlette raises it again, so that it is logged with its traceback.
+    # Starlette raises the error again, so the log has its traceback.
     return ApiError(500, "Something went wrong in the server.", code="internal_error").response()

@@ -1,4 +1,4 @@
-"""The page that shows the cache: the block map, live, and what happens to blocks."""
+"""The routes under ``/cache``: a page that shows the block map and its changes live."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,8 @@ _FILES = {
     "cache.js": "text/javascript; charset=utf-8",
     "cache.css": "text/css; charset=utf-8",
 }
-# Nothing but what lies beside it: prompts of others are shown on this page.
+# The page shows the prompts of all clients: it loads nothing from other sites, and no site can
+# frame it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -30,11 +31,11 @@ _HEADERS = {
 
 
 def routes(service: Service) -> list[Route]:
-    """The page, its files, and what it asks for."""
+    """Routes of the page, its files, and the data that it asks for."""
 
     def route(path: str, endpoint: Any, **bound: Any) -> Route:
         async def for_admins(request: Request) -> Response:
-            # The page shows what all tenants have asked.
+            # The page shows the prompts of all tenants.
             if not request.scope[IS_ADMIN]:
                 raise wrong_key()
             return await endpoint(service, request, **bound)
@@ -57,24 +58,24 @@ async def _file(service: Service, request: Request, *, name: str) -> Response:
 async def _state(service: Service, request: Request) -> Response:
     since = request.query_params.get("since", "0")
     if not _is_number(since):
-        raise ApiError(400, "since must be a number of an event.", param="since")
+        raise ApiError(400, "since must be the number of an event.", param="since")
     number = int(since)
     with service.cache_recorder.asking():
-        cache_map, events = await service.ask(
+        cache_map, events = await service.call_engine(
             request.receive, lambda engine: service.cache_recorder.state(engine, number)
         )
 
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # By which a page notices that the numbers of events have begun anew.
+            # Tells the page when the server was restarted, which resets the numbers of events.
             "started": service.created,
             **dataclasses.asdict(cache_map),
             "events": events,
         }
         return JSONResponse(state, headers=_HEADERS)
 
-    # In a thread: a large cache is megabytes of JSON, and streams must not wait for it.
+    # In a thread, as a large cache is megabytes of JSON, and streams must not wait for it.
     return await asyncio.to_thread(render)
 
 
@@ -82,10 +83,12 @@ async def _block(service: Service, request: Request) -> Response:
     name = request.path_params["block"]
     if not _is_number(name) or int(name) >= service.num_blocks:
         raise ApiError(404, f"There are {service.num_blocks} blocks, no block {name[:20]}.")
-    holders = await service.ask(request.receive, lambda engine: block_text(engine, int(name)))
+    holders = await service.call_engine(
+        request.receive, lambda engine: block_text(engine, int(name))
+    )
     return JSONResponse([dataclasses.asdict(each) for each in holders], headers=_HEADERS)
 
 
 def _is_number(text: str) -> bool:
-    # Longer ones int() may refuse.
+    # int() may refuse longer ones.
     return text.isascii() and text.isdecimal() and len(text) < 16

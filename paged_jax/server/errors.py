@@ -1,10 +1,8 @@
-"""What a client did wrong, or what went wrong here, in the shape of OpenAI's API."""
+"""`ApiError`: an error that is answered to a client, as JSON in the format of OpenAI's API."""
 
-import itertools
 import re
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 _TYPES = {
@@ -20,21 +18,19 @@ _TYPES = {
 
 # Begins a message of those that refuse: a function's or a class's name, which no client knows.
 _WHO = re.compile(r"^(?:request|SamplingParams|encode_chat|apply_chat_template): ")
-# Characters of a message: what a client sent may be in it.
+# Characters of a message, which may quote what the client sent.
 _MAX_CHARS = 500
-# Mistakes of a body that are looked at one by one.
-_MAX_MISTAKES = 100
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """An answer whose status is an error.
 
     Args:
-      status: of HTTP.
-      message: one sentence for the client.
-      param: the field that is wrong.
-      code: a short name that programs can compare.
-      headers: of the answer, beside the usual ones.
+      status: the HTTP status, 400 to 599.
+      message: a sentence for the client; a long one is shortened.
+      param: the name of the field that is wrong, if one is.
+      code: a short name for programs to compare.
+      headers: headers of the answer besides the usual ones.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The JSON of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
@@ -65,12 +61,18 @@ class ApiError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The answer as HTTP."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def too_many(things: str, most: int, limit: str) -> ApiError:
-    """A limit of what there may be at once is reached."""
+    """The answer when as many requests, streams or connections exist as a limit allows.
+
+    Args:
+      things: what there are too many of, in the plural.
+      most: how many there may be.
+      limit: the name of the limit.
+    """
     return ApiError(
         429,
         f"There are {most} {things} already ({limit}). Try again later.",
@@ -79,35 +81,11 @@ def too_many(things: str, most: int, limit: str) -> ApiError:
     )
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """The first mistake that pydantic found in a body."""
-    if error.error_count() > _MAX_MISTAKES:
-        return ApiError(
-            400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
-        )
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = errors[0]
-    # A field that may have several forms has a mistake in each.
-    same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
-    message = ", or ".join(dict.fromkeys(each["msg"] for each in same))
-    places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
-    place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]
-    param = ".".join(map(str, place)) or None
-    return ApiError(
-        400, f"{param}: {message}." if param else f"{message}.", param=param, code=first["type"]
-    )
-
-
 def bad_request(error: ValueError) -> ApiError:
     """What the engine refuses, or the tokenizer: "WHO: FIELD must ..."."""
     message = _WHO.sub("", str(error))
     param, must, _ = message.partition(" must ")
     return ApiError(400, message, param=param if must and " " not in param else None)
-
-
-def _is_place(part: int | str) -> bool:
-    """False for the names that pydantic gives to the forms of a field, as in "prompt.list[int]"."""
-    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
 
 
 def _shortened(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How much a client may ask for. Each limit is named in the answer to who exceeds it."""
+"""`Limits`: how much a client may ask for. An error names the limit that was exceeded."""
 
 import dataclasses
 import math
@@ -6,32 +6,32 @@ import math
 from paged_jax.sampling.params import MAX_LOGPROBS
 from paged_jax.server.errors import ApiError
 
-# The schema's own bound: not even to say that they exceed a limit is a million of them looked at.
+# A bound in the schema itself, which refuses a list of a million prompts without reading them all.
 MAX_PROMPTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds of requests.
+    """Bounds of requests, answers and connections.
 
     Attributes:
-      max_body_bytes: of a request's body.
-      max_header_bytes: of a request's line and headers.
+      max_body_bytes: bytes of a request's body.
+      max_header_bytes: bytes of a request's first line and headers.
       header_timeout: seconds from the first byte of a request to the end of its headers.
-      body_timeout: seconds for its body.
-      send_timeout: seconds for which a client may not read what it is sent.
-      max_queue: requests that wait for a place in the batch.
-      max_streams: answers that are streamed at once.
-      max_connections: that are open at once, idle ones included.
+      body_timeout: seconds from the end of the headers to the end of the body.
+      send_timeout: seconds after which a client that does not read its answer is disconnected.
+      max_queue: samples that wait for a place in the batch.
+      max_streams: answers streamed at the same time.
+      max_connections: open connections, idle ones included.
       max_prompts: prompts in one request.
-      max_prompt_tokens: of each prompt; the model's context is a limit, too.
-      max_n: samples of a prompt.
-      max_logprobs: candidates for each token.
-      max_answer_logprobs: log-probabilities in an answer: `n` times its tokens, those of prompts
-        included where asked for, times the candidates and one. A chat that names no number of
-        tokens ends there. One takes up to a hundred bytes.
-      max_stop: stop strings.
-      max_stop_chars: characters of each.
+      max_prompt_tokens: tokens of each prompt, which the model's context limits as well.
+      max_n: samples of each prompt.
+      max_logprobs: most probable tokens reported at each position.
+      max_answer_logprobs: log-probabilities in an answer, each up to a hundred bytes: `n` times the
+        number of tokens (of the prompt too, where asked for), times one more than the number of
+        most probable tokens. A chat without `max_tokens` ends at this limit.
+      max_stop: number of stop strings.
+      max_stop_chars: characters of each stop string.
     """
 
     max_body_bytes: int = 2**20
@@ -63,7 +63,14 @@ class Limits:
                 )
 
     def check(self, name: str, value: int | None, *, param: str, status: int = 400) -> None:
-        """Raise an `ApiError` that names the limit if a value exceeds it."""
+        """Raise an `ApiError` that names the limit if a value exceeds it.
+
+        Args:
+          name: the name of the limit.
+          value: what the request asks for; None is within any limit.
+          param: the name of the value in the message.
+          status: the HTTP status of the error.
+        """
         most = getattr(self, name)
         if value is not None and value > most:
             raise ApiError(

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the API: the schemas that bodies are checked with, and the statuses."""
+"""The OpenAPI document: every route, the schemas that bodies are checked against, the statuses."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ _ANSWERS = (
     schemas.Error,
 )
 _ERRORS = {
-    400: "The request is wrong; the message says where.",
+    400: "The request has a mistake, which the message names.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
-    408: "The body came too slowly.",
+    404: "The model does not exist.",
+    408: "The body was not complete in time.",
     413: "The body is too long.",
     415: "The body is not JSON.",
     429: "Too many requests or streams; try again later.",
@@ -32,7 +32,11 @@ _ERRORS = {
 
 
 def document(limits: Limits) -> dict[str, Any]:
-    """OpenAPI 3.1. The limits are told in words, as they answer with names of their own."""
+    """The document, in OpenAPI 3.1.
+
+    Limits are listed in its description rather than in the schemas, as the error of an exceeded
+    limit names the limit.
+    """
     _, definitions = models_json_schema(
         [
             *((model, "validation") for model in _BODIES),
@@ -62,7 +66,7 @@ def document(limits: Limits) -> dict[str, Any]:
                     "operationId": "metrics",
                     "responses": {
                         "200": {
-                            "description": "Prometheus' text format.",
+                            "description": "Metrics in Prometheus' text format.",
                             "content": {"text/plain": {"schema": {"type": "string"}}},
                         },
                         **_errors(400, 401, 503),
@@ -85,9 +89,9 @@ def _post(name: str, body: type, answer: type) -> dict[str, Any]:
             "requestBody": {"required": True, "content": _content(body)},
             "responses": {
                 "200": {
-                    "description": "What was generated; streamed as server-sent events if asked, "
-                    "each with JSON for data, the last one with [DONE].",
-                    # Without a schema: before OpenAPI 3.2 there is none for events.
+                    "description": "The generated text, if asked for as a stream of server-sent "
+                    "events whose data is JSON; the data of the last event is [DONE].",
+                    # Without a schema: OpenAPI has none for events before version 3.2.
                     "content": _content(answer) | {"text/event-stream": {}},
                 },
                 **_errors(*_ERRORS),
@@ -99,7 +103,10 @@ def _post(name: str, body: type, answer: type) -> dict[str, Any]:
 def _get(name: str, answer: type, *errors: int) -> dict[str, Any]:
     responses = {"200": {"description": "The answer.", "content": _content(answer)}}
     if answer is schemas.Health:
-        responses["503"] = {"description": "Not well.", "content": _content(answer)}
+        responses["503"] = {
+            "description": "The server is stalled, failed or draining.",
+            "content": _content(answer),
+        }
     return {"get": {"operationId": name, "responses": {**responses, **_errors(*errors)}}}
 
 

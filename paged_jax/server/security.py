@@ -1,4 +1,4 @@
-"""Who may come in: hosts, keys, and nobody while the server drains. Pure ASGI, before any route."""
+"""`Security`: checks the host and the API key of each request, before any route."""
 
 import base64
 import hashlib
@@ -11,18 +11,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service, shutting_down
 
-# Keys of the ASGI scope: the request's share of the `cache_salt`, whether it has a key (or needs
-# none), and whether it may see what others ask.
+# Keys of the ASGI scope: the cache salt of the request's API key, whether it has a key or needs
+# none, and whether it may read the prompts of other clients.
 SALT = "paged_jax.cache_salt"
 IS_KNOWN = "paged_jax.is_known"
 IS_ADMIN = "paged_jax.is_admin"
 
 
 class Security:
-    """Middleware that refuses with an `ApiError`'s answer.
+    """ASGI middleware that answers an error to requests without permission.
 
-    With API keys, each key has a salt of its own, so that who holds one cannot probe, by the time
-    that an answer takes, what others have asked.
+    Each API key has a cache salt of its own. Otherwise the time that an answer takes would show the
+    holder of one key what the holders of others have asked, as cached prompts are faster.
+
+    Args:
+      app: the application behind the middleware.
+      service: the engine and how it is served.
     """
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -48,13 +52,13 @@ class Security:
         self._check_host(headers.get("host", ""))
         given = _given_key(headers.get("authorization", ""))
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
-        # All are compared, in constant time, so that the time tells nothing.
+        # All keys are compared, each in constant time, so that the time reveals nothing.
         is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
         is_known = is_admin or is_tenant or not self._keys
         scope[IS_KNOWN] = is_known
         scope[IS_ADMIN] = is_admin or (not self._keys and self._admin_key is None)
         scope[SALT] = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
-        # What is in front of the path belongs to whoever mounted us.
+        # The part before `/health` is the path under which the application is mounted.
         if scope["path"].removeprefix(scope.get("root_path", "")) == "/health":
             return
         if self._service.is_draining:
@@ -63,8 +67,8 @@ class Security:
             raise wrong_key()
 
     def _check_host(self, host: str) -> None:
-        # A page of any site can have its own name resolved to 127.0.0.1 and call us ("DNS
-        # rebinding"), but not choose the Host header.
+        # A web page can have its own site's name resolved to 127.0.0.1 and send requests here ("DNS
+        # rebinding"), but it cannot choose the Host header.
         allowed = self._service.settings.allowed_hosts
         if allowed is None:
             return
@@ -81,21 +85,21 @@ class Security:
 
 
 def wrong_key() -> ApiError:
-    """What is answered to who has no key, or not the right one."""
+    """The answer to a request without a valid key."""
     return ApiError(
         401,
         "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
         code="invalid_api_key",
-        # Browsers ask for the former: the password is the key.
+        # A browser asks its user for a name and a password: the password is the key.
         headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},
     )
 
 
 def _given_key(authorization: str) -> bytes:
-    """Of ``Bearer KEY``, or the password of ``Basic``, which browsers ask for."""
+    """The key of ``Bearer KEY``, or the password of ``Basic``, which browsers send."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
-        return value.strip().encode("latin-1")  # as the bytes of headers were decoded
+        return value.strip().encode("latin-1")  # the encoding in which headers were decoded
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]

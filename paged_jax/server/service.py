@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the limits, and who is being served right now."""
+"""`Service`: what the routes share: the engine, the settings, and the requests in progress."""
 
 import asyncio
 import contextlib
@@ -21,27 +21,29 @@ from paged_jax.server.reading import Reading
 from paged_jax.server.stalls import StallDetector
 
 T = TypeVar("T")
-# Seconds for the last step, in the end: one that is stuck must not keep the server from ending.
+# Seconds to wait for the last step at the end: one that is stuck must not keep the server alive.
 _LAST_STEP = 10.0
-# Tokens and log-probabilities of an answer, some microseconds each, that streams may wait for.
+# Tokens and log-probabilities in an answer that is made while streams wait: microseconds each.
 _SMALL = 2048
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected before it got its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a server presents itself.
+    """Settings of a server.
 
     Attributes:
-      model_name: what clients call the model.
-      limits: of requests.
-      api_keys: one of which every route but health asks for; none asks for nothing.
-      admin_key: for the page that shows the cache, where there are API keys.
-      allowed_hosts: names in the ``Host`` header that are answered; None for any.
-      stall_seconds: work and no step for longer than this is unhealthy.
+      model_name: the model's name in requests and answers.
+      limits: bounds of requests.
+      api_keys: keys of which every route but ``/health`` needs one; if empty, none is needed.
+      admin_key: the key of the cache page; if None, the page is open without API keys and closed
+        with them.
+      allowed_hosts: accepted names in the ``Host`` header; None accepts any.
+      stall_seconds: seconds without a finished step, in spite of work, that make ``/health`` report
+        a stalled engine.
     """
 
     model_name: str
@@ -53,11 +55,11 @@ class Settings:
 
 
 class Service:
-    """An engine that is served.
+    """An engine and the requests that are served with it.
 
     Args:
-      engine: which nobody else uses from now on.
-      settings: of the server.
+      engine: the engine, which belongs to the service from now on.
+      settings: the server's settings.
     """
 
     def __init__(self, engine: Engine, settings: Settings):
@@ -83,7 +85,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: object):
-        """Run the engine while the application runs."""
+        """Run the engine while the application runs; use it as the ASGI lifespan."""
         del app
         self._loop = asyncio.get_running_loop()
         await self.engine.__aenter__()
@@ -98,28 +100,28 @@ class Service:
         self.metrics.observe(reading, requests)
         self.cache_recorder.observe(engine)
 
-    # The end. Both may be called by a signal handler.
+    # Shutdown: a signal handler may call both
 
     def drain(self, timeout: float) -> None:
-        """Take no more requests; those that have begun may go on for `timeout` seconds."""
+        """Refuse new requests; those in progress have `timeout` seconds to finish."""
         if self._loop is None or self.is_draining:
             return
         self.is_draining = True
         self._loop.call_soon_threadsafe(self._loop.call_later, timeout, self._is_stopping.set)
 
     def stop(self) -> None:
-        """End what is still running with an error."""
+        """End the requests in progress with an error."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._is_stopping.set)
 
     async def stopped(self) -> None:
-        """Wait until what is still running has to end."""
+        """Wait until `stop` was called or the time to drain has passed."""
         await self._is_stopping.wait()
 
     # Requests
 
     def check_room(self, num_requests: int) -> None:
-        """Raise an `ApiError` if so many more samples could not even wait."""
+        """Raise an `ApiError` if so many more samples would exceed the batch and the queue."""
         room = self.max_num_seqs + self.limits.max_queue
         if num_requests > room:
             raise ApiError(
@@ -133,10 +135,10 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, num_requests: int, *, is_stream: bool) -> Iterator[None]:
-        """Count samples and streams while they are served.
+        """Count the samples of a request, and its stream, while it is served.
 
         Raises:
-          ApiError: there are too many.
+          ApiError: there are too many samples or streams.
         """
         self.check_room(num_requests)
         if is_stream and self._num_streams >= self.limits.max_streams:
@@ -149,38 +151,38 @@ class Service:
             self.num_active -= num_requests
             self._num_streams -= is_stream
 
-    async def ask(self, receive: Receive, function: Callable[[Engine], T]) -> T:
-        """Return ``function(engine)``, run between two steps, unless the client leaves before.
+    async def call_engine(self, receive: Receive, function: Callable[[Engine], T]) -> T:
+        """Return ``function(engine)``, called between two steps, unless the client leaves before.
 
         Raises:
-          ClientGone: it has left.
+          ClientGone: the client has left.
           ApiError: the engine or the server stops.
         """
         try:
-            return await self.unless_over(receive, self.engine.call(function))
+            return await self.while_connected(receive, self.engine.call(function))
         except EngineClosedError:
             raise engine_stopped() from None
 
     async def render(self, size: int, function: Callable[[], T]) -> T:
-        """Return ``function()``, which makes an answer: a large one in a thread.
+        """Return ``function()``, which makes an answer; a large one is made in a thread.
 
-        One at a time: several threads would take the interpreter from the streams all the same.
+        One thread at a time: several would compete with the streams for Python's interpreter lock.
 
         Args:
-          size: tokens and log-probabilities in it.
-          function: reads and writes nothing that others change meanwhile.
+          size: number of tokens and log-probabilities in the answer.
+          function: a function that shares no mutable state with other requests.
         """
         if size <= _SMALL:
             return function()
         async with self._rendering:
             return await asyncio.to_thread(function)
 
-    async def unless_over(self, receive: Receive, work: Awaitable[T]) -> T:
-        """Do something for a client unless it leaves, or the server stops.
+    async def while_connected(self, receive: Receive, work: Awaitable[T]) -> T:
+        """Return the result of `work`; cancel it if the client leaves or the server stops.
 
         Raises:
-          ClientGone: it has left; the work was cancelled.
-          ApiError: the server stops; the work was cancelled.
+          ClientGone: the client has left.
+          ApiError: the server stops.
         """
         task = asyncio.ensure_future(work)
         gone = asyncio.create_task(_disconnected(receive))
@@ -200,7 +202,7 @@ class Service:
 
 
 def shutting_down() -> ApiError:
-    """What a client hears that comes too late, or stays too long."""
+    """The answer to a request that arrives during shutdown, or is not finished by its end."""
     return ApiError(
         503,
         "The server is shutting down.",
@@ -210,7 +212,7 @@ def shutting_down() -> ApiError:
 
 
 def engine_stopped() -> ApiError:
-    """What a client hears when nobody is there to work for it."""
+    """The answer to a request that the engine can no longer run."""
     return ApiError(503, "The engine has stopped.", code="engine_stopped")
 
 

@@ -156,7 +156,7 @@ async function refresh() {
 }
 
 function titleOf(holder) {
-  if (holder.request_id === null) return "held by nobody, found by prompts that begin like this:";
+  if (holder.request_id === null) return "held by no request; reused by prompts that begin with this text:";
   const end = holder.start + holder.token_ids.length - 1;
   return `request ${holder.request_id}, sample ${holder.sample}, tokens ${holder.start} to ${end}`;
 }

@@ -1,0 +1,61 @@
+"""`of_validation`: the error to answer when a request's body does not match its schema."""
+
+import itertools
+
+from pydantic import ValidationError
+
+from paged_jax.server.errors import ApiError
+
+# A body with more mistakes is refused without looking at each.
+_MAX_MISTAKES = 100
+# Fields of OpenAI's API that this server accepts only with the values that change nothing.
+_NO_TOOLS = "as this server supports no tools"
+_NO_AUDIO = "as this server supports no audio"
+_UNSUPPORTED = {
+    "tools": f"be null or empty, {_NO_TOOLS}",
+    "tool_choice": f'be null, "none" or "auto", {_NO_TOOLS}',
+    "tool_calls": f"be null or empty, {_NO_TOOLS}",
+    "function_call": f"be null, {_NO_TOOLS}",
+    "audio": f"be null, {_NO_AUDIO}",
+    "content": 'be a text or a list of {"type": "text"} parts, as this server supports no images '
+    "and no audio",
+    "modalities": f'be null or ["text"], {_NO_AUDIO}',
+    "annotations": "be null or empty, as this server supports no annotations",
+    "refusal": "be null, as this server supports no refusals",
+    "response_format": 'be null or {"type": "text"}, as this server supports no other format',
+    "suffix": "be null or empty, as this server supports no text after the completion",
+    "best_of": "be null or 1, as this server returns every sample",
+    "store": "be null or false, as this server stores no answers",
+    "service_tier": 'be null, "auto" or "default", as this server has one tier',
+}
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """The answer to a body with mistakes: it names the first of them."""
+    if error.error_count() > _MAX_MISTAKES:
+        return ApiError(
+            400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
+        )
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    # A field that may have several forms has a mistake in each of them.
+    same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
+    places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
+    place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]
+    param = ".".join(map(str, place)) or None
+    message = ", or ".join(dict.fromkeys(each["msg"] for each in same))
+    message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
+    return ApiError(400, message, param=param, code=first["type"])
+
+
+def _unsupported(place: list[int | str]) -> str | None:
+    """The sentence for a field that has one of its own."""
+    for index, part in enumerate(place):
+        if part in _UNSUPPORTED:
+            return f"{'.'.join(map(str, place[: index + 1]))} must {_UNSUPPORTED[part]}."
+    return None
+
+
+def _is_place(part: int | str) -> bool:
+    """False for the names that pydantic gives to the forms of a field, as in "prompt.list[int]"."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
