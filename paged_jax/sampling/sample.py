@@ -623,6 +623,7 @@ def _as_key(key_data: jax.Array) -> jax.Array:
 
 
 def fold_in(key_data: jax.Array, number: jax.Array) -> jax.Array:
+    """Derive the data of another random key from that of a key and a number."""
     return jax.random.key_data(jax.random.fold_in(_as_key(key_data), number))
 
 

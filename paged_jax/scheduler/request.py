@@ -162,6 +162,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Whether all samples are complete."""
         return all(sample.finish_reason is not None for sample in self.samples)
 
     def mark(self, **times: float) -> None:
