@@ -5,6 +5,39 @@ import numbers
 from typing import Any
 
 
+class ArgumentError(ValueError):
+    """An argument breaks a rule; the message reads ``FUNCTION: FIELD must RULE, got VALUE.``
+
+    Its parts can be read one by one, as a server does that names fields but no functions.
+
+    Args:
+      function: the function or class that refuses.
+      problem: what is wrong and what to do; begins with the verb where there is a field.
+      field: the name of the argument; None where it is not a single one.
+
+    Example:
+      >>> error = ArgumentError("request", "must be an integer, got 'x'.", "priority")
+      >>> str(error)
+      "request: priority must be an integer, got 'x'."
+      >>> error.field, error.message
+      ('priority', "priority must be an integer, got 'x'.")
+    """
+
+    def __init__(self, function: str, problem: str, field: str | None = None):
+        super().__init__(function, problem, field)
+        self.function = function
+        self.problem = problem
+        self.field = field
+
+    @property
+    def message(self) -> str:
+        """The sentence without the function's name."""
+        return self.problem if self.field is None else f"{self.field} {self.problem}"
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.message}"
+
+
 def is_int(value: Any) -> bool:
     """Whether a value is an integer, of Python or NumPy, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -28,15 +61,14 @@ def check_positive(function: str, **sizes: Any) -> None:
       **sizes: arguments of that function, by their names.
 
     Raises:
-      ValueError: naming the first that is not.
+      ArgumentError: naming the first that is not.
 
     Example:
       >>> check_positive("Engine", block_size=0)
       Traceback (most recent call last):
-      ValueError: Engine: block_size must be a positive integer, got 0. Pass at least 1.
+      paged_jax.checks.ArgumentError: Engine: block_size must be a positive integer, got 0. ...
     """
     for name, size in sizes.items():
         if not is_int(size) or size < 1:
-            raise ValueError(
-                f"{function}: {name} must be a positive integer, got {size!r}. Pass at least 1."
-            )
+            rule = f"must be a positive integer, got {size!r}. Pass at least 1."
+            raise ArgumentError(function, rule, name)

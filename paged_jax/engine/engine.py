@@ -27,7 +27,7 @@ from tqdm import tqdm
 from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.digests import PrefixChain, root_digest
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.checks import check_positive
+from paged_jax.checks import ArgumentError, check_positive
 from paged_jax.engine import footprint as memory
 from paged_jax.engine.footprint import KV_DTYPES, Footprint
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
@@ -388,14 +388,14 @@ class Engine:
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"request: params must be SamplingParams, got {params!r}.")
+            raise ArgumentError("request", f"must be SamplingParams, got {params!r}.", "params")
         number = self._num_requests
         if request_id is None:
             request_id = next(
                 name for i in itertools.count(number) if (name := str(i)) not in self._requests
             )
         elif not isinstance(request_id, str):
-            raise ValueError(f"request: request_id must be a text, got {request_id!r}.")
+            raise ArgumentError("request", f"must be a text, got {request_id!r}.", "request_id")
         request = self._inputs.request(
             request_id,
             number,

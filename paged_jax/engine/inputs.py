@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.checks import is_int, is_real
+from paged_jax.checks import ArgumentError, is_int, is_real
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestMetrics
@@ -65,21 +65,21 @@ class Inputs:
           timeout: seconds after which the request ends where it stands.
 
         Raises:
-          ValueError: naming the field and the bound.
+          ArgumentError: naming the field and the bound.
         """
         prompt = _as_mapping(prompt)
         text, token_ids = self._encode(prompt)
         salt = prompt.get("cache_salt", "")
         if not isinstance(salt, str):
-            raise ValueError(f"request: cache_salt must be a text, got {salt!r}.")
+            raise _refusal(f"must be a text, got {salt!r}.", "cache_salt")
         if not is_int(priority):
-            raise ValueError(f"request: priority must be an integer, got {priority!r}.")
+            raise _refusal(f"must be an integer, got {priority!r}.", "priority")
         if timeout is not None and not (is_real(timeout) and timeout > 0):
-            raise ValueError(f"request: timeout must be seconds > 0 or None, got {timeout!r}.")
+            raise _refusal(f"must be seconds > 0 or None, got {timeout!r}.", "timeout")
         room = self.max_model_len - len(token_ids)
         if room < 1:
-            raise ValueError(
-                f"request: the prompt must have at most {self.max_model_len - 1} tokens, to "
+            raise _refusal(
+                f"the prompt must have at most {self.max_model_len - 1} tokens, to "
                 f"leave room in the context of {self.max_model_len}, got {len(token_ids)}."
             )
         self._check_params(params)
@@ -119,56 +119,55 @@ class Inputs:
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if (text is None) == (token_ids is None):
-            raise ValueError(
-                "request: a prompt must be a text or a dict with either prompt or "
-                f"prompt_token_ids, got the keys {sorted(map(str, prompt))}."
+            raise _refusal(
+                "a prompt must be a text or a dict with either prompt or prompt_token_ids, got the "
+                f"keys {sorted(map(str, prompt))}."
             )
         if unknown := prompt.keys() - _PROMPT_KEYS:
             # Misspelt, a cache_salt would let tenants share blocks.
-            raise ValueError(
-                f"request: a prompt must have no keys but {', '.join(_PROMPT_KEYS)}, got "
+            raise _refusal(
+                f"a prompt must have no keys but {', '.join(_PROMPT_KEYS)}, got "
                 f"{', '.join(sorted(map(str, unknown)))}."
             )
         if token_ids is None:
             token_ids = self._encode_text(text)
         token_ids = _as_list(token_ids)
         if not token_ids:
-            raise ValueError("request: prompt_token_ids must hold at least one token, got [].")
+            raise _refusal("must hold at least one token, got [].", "prompt_token_ids")
         self._check_token_ids("prompt_token_ids", token_ids)
         return text, list(map(int, token_ids))
 
     def _encode_text(self, text: Any) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(
-                "request: the model must have a tokenizer for text prompts, got none. "
-                "Pass prompt_token_ids."
+            raise _refusal(
+                "the model must have a tokenizer for text prompts, got none. Pass prompt_token_ids."
             )
         if not isinstance(text, str) or not text:
-            raise ValueError(
-                f"request: prompt must be a text of at least one character, got {text!r}."
-            )
+            raise _refusal(f"must be a text of at least one character, got {text!r}.", "prompt")
         if not _is_unicode(text):
-            raise ValueError(
-                f"request: prompt must be valid Unicode text, got {text[:40]!r}. Decode "
-                "its bytes by their right encoding."
+            raise _refusal(
+                f"must be valid Unicode text, got {text[:40]!r}. Decode its bytes by their right "
+                "encoding.",
+                "prompt",
             )
         return self.tokenizer.encode(text)
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"request: stop must be empty as the model has no tokenizer, got "
-                f"{params.stop}. Use stop_token_ids."
+            raise _refusal(
+                f"must be empty as the model has no tokenizer, got {params.stop}. Use "
+                "stop_token_ids.",
+                "stop",
             )
         bias, stop_token_ids = params.logit_bias or {}, params.stop_token_ids or ()
         if len(bias) > MAX_LOGIT_BIAS:
-            raise ValueError(
-                f"request: logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}."
+            raise _refusal(
+                f"must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}.", "logit_bias"
             )
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"request: stop_token_ids must be at most {MAX_STOP_TOKEN_IDS}, got "
-                f"{len(stop_token_ids)}."
+            raise _refusal(
+                f"must be at most {MAX_STOP_TOKEN_IDS}, got {len(stop_token_ids)}.",
+                "stop_token_ids",
             )
         self._check_token_ids("logit_bias", bias)
         self._check_token_ids("stop_token_ids", stop_token_ids)
@@ -183,9 +182,8 @@ class Inputs:
             return
         for token_id in token_ids:
             if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
-                raise ValueError(
-                    f"request: {name} must hold integers in 0..{self.vocab_size - 1}, got "
-                    f"{token_id!r}."
+                raise _refusal(
+                    f"must hold integers in 0..{self.vocab_size - 1}, got {token_id!r}.", name
                 )
 
 
@@ -193,11 +191,15 @@ def _as_mapping(prompt: Any) -> Mapping[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
-        raise ValueError(
-            "request: a prompt must be a text or a dict with either prompt or "
-            f"prompt_token_ids, got {prompt!r}."
+        raise _refusal(
+            "a prompt must be a text or a dict with either prompt or prompt_token_ids, got "
+            f"{prompt!r}."
         )
     return prompt
+
+
+def _refusal(problem: str, field: str | None = None) -> ArgumentError:
+    return ArgumentError("request", problem, field)
 
 
 def _as_list(token_ids: Any) -> list[Any]:
@@ -205,15 +207,14 @@ def _as_list(token_ids: Any) -> list[Any]:
     if hasattr(token_ids, "__array__"):  # JAX's are not iterated over: each item is an array
         array = np.asarray(token_ids)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(
-                "request: prompt_token_ids must be one row of integers, got an array of shape "
-                f"{array.shape} and dtype {array.dtype}."
+            raise _refusal(
+                f"must be one row of integers, got an array of shape {array.shape} and dtype "
+                f"{array.dtype}.",
+                "prompt_token_ids",
             )
         return array.tolist()
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
-        raise ValueError(
-            f"request: prompt_token_ids must be a list of integers, got {token_ids!r}."
-        )
+        raise _refusal(f"must be a list of integers, got {token_ids!r}.", "prompt_token_ids")
     return list(token_ids)
 
 

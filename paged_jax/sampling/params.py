@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_jax.checks import is_int, is_real
+from paged_jax.checks import ArgumentError, is_int, is_real
 
 MAX_LOGPROBS = 20
 """Most candidates that are reported with a token."""
@@ -47,7 +47,7 @@ class SamplingParams:
       >>> SamplingParams(top_p=0.0)
       Traceback (most recent call last):
       ...
-      ValueError: SamplingParams: top_p must be in (0, 1], got 0.0. Use 1.0 to keep every token.
+      paged_jax.checks.ArgumentError: SamplingParams: top_p must be in (0, 1], got 0.0. ...
     """
 
     n: int = 1
@@ -194,7 +194,7 @@ class SamplingParams:
 
 def _require(is_ok: bool, name: str, rule: str, value: object, advice: str) -> None:
     if not is_ok:
-        raise ValueError(f"SamplingParams: {name} must {rule}, got {value!r}. {advice}")
+        raise ArgumentError("SamplingParams", f"must {rule}, got {value!r}. {advice}", name)
 
 
 def _is_token_id(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """`ApiError`: an error that is answered to a client, as JSON in the format of OpenAI's API."""
 
-import re
 from typing import Any
 
 from starlette.responses import JSONResponse
+
+from paged_jax.checks import ArgumentError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -15,9 +16,6 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-
-# Begins a message of those that refuse: a function's or a class's name, which no client knows.
-_WHO = re.compile(r"^(?:request|SamplingParams|encode_chat|apply_chat_template): ")
 # Characters of a message, which may quote what the client sent.
 _MAX_CHARS = 500
 
@@ -82,10 +80,10 @@ def too_many(things: str, most: int, limit: str) -> ApiError:
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """What the engine refuses, or the tokenizer: "WHO: FIELD must ..."."""
-    message = _WHO.sub("", str(error))
-    param, must, _ = message.partition(" must ")
-    return ApiError(400, message, param=param if must and " " not in param else None)
+    """What the engine or the tokenizer refuses, without the name of the function that does."""
+    if isinstance(error, ArgumentError):
+        return ApiError(400, error.message, param=error.field)
+    return ApiError(400, str(error))
 
 
 def _shortened(text: str) -> str:

@@ -102,7 +102,7 @@ def _num_candidates(asked: int | None) -> int:
 def _encode(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         if service.tokenizer is None:
-            raise ValueError("request: the model has no tokenizer. Send token ids.")
+            raise ApiError(400, "the model has no tokenizer. Send token ids.")
         prompt = service.tokenizer.encode(prompt)
     limits = service.limits
     limits.check("max_prompt_tokens", len(prompt), param="the number of prompt tokens")

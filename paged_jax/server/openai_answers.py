@@ -158,7 +158,7 @@ class ChatAnswer(OpenAiAnswer):
         """The messages as one prompt, by the model's chat template."""
         tokenizer = self.service.tokenizer
         if tokenizer is None:
-            raise ValueError("request: the model has no tokenizer, which chats need.")
+            raise ApiError(400, "the model has no tokenizer, which chats need.")
         messages = [_as_message(message) for message in self.body.messages]
         return [tokenizer.encode_chat(messages, self.body.chat_template_kwargs)]
 

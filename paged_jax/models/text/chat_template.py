@@ -8,8 +8,10 @@ from typing import Any
 import jinja2
 from jinja2 import ext, nodes, parser, sandbox
 
+from paged_jax.checks import ArgumentError
 
-class ChatTemplateError(ValueError):
+
+class ChatTemplateError(ArgumentError):
     """There is no chat template, or it refuses these messages."""
 
 
@@ -42,7 +44,8 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"ChatTemplate: source must be valid Jinja: {error}.") from None
+            rule = f"must be valid Jinja: {error}."
+            raise ChatTemplateError("ChatTemplate", rule, "source") from None
 
     def render(
         self,
@@ -72,7 +75,7 @@ class ChatTemplate:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ChatTemplateError(
-                f"apply_chat_template: the model's template refuses the messages: {reason}"
+                "apply_chat_template", f"the model's template refuses the messages: {reason}"
             ) from None
 
 
@@ -80,7 +83,7 @@ def _with_text(message: Any) -> Mapping[str, Any]:
     """The message with one text for content, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(
-            f"apply_chat_template: each message must have a role, got {message!r}."
+            "apply_chat_template", f"each message must have a role, got {message!r}."
         )
     content = message.get("content", "")
     if isinstance(content, str):
@@ -88,7 +91,9 @@ def _with_text(message: Any) -> Mapping[str, Any]:
     parts = [] if content is None else content
     if not isinstance(parts, list | tuple):
         raise ChatTemplateError(
-            f"apply_chat_template: content must be a text or a list of parts, got {content!r}."
+            "apply_chat_template",
+            f"must be a text or a list of parts, got {content!r}.",
+            "content",
         )
     return {**message, "content": "".join(map(_text_of, parts))}
 
@@ -98,8 +103,9 @@ def _text_of(part: Any) -> str:
     text = part["text"] if kind == "text" and "text" in part else None
     if not isinstance(text, str):
         raise ChatTemplateError(
-            'apply_chat_template: each part of content must be {"type": "text", "text": TEXT}, got '
-            f"{'one without a text' if kind == 'text' else repr(kind)}."
+            "apply_chat_template",
+            'each part of content must be {"type": "text", "text": TEXT}, got '
+            f"{'one without a text' if kind == 'text' else repr(kind)}.",
         )
     return text
 

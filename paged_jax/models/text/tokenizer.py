@@ -172,8 +172,8 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise ChatTemplateError(
-                "apply_chat_template: the model has no chat template. Use plain prompts, or a "
-                "chat model."
+                "apply_chat_template",
+                "the model has no chat template. Use plain prompts, or a chat model.",
             )
         return self._chat_template.render(
             messages,
@@ -199,13 +199,14 @@ class Tokenizer:
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
             raise ChatTemplateError(
-                f"encode_chat: chat_template_kwargs must be a dict, got {variables!r}."
+                "encode_chat", f"must be a dict, got {variables!r}.", "chat_template_kwargs"
             )
         for name in variables:
             if not isinstance(name, str) or name in _RESERVED_VARIABLES:
                 raise ChatTemplateError(
-                    "encode_chat: chat_template_kwargs must have names of the template's own "
-                    f"variables, got {name!r}."
+                    "encode_chat",
+                    f"must have names of the template's own variables, got {name!r}.",
+                    "chat_template_kwargs",
                 )
         text = self.apply_chat_template(messages, **variables)
         # The template writes the special tokens itself.
