@@ -1,6 +1,10 @@
-"""What all tests share: strict broadcasting, and where the real data is."""
+"""What all tests share: strict broadcasting, one compilation cache, and where the real data is."""
 
+import itertools
 import os
+import shutil
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -23,14 +27,58 @@ collect_ignore = ["support/aot_gpu.py", "support/aot_tpu.py"]
 # and XLA crashes when it gets no more.
 _MAX_MAPS = 30_000
 _MAPS = Path("/proc/self/maps")
+_TESTS = itertools.count(1)
+
+# Where pytest's configuration keeps the folder of this run.
+_CACHE = pytest.StashKey[str]()
+# Processes read entries that others are writing, or were writing when they were killed. What cannot
+# be read is compiled again: no reason for a warning in a test, or on the stderr of a program.
+_UNREADABLE = "ignore:Error reading persistent compilation cache entry"
 
 
-@pytest.fixture(autouse=True)
-def few_memory_maps():
-    """Forget compiled programs before they are too many for one process."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Share compiled programs between all processes of this run, and with no other run.
+
+    The environment carries the cache to the workers of pytest-xdist, which start later, and to
+    what tests start. A cache that the environment names already is used instead, and kept.
+    """
+    config.addinivalue_line("filterwarnings", _UNREADABLE)
+    if hasattr(config, "workerinput"):
+        return
+    filters = [os.environ.get("PYTHONWARNINGS"), _UNREADABLE]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    config.stash[_CACHE] = tempfile.mkdtemp(prefix="paged_jax_tests_")
+    # However small a program: to write it took no time that could be measured.
+    settings = {
+        "jax_compilation_cache_dir": config.stash[_CACHE],
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        # The one is for this process, which has imported JAX, the other for those that will.
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the cache of this run."""
+    if (folder := config.stash.get(_CACHE, None)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Forget compiled programs before they are too many for one process.
+
+    Best between two files, which share few. To count maps takes milliseconds, so it is done seldom.
+    """
     yield
-    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
-        jax.clear_caches()
+    is_last = nextitem is None or nextitem.path != item.path
+    if _MAPS.exists() and (is_last or next(_TESTS) % 16 == 0):
+        if _MAPS.read_bytes().count(b"\n") > (_MAX_MAPS // 2 if is_last else _MAX_MAPS):
+            jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
