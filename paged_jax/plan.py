@@ -1,11 +1,9 @@
-"""What fits in memory, before anything is loaded: ``python -m paged_jax.plan --memory 24GiB``.
+"""Prints what fits in memory, before it is loaded: ``python -m paged_jax.plan --memory 24GiB``.
 
-Only ``config.json`` is read. The arithmetic is that of `paged_jax.engine.footprint`, by which an
-engine with ``memory_fraction`` sizes its pool.
+Only ``config.json`` is read; `paged_jax.engine.memory_plan` computes the plan.
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
@@ -13,80 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from paged_jax.cache.blocks import num_blocks_needed
-from paged_jax.checks import check_positive
-from paged_jax.command_line import (
-    Parser,
-    add_size_arguments,
-    size_options,
-)
-from paged_jax.engine import footprint as memory
-from paged_jax.engine.footprint import Footprint, in_units
-from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from paged_jax.command_line import Parser, add_size_arguments, size_options
+from paged_jax.engine.device_memory import device_memory
+from paged_jax.engine.footprint import in_units
+from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading.huggingface import resolve_dtype
 from paged_jax.models.loading.pretrained import bundled_folder
-from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
 
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
-# As vLLM and Kubernetes read them.
+# As vLLM and Kubernetes do.
 _UNITS |= {letter: 1000**i for i, letter in enumerate("kmgt", 1)}
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What an engine takes, and what fits beside it.
-
-    Attributes:
-      config: of the model.
-      dtype: of the weights.
-      kv_dtype: of K and V.
-      platform: where it runs.
-      sizes: of the engine's programs; `num_blocks` is what fits.
-      memory: bytes that the engine may take.
-      footprint: bytes that it takes.
-    """
-
-    config: LlamaConfig
-    dtype: str
-    kv_dtype: str
-    platform: str
-    sizes: Sizes
-    memory: int
-    footprint: Footprint
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the model; tied ones count once."""
-        return self.footprint.weights // jnp.dtype(self.dtype).itemsize
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V of a token, in all layers."""
-        return self.footprint.block // self.sizes.block_size
-
-    @property
-    def num_contiguous(self) -> int:
-        """Sequences in the same bytes, were each given `max_model_len` tokens beforehand."""
-        footprint, sizes = self.footprint, self.sizes
-        return (self.memory - footprint.fixed) // (sizes.max_model_len * self.token_bytes)
-
-    @property
-    def num_engine_blocks(self) -> int:
-        """Blocks of an engine's pool: no more than all of its slots at full length can use."""
-        sizes = self.sizes
-        useful = memory.most_useful_blocks(sizes.num_slots, sizes.max_model_len, sizes.block_size)
-        return min(sizes.num_blocks, useful)
-
-    def num_paged(self, length: int) -> int:
-        """Sequences of so many tokens in the pool, none of which shares a block."""
-        return self.sizes.num_blocks // num_blocks_needed(length, self.sizes.block_size)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -166,82 +105,7 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def make_plan(
-    config: LlamaConfig,
-    memory_bytes: int,
-    platform: str,
-    *,
-    dtype: str = "auto",
-    kv_dtype: str = "auto",
-    block_size: int = 16,
-    max_num_seqs: int = 16,
-    max_model_len: int | None = None,
-    max_chunk: int = 512,
-    num_speculative_tokens: int = 0,
-) -> Plan:
-    """Compute what fits in so many bytes.
-
-    Args:
-      config: of the model.
-      memory_bytes: that the engine may take in all.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      dtype, kv_dtype, block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens:
-        as for `Engine`.
-
-    Raises:
-      ValueError: an argument is out of bounds, or not even one block fits.
-
-    Example:
-      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
-      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
-      >>> plan = make_plan(config, 512 << 20, "cpu")
-      >>> plan.num_parameters, plan.token_bytes, plan.sizes.num_blocks > 20_000
-      (292800, 1280, True)
-    """
-    check_positive("plan", block_size=block_size, max_num_seqs=max_num_seqs, max_chunk=max_chunk)
-    if num_speculative_tokens:
-        check_positive("plan", num_speculative_tokens=num_speculative_tokens)
-    context = config.max_position_embeddings
-    max_model_len = context if max_model_len is None else max_model_len
-    if not 0 < max_model_len <= context:
-        raise ValueError(
-            f"plan: max_model_len must be positive and at most the model's context of {context}, "
-            f"got {max_model_len}."
-        )
-    weights_dtype = resolve_dtype(dtype, config)
-    pool_dtype = memory.resolve_kv_dtype(kv_dtype, weights_dtype, platform)
-    sizes = Sizes(
-        block_size=block_size,
-        num_blocks=0,  # not known yet
-        num_slots=max_num_seqs,
-        max_model_len=max_model_len,
-        max_chunk=min(max_chunk, max_model_len, MAX_NUM_BATCHED_TOKENS),
-        max_steps=1,  # of no effect on memory
-        num_drafts=num_speculative_tokens,
-        max_logit_bias=MAX_LOGIT_BIAS,
-        max_stop_ids=len(config.eos_token_ids) + MAX_STOP_TOKEN_IDS,
-    )
-    footprint = memory.footprint(
-        config,
-        sizes,
-        weights=memory.weight_bytes(config, weights_dtype),
-        dtype=weights_dtype,
-        kv_dtype=pool_dtype,
-        platform=platform,
-    )
-    footprint.check_fits("plan: memory", memory_bytes)
-    return Plan(
-        config=config,
-        dtype=weights_dtype.name,
-        kv_dtype=pool_dtype.name,
-        platform=platform,
-        sizes=sizes._replace(num_blocks=footprint.num_blocks(memory_bytes)),
-        memory=memory_bytes,
-        footprint=footprint,
-    )
-
-
-def _from_arguments(args: argparse.Namespace) -> Plan:
+def _from_arguments(args: argparse.Namespace) -> MemoryPlan:
     if not 0 < args.memory_fraction <= 1:
         raise ValueError(
             f"--memory-fraction must be above 0 and at most 1, got {args.memory_fraction}."
@@ -257,7 +121,7 @@ def _from_arguments(args: argparse.Namespace) -> Plan:
 
 
 def _memory_here() -> int:
-    device = memory.device_memory(jax.devices()[0])
+    device = device_memory(jax.devices()[0])
     if device is None:
         raise ValueError("--memory must be given: the device does not say how much it has.")
     return device.total
@@ -275,8 +139,8 @@ def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
     return wanted
 
 
-def as_dict(plan: Plan, lengths: list[int]) -> dict[str, Any]:
-    """The plan with names and bytes, for machines."""
+def as_dict(plan: MemoryPlan, lengths: list[int]) -> dict[str, Any]:
+    """The plan as a dict of names and bytes, for machines."""
     footprint, sizes = plan.footprint, plan.sizes
     return {
         "num_parameters": plan.num_parameters,
@@ -292,9 +156,9 @@ def as_dict(plan: Plan, lengths: list[int]) -> dict[str, Any]:
         "block_bytes": footprint.block,
         "block_overhead_bytes": footprint.block_overhead,
         "block_size": sizes.block_size,
-        "num_blocks": sizes.num_blocks,
+        "num_blocks": plan.num_blocks,
         "num_engine_blocks": plan.num_engine_blocks,
-        "num_tokens": sizes.num_blocks * sizes.block_size,
+        "num_tokens": plan.num_blocks * sizes.block_size,
         "max_num_seqs": sizes.num_slots,
         "max_model_len": sizes.max_model_len,
         "lengths": [
@@ -309,10 +173,10 @@ def as_dict(plan: Plan, lengths: list[int]) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan, lengths: list[int]) -> str:
-    """The plan as people read it."""
+def as_text(plan: MemoryPlan, lengths: list[int]) -> str:
+    """The plan as lines of text, for people."""
     footprint, sizes = plan.footprint, plan.sizes
-    pool = sizes.num_blocks * (footprint.block + footprint.block_overhead)
+    pool = plan.num_blocks * (footprint.block + footprint.block_overhead)
     program = max(footprint.steps, key=lambda name: footprint.steps[name])
     rows = [
         ("memory", plan.memory, f"on {plan.platform}"),
@@ -322,8 +186,8 @@ def as_text(plan: Plan, lengths: list[int]) -> str:
         (
             "blocks",
             pool,
-            f"{sizes.num_blocks:,} of {sizes.block_size} tokens in {plan.kv_dtype}: "
-            f"{sizes.num_blocks * sizes.block_size:,} tokens",
+            f"{plan.num_blocks:,} of {sizes.block_size} tokens in {plan.kv_dtype}: "
+            f"{plan.num_blocks * sizes.block_size:,} tokens",
         ),
         ("a block", footprint.block, f"{in_units(plan.token_bytes)} a token"),
     ]
@@ -335,7 +199,7 @@ def as_text(plan: Plan, lengths: list[int]) -> str:
         counts = f"{plan.num_paged(length):>10,}{plan.num_contiguous:>12,}"
         lines.append(f"{length:>8,}{counts}{shown:>8}")
     at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
-    if plan.num_engine_blocks < sizes.num_blocks:
+    if plan.num_engine_blocks < plan.num_blocks:
         lines += [
             "",
             f"{at_once} at once and can use {plan.num_engine_blocks:,} blocks: an engine takes no "
@@ -346,7 +210,7 @@ def as_text(plan: Plan, lengths: list[int]) -> str:
     return "\n".join(lines)
 
 
-def _ratio(plan: Plan, length: int) -> float | None:
+def _ratio(plan: MemoryPlan, length: int) -> float | None:
     return plan.num_paged(length) / plan.num_contiguous if plan.num_contiguous else None
 
 

@@ -9,13 +9,16 @@ from flax import nnx
 
 import paged_jax
 from paged_jax import generate
-from paged_jax.engine import footprint as memory
+from paged_jax.engine import device_memory as memory
+from paged_jax.engine import pool_size
+from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.footprint import DeviceMemory, block_bytes, record_bytes, weight_bytes
+from paged_jax.engine.footprint import block_bytes, record_bytes, weight_bytes
+from paged_jax.engine.memory_plan import make_plan
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
-from paged_jax.plan import main, make_plan
+from paged_jax.plan import main
 from tests.support.tiny_model import CONFIG, SIZES
 
 BUNDLED = LlamaConfig.from_file(bundled_folder())
@@ -47,7 +50,7 @@ def tiny_llama() -> Llama:
 
 
 def set_memory(monkeypatch, total: int, in_use: int = 0) -> None:
-    monkeypatch.setattr(memory, "device_memory", lambda device: DeviceMemory(total, in_use))
+    monkeypatch.setattr(pool_size, "device_memory", lambda device: DeviceMemory(total, in_use))
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -169,7 +172,7 @@ def test_memory_fraction_gives_the_pool_what_is_planned(monkeypatch) -> None:
     engine = Engine(tiny_llama(), block_size=4, max_num_seqs=4096, memory_fraction=0.5,
                     max_num_batched_tokens=4096)  # fmt: skip
     plan = make_plan(CONFIG, total // 2, "cpu", block_size=4, max_num_seqs=4096)
-    assert engine.num_blocks == plan.sizes.num_blocks
+    assert engine.num_blocks == plan.num_blocks
     held = sum(x.nbytes for x in jax.tree.leaves((engine.weights, engine._runner.state)))
     assert held + plan.footprint.step <= total // 2
     assert held + plan.footprint.step + plan.footprint.block * 50 > total // 2
@@ -218,7 +221,7 @@ def test_generate_passes_the_memory_fraction_on(capsys) -> None:
 
 
 def test_memory_fraction_wants_a_device_that_says_what_it_has(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "device_memory", lambda device: None)
+    monkeypatch.setattr(pool_size, "device_memory", lambda device: None)
     with pytest.raises(ValueError, match="does not say how much memory it has"):
         Engine(tiny_llama(), memory_fraction=0.5)
 
@@ -293,11 +296,11 @@ def test_main_prints_what_fits(capsys) -> None:
     assert status == 0
     assert "memory     64.00 MiB  on cpu" in out
     assert f"{plan.num_parameters:,} parameters in {plan.dtype}" in out
-    assert f"{plan.sizes.num_blocks:,} of 16 tokens in float32" in out
-    row = [64, plan.sizes.num_blocks // 4, plan.num_contiguous]
+    assert f"{plan.num_blocks:,} of 16 tokens in float32" in out
+    row = [64, plan.num_blocks // 4, plan.num_contiguous]
     assert [int(number) for number in out.split("ratio\n")[1].split()[:3]] == row
     assert f"can use {plan.num_engine_blocks:,} blocks" in out
-    assert plan.num_engine_blocks == 16 * 512 // 16 < plan.sizes.num_blocks
+    assert plan.num_engine_blocks == 16 * 512 // 16 < plan.num_blocks
 
 
 def test_main_says_when_sequences_wait(capsys) -> None:
@@ -334,7 +337,7 @@ def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:
     "arguments, message",
     [
         (["--lengths", "513"], "--lengths must be positive and at most max_model_len = 512"),
-        (["--max-model-len", "513"], "max_model_len must be positive and at most"),
+        (["--max-model-len", "513"], "max_model_len must be at most the model's context of 512"),
         (["--memory-fraction", "2"], "--memory-fraction must be above 0"),
         (["--block-size", "0"], "block_size must be a positive integer"),
         (["--num-speculative-tokens", "-1"], "num_speculative_tokens must be a positive integer"),

@@ -16,7 +16,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,12 @@ from tqdm import tqdm
 from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.digests import PrefixChain, root_digest
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.checks import ArgumentError, check_positive
-from paged_jax.engine import footprint as memory
-from paged_jax.engine.footprint import KV_DTYPES, Footprint
-from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Inputs, Prompt
+from paged_jax.checks import ArgumentError
+from paged_jax.engine.arguments import check_arguments, program_sizes
+from paged_jax.engine.footprint import footprint, resolve_kv_dtype
+from paged_jax.engine.inputs import Inputs, Prompt
 from paged_jax.engine.ngram import NgramIndex
+from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
@@ -39,7 +40,7 @@ from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.runner import Draw, ModelRunner
-from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.history import History, describe_match
 from paged_jax.scheduler.outputs import RequestOutput
@@ -47,10 +48,6 @@ from paged_jax.scheduler.request import Request, Sample
 from paged_jax.scheduler.scheduler import Plan, Preemption, PreemptionCosts, Scheduler
 from paged_jax.scheduler.sequence import Sequence
 
-# Memory for K and V on a device that does not say how much it has.
-DEFAULT_CACHE_BYTES = 1 << 30
-# Of the memory that an accelerator has free once the weights are there; the rest is for the steps.
-CACHE_FRACTION = 0.85
 # Between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10
 
@@ -180,37 +177,24 @@ class Engine:
         sharding: Any = None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        check_positive(
+        check_arguments(
             "Engine",
+            kv_dtype=kv_dtype,
             block_size=block_size,
+            num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
             max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             max_chunk=max_chunk,
             max_num_batched_tokens=max_num_batched_tokens,
             steps_per_dispatch=steps_per_dispatch,
-            **{} if num_blocks is None else {"num_blocks": num_blocks},
-            **{} if max_model_len is None else {"max_model_len": max_model_len},
+            preemption=preemption,
+            num_speculative_tokens=num_speculative_tokens,
         )
-        if num_speculative_tokens != 0:
-            check_positive("Engine", num_speculative_tokens=num_speculative_tokens)
-        _check_memory_fraction(memory_fraction, num_blocks)
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"Engine: max_num_batched_tokens must be at least max_num_seqs = {max_num_seqs}, "
-                f"so that all can decode, got {max_num_batched_tokens}."
-            )
-        if preemption not in get_args(Preemption):
-            raise ValueError(
-                f"Engine: preemption must be {', '.join(get_args(Preemption))}, got {preemption!r}."
-            )
-        if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
-            raise ValueError(
-                f"Engine: kv_dtype must be auto, {', '.join(KV_DTYPES)}, got {kv_dtype!r}."
-            )
         self.tokenizer = _load_tokenizer(model, tokenizer)
         if not isinstance(model, Llama):
             model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
         self.config = model.config
-        self.max_model_len = _max_model_len(self.config.max_position_embeddings, max_model_len)
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.enable_prefix_caching = enable_prefix_caching
@@ -228,20 +212,21 @@ class Engine:
         check_backend_runs_on("Engine", backend, self._device.platform)
         if len(weights[0].sharding.device_set) > 1:
             backend = backend_over_devices("Engine", backend, self._device.platform)
-        cache_dtype = memory.resolve_kv_dtype(kv_dtype, weights[0].dtype, self._device.platform)
-        max_chunk = min(max_chunk, max_num_batched_tokens, self.max_model_len)
-        sizes = Sizes(
+        cache_dtype = resolve_kv_dtype(kv_dtype, weights[0].dtype, self._device.platform)
+        sizes = program_sizes(
+            "Engine",
+            self.config,
             block_size=block_size,
-            num_blocks=0,  # not known yet
-            num_slots=max_num_seqs,
-            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             max_chunk=max_chunk,
-            max_steps=steps_per_dispatch,
-            num_drafts=num_speculative_tokens,
-            max_logit_bias=MAX_LOGIT_BIAS,
-            max_stop_ids=len(self._eos_token_ids) + MAX_STOP_TOKEN_IDS,
+            max_num_batched_tokens=max_num_batched_tokens,
+            steps_per_dispatch=steps_per_dispatch,
+            num_speculative_tokens=num_speculative_tokens,
+            num_eos_token_ids=len(self._eos_token_ids),
         )
-        footprint = memory.footprint(
+        self.max_model_len = sizes.max_model_len
+        taken = footprint(
             self.config,
             sizes,
             weights=_bytes_on(self._device, weights),
@@ -249,8 +234,9 @@ class Engine:
             kv_dtype=cache_dtype,
             platform=self._device.platform,
         )
-        self.num_blocks = num_blocks or self._choose_num_blocks(footprint, memory_fraction)
-        self._check_num_blocks(footprint)
+        self.num_blocks = choose_num_blocks(
+            self._device, sizes, taken, num_blocks=num_blocks, memory_fraction=memory_fraction
+        )
         self._inputs = Inputs(
             tokenizer=self.tokenizer,
             vocab_size=self.config.vocab_size,
@@ -261,7 +247,8 @@ class Engine:
         )
         self._runner = ModelRunner(
             model,
-            sizes._replace(num_blocks=self.num_blocks),
+            sizes,
+            self.num_blocks,
             cache_dtype=cache_dtype,
             cascade=self._choose_cascade(cascade_attention),
             backend=backend,
@@ -274,13 +261,13 @@ class Engine:
             self.num_blocks,
             block_size,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_chunk=max_chunk,
+            max_chunk=sizes.max_chunk,
             max_steps=steps_per_dispatch,
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
             costs=PreemptionCosts(
-                seconds_per_block=footprint.block / HOST_BYTES_PER_SECOND,
-                max_swapped_blocks=int(swap_space * 2**30) // footprint.block,
+                seconds_per_block=taken.block / HOST_BYTES_PER_SECOND,
+                max_swapped_blocks=int(swap_space * 2**30) // taken.block,
             ),
         )
         self._postprocessor = Postprocessor(self.tokenizer, self._eos_token_ids)
@@ -798,49 +785,6 @@ class Engine:
             return on_cpu and self.enable_prefix_caching and not has_window
         return cascade_attention
 
-    def _choose_num_blocks(self, footprint: Footprint, memory_fraction: float | None) -> int:
-        """Enough for all slots at full length, if memory allows."""
-        wanted = memory.most_useful_blocks(self.max_num_seqs, self.max_model_len, self.block_size)
-        if memory_fraction is not None:
-            return min(wanted, self._num_fitting(footprint, memory_fraction))
-        statistics = self._device.memory_stats()
-        budget = DEFAULT_CACHE_BYTES
-        if statistics and "bytes_limit" in statistics:
-            free = statistics["bytes_limit"] - statistics["bytes_in_use"]
-            budget = int(CACHE_FRACTION * free)
-        num_blocks = min(wanted, budget // footprint.block)
-        if num_blocks < 1:
-            raise ValueError(
-                f"Engine: a block of {self.block_size} tokens must fit the {budget} bytes of "
-                f"memory for K and V, got {footprint.block} bytes. Use a smaller block_size."
-            )
-        return num_blocks
-
-    def _num_fitting(self, footprint: Footprint, memory_fraction: float) -> int:
-        """Blocks that fit a fraction of the device's memory, beside all that the engine needs."""
-        device = memory.device_memory(self._device)
-        if device is None:
-            raise ValueError(
-                "Engine: memory_fraction must be None on a device that does not say how much "
-                f"memory it has, got {memory_fraction}. Give num_blocks."
-            )
-        # What others hold, such as a training loop in this process, is not there to be taken.
-        left = device.total - max(0, device.in_use - footprint.weights)
-        budget = min(int(memory_fraction * device.total), left)
-        footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)
-        return footprint.num_blocks(budget)
-
-    def _check_num_blocks(self, footprint: Footprint) -> None:
-        """Refuse a pool that the host can never hold: the system would end the process for it."""
-        total = memory.host_memory()
-        if self._device.platform != "cpu" or total is None:
-            return
-        if self.num_blocks * footprint.block > total:
-            raise ValueError(
-                f"Engine: num_blocks must fit the memory of {total} bytes, got {self.num_blocks} "
-                f"blocks of {footprint.block} bytes. Use fewer."
-            )
-
 
 class _Timer:
     """Seconds of a `with` block in which the runner did not compile."""
@@ -896,28 +840,6 @@ def _load_tokenizer(
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
 
 
-def _check_memory_fraction(memory_fraction: float | None, num_blocks: int | None) -> None:
-    if memory_fraction is None:
-        return
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(
-            f"Engine: memory_fraction must be above 0 and at most 1, got {memory_fraction}."
-        )
-    if num_blocks is not None:
-        raise ValueError(
-            f"Engine: memory_fraction must be None where num_blocks is given, got "
-            f"{memory_fraction} and {num_blocks}. Give one of them."
-        )
-
-
 def _bytes_on(device: Any, arrays: list[jax.Array]) -> int:
     shards = [shard for array in arrays for shard in array.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
-
-
-def _max_model_len(context: int, wanted: int | None) -> int:
-    if wanted is not None and wanted > context:
-        raise ValueError(
-            f"Engine: max_model_len must be at most the model's context of {context}, got {wanted}."
-        )
-    return wanted or context

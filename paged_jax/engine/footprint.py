@@ -9,7 +9,7 @@
     block      K and V of C tokens in all layers, and their scales where they are quantised
     overhead   what the allocator knows of a block
 
-`engine.Engine` and `python -m paged_jax.plan` both go by this. The first, second and fourth line
+`Engine` and `python -m paged_jax.plan` both use this. The first, second and fourth line
 are exact. The third is an upper bound in a few terms, which tests hold against what the compiled
 programs really take; in bytes, for N tokens in the program::
 
@@ -33,23 +33,20 @@ Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate 
 """
 
 import math
-import os
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
-from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.huggingface import parameter_shapes
 from paged_jax.runner.sizes import Sizes
 
-# Of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
+# Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {
     "float32": jnp.float32,
     "bfloat16": jnp.bfloat16,
@@ -69,18 +66,17 @@ _SEARCH_BYTES = 28
 # XLA's CPU backend updates pools of these types through copies, one of K and V in their own type
 # and one in float32, not both at once: 1.4 to 1.5 times the pools were seen.
 _COPIED_ON_CPU = (jnp.bfloat16, jnp.float8_e4m3fn)
-_OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class Footprint(NamedTuple):
     """What an engine takes, in bytes.
 
     Attributes:
-      weights: all parameters.
-      state: of the slots; nothing that grows with the number of blocks.
-      steps: what each kind of program holds while it runs.
-      block: K and V of one block in all layers, scales included.
-      block_overhead: what else a block takes.
+      weights: bytes of all parameters.
+      state: bytes of the slots; nothing that grows with the number of blocks.
+      steps: bytes that each kind of program holds while it runs, by its name.
+      block: bytes of K and V of one block in all layers, scales included.
+      block_overhead: bytes that a block takes beside those.
     """
 
     weights: int
@@ -91,12 +87,12 @@ class Footprint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Of the program that holds most."""
+        """Bytes that the program holds that holds most."""
         return max(self.steps.values())
 
     @property
     def fixed(self) -> int:
-        """All but the blocks."""
+        """Bytes of everything but the blocks."""
         return self.weights + self.state + self.step
 
     def num_blocks(self, memory: int) -> int:
@@ -113,7 +109,7 @@ class Footprint(NamedTuple):
 
         Args:
           field: what the message begins with.
-          memory: in bytes.
+          memory: bytes that there are.
 
         Raises:
           ValueError: with the numbers.
@@ -140,17 +136,17 @@ def footprint(
     """Say what an engine takes on its device.
 
     Args:
-      config: of the model.
-      sizes: of the engine's programs; the number of blocks is of no effect.
-      weights: their bytes on the device, see `weight_bytes`.
-      dtype: of the weights.
-      kv_dtype: of K and V.
+      config: the configuration of the model.
+      sizes: what shapes the engine's programs.
+      weights: bytes of the weights on the device, see `weight_bytes`.
+      dtype: the type of the weights.
+      kv_dtype: the type of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
-      >>> sizes = Sizes(block_size=16, num_blocks=0, num_slots=4, max_model_len=512, max_chunk=128,
+      >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=512, max_chunk=128,
       ...               max_steps=8, num_drafts=0, max_logit_bias=32, max_stop_ids=16)
       >>> needs = footprint(config, sizes, weights=weight_bytes(config, "float32"),
       ...                   dtype="float32", kv_dtype="float32", platform="cpu")
@@ -173,11 +169,6 @@ def footprint(
         block=block,
         block_overhead=overhead,
     )
-
-
-def most_useful_blocks(num_slots: int, max_model_len: int, block_size: int) -> int:
-    """Blocks that all slots hold at full length. More serve the prefix cache only."""
-    return num_slots * num_blocks_needed(max_model_len, block_size)
 
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
@@ -229,56 +220,6 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
 
 
-class DeviceMemory(NamedTuple):
-    """Memory of a device, in bytes."""
-
-    total: int
-    in_use: int  # 0 where the device does not say
-
-
-def device_memory(device: Any) -> DeviceMemory | None:
-    """What a `jax.Device` has: a CPU that of the machine; None if it does not say."""
-    statistics = device.memory_stats()
-    if statistics and "bytes_limit" in statistics:
-        return DeviceMemory(statistics["bytes_limit"], statistics["bytes_in_use"])
-    total = host_memory() if device.platform == "cpu" else None
-    return None if total is None else DeviceMemory(total, 0)
-
-
-def host_memory() -> int | None:
-    """Bytes that this process may have: of the machine, or fewer in a container. None: unknown."""
-    if not hasattr(os, "sysconf"):
-        return None
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *_cgroup_limits()])
-
-
-def _cgroup_limits() -> list[int]:
-    """The limits of the process's control groups and of all groups around them."""
-    try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, name = _CGROUPS, "memory.max"
-        if controllers:  # version 1
-            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
-        path = root / group.lstrip("/")
-        limits += [_read_limit(folder / name) for folder in (path, *path.parents)]
-    return [limit for limit in limits if limit is not None]
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
-
-
 def _step_bytes(config: LlamaConfig, sizes: Sizes, block: int) -> dict[str, int]:
     """What each kind of program holds, see the top of the file."""
     S, T, V = sizes.num_slots, sizes.num_drafts, config.vocab_size
@@ -303,7 +244,7 @@ def _activation_bytes(config: LlamaConfig, num_tokens: int) -> int:
 
 
 def in_units(num_bytes: int) -> str:
-    """Bytes as people read them.
+    """Bytes with a unit, for people.
 
     Example:
       >>> in_units(131072), in_units(16060522496), in_units(7)

@@ -68,7 +68,8 @@ class ModelRunner:
 
     Args:
       model: the weights.
-      sizes: of the programs.
+      sizes: what shapes the programs.
+      num_blocks: P, blocks in the pool.
       cache_dtype: of K and V.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: of the attention.
@@ -81,6 +82,7 @@ class ModelRunner:
         self,
         model: Llama,
         sizes: Sizes,
+        num_blocks: int,
         *,
         cache_dtype: DTypeLike,
         cascade: bool,
@@ -106,6 +108,7 @@ class ModelRunner:
         self._num_top = min(MAX_LOGPROBS, model.config.vocab_size)
         self._compiled: set[str] = set()
         self.sizes = sizes
+        self.num_blocks = num_blocks
         self.compile_seconds = 0.0
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
@@ -124,7 +127,7 @@ class ModelRunner:
         else:
             # One program: copies of what is made on one device would be held there beside it.
             self._state = jax.jit(self._empty_state, out_shardings=self._placement)()
-        self._num_free: int | None = self.sizes.num_blocks
+        self._num_free: int | None = self.num_blocks
         # By slot: who was assigned to it, and how many of its blocks can be found.
         self._owners: list[Sequence | None] = [None] * self.sizes.num_slots
         self._num_published = [0] * self.sizes.num_slots
@@ -141,7 +144,7 @@ class ModelRunner:
             self._config,
             num_slots=self.sizes.num_slots,
             max_length=self.sizes.max_model_len,
-            num_blocks=self.sizes.num_blocks,
+            num_blocks=self.num_blocks,
             block_size=self.sizes.block_size,
             dtype=self._cache_dtype,
             platform=self._device.platform,
@@ -190,7 +193,7 @@ class ModelRunner:
 
     def _drop_evicted(self) -> None:
         """Bound the digests that the host knows: of many, keep those that the device still has."""
-        if len(self._published) <= _MAX_PUBLISHED * self.sizes.num_blocks:
+        if len(self._published) <= _MAX_PUBLISHED * self.num_blocks:
             return
         pool = self.state.cache.tables.pool
         digests = np.asarray(pool.digests)[np.asarray(pool.is_cached)]

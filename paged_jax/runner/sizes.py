@@ -16,11 +16,12 @@ MIN_DISPATCH_CAPACITY = 8
 
 
 class Sizes(NamedTuple):
-    """What shapes the programs of an engine.
+    """What shapes the programs of an engine, but for the number of blocks in the pool.
+
+    That number is chosen once it is known how much memory programs of these sizes take.
 
     Attributes:
       block_size: C, tokens in a block.
-      num_blocks: P, blocks in the pool.
       num_slots: S, sequences that can run at once.
       max_model_len: most tokens of a sequence, prompt and generated.
       max_chunk: most tokens of one prefill batch.
@@ -30,14 +31,13 @@ class Sizes(NamedTuple):
       max_stop_ids: most tokens that end a request's sequences.
 
     Example:
-      >>> sizes = Sizes(block_size=16, num_blocks=64, num_slots=4, max_model_len=500, max_chunk=64,
+      >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=500, max_chunk=64,
       ...               max_steps=1, num_drafts=0, max_logit_bias=32, max_stop_ids=16)
       >>> sizes.max_blocks_per_slot, sizes.dispatch_capacity, sizes.score_width, sizes.swap_width
       (32, 8, 64, 16)
     """
 
     block_size: int
-    num_blocks: int
     num_slots: int
     max_model_len: int
     max_chunk: int

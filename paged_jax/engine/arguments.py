@@ -1,0 +1,121 @@
+"""Checks the arguments of an engine, and makes of them the sizes of its programs.
+
+`Engine` and the planner, `paged_jax.engine.memory_plan`, take the same arguments and refuse the
+same mistakes in the same words.
+"""
+
+from typing import Any, get_args
+
+from paged_jax.checks import check_positive
+from paged_jax.engine.footprint import KV_DTYPES
+from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from paged_jax.models.config import LlamaConfig
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.scheduler.scheduler import Preemption
+
+
+def check_arguments(
+    function: str,
+    *,
+    kv_dtype: str = "auto",
+    num_blocks: int | None = None,
+    memory_fraction: float | None = None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None = None,
+    max_model_len: int | None = None,
+    num_speculative_tokens: int = 0,
+    preemption: str = "auto",
+    **sizes: Any,
+) -> None:
+    """Refuse what can be refused before a model is loaded.
+
+    Args:
+      function: the name that messages begin with.
+      kv_dtype, num_blocks, memory_fraction, max_num_seqs, max_num_batched_tokens, max_model_len,
+        num_speculative_tokens, preemption: as for `Engine`; those that are None are not checked.
+      **sizes: other arguments that must be positive integers.
+
+    Raises:
+      ValueError: an argument is out of bounds; the message names it and the bound.
+    """
+    optional = {
+        "num_blocks": num_blocks,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "num_speculative_tokens": num_speculative_tokens or None,  # 0 is for none
+    }
+    given = {name: value for name, value in optional.items() if value is not None}
+    check_positive(function, max_num_seqs=max_num_seqs, **sizes, **given)
+    _check_memory_fraction(function, memory_fraction, num_blocks)
+    if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"{function}: max_num_batched_tokens must be at least max_num_seqs = {max_num_seqs}, "
+            f"so that all can decode, got {max_num_batched_tokens}."
+        )
+    for name, value, choices in (
+        ("preemption", preemption, get_args(Preemption)),
+        ("kv_dtype", kv_dtype, ("auto", *KV_DTYPES)),
+    ):
+        if value not in choices:
+            raise ValueError(f"{function}: {name} must be {', '.join(choices)}, got {value!r}.")
+
+
+def _check_memory_fraction(
+    function: str, memory_fraction: float | None, num_blocks: int | None
+) -> None:
+    if memory_fraction is None:
+        return
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(
+            f"{function}: memory_fraction must be above 0 and at most 1, got {memory_fraction}."
+        )
+    if num_blocks is not None:
+        raise ValueError(
+            f"{function}: memory_fraction must be None where num_blocks is given, got "
+            f"{memory_fraction} and {num_blocks}. Give one of them."
+        )
+
+
+def program_sizes(
+    function: str,
+    config: LlamaConfig,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    max_chunk: int,
+    num_speculative_tokens: int,
+    num_eos_token_ids: int,
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+    steps_per_dispatch: int = 1,
+) -> Sizes:
+    """What shapes the programs of an engine.
+
+    Args:
+      function: the name that messages begin with.
+      config: the configuration of the model.
+      num_eos_token_ids: tokens that end sequences of the model.
+      block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens,
+        max_num_batched_tokens, steps_per_dispatch: as for `Engine`, checked before.
+
+    Raises:
+      ValueError: max_model_len is longer than the model's context.
+    """
+    context = config.max_position_embeddings
+    if max_model_len is None:
+        max_model_len = context
+    if max_model_len > context:
+        raise ValueError(
+            f"{function}: max_model_len must be at most the model's context of {context}, got "
+            f"{max_model_len}."
+        )
+    return Sizes(
+        block_size=block_size,
+        num_slots=max_num_seqs,
+        max_model_len=max_model_len,
+        max_chunk=min(max_chunk, max_num_batched_tokens, max_model_len),
+        max_steps=steps_per_dispatch,
+        num_drafts=num_speculative_tokens,
+        max_logit_bias=MAX_LOGIT_BIAS,
+        max_stop_ids=num_eos_token_ids + MAX_STOP_TOKEN_IDS,
+    )

@@ -1,0 +1,141 @@
+"""Plans the memory of an engine before anything is loaded: how many blocks and sequences fit.
+
+The arithmetic is that of `paged_jax.engine.footprint`, by which an engine with ``memory_fraction``
+chooses the size of its pool.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.engine.arguments import check_arguments, program_sizes
+from paged_jax.engine.footprint import Footprint, footprint, resolve_kv_dtype, weight_bytes
+from paged_jax.engine.pool_size import most_useful_blocks
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading.huggingface import resolve_dtype
+from paged_jax.runner.sizes import Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What an engine takes, and what fits beside it.
+
+    Attributes:
+      config: the configuration of the model.
+      dtype: the type of the weights.
+      kv_dtype: the type of K and V.
+      platform: where the engine runs: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      sizes: what shapes the engine's programs.
+      num_blocks: blocks that fit.
+      memory: bytes that the engine may take.
+      footprint: bytes that it takes.
+    """
+
+    config: LlamaConfig
+    dtype: str
+    kv_dtype: str
+    platform: str
+    sizes: Sizes
+    num_blocks: int
+    memory: int
+    footprint: Footprint
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; tied ones count once."""
+        return self.footprint.weights // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of a token in all layers."""
+        return self.footprint.block // self.sizes.block_size
+
+    @property
+    def num_contiguous(self) -> int:
+        """Sequences that the same bytes would hold if each got `max_model_len` tokens at once."""
+        footprint, sizes = self.footprint, self.sizes
+        return (self.memory - footprint.fixed) // (sizes.max_model_len * self.token_bytes)
+
+    @property
+    def num_engine_blocks(self) -> int:
+        """Blocks of an engine's pool: no more than all of its slots at full length can use."""
+        return min(self.num_blocks, most_useful_blocks(self.sizes))
+
+    def num_paged(self, length: int) -> int:
+        """Sequences of so many tokens that the pool holds while none shares a block."""
+        return self.num_blocks // num_blocks_needed(length, self.sizes.block_size)
+
+
+def make_plan(
+    config: LlamaConfig,
+    memory_bytes: int,
+    platform: str,
+    *,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 16,
+    max_num_seqs: int = 16,
+    max_model_len: int | None = None,
+    max_chunk: int = 512,
+    num_speculative_tokens: int = 0,
+) -> MemoryPlan:
+    """Compute what fits in so many bytes.
+
+    Args:
+      config: the configuration of the model.
+      memory_bytes: bytes that the engine may take in all.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      dtype, kv_dtype, block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens:
+        as for `Engine`.
+
+    Raises:
+      ValueError: an argument is out of bounds, or not even one block fits.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
+      >>> plan = make_plan(config, 512 << 20, "cpu")
+      >>> plan.num_parameters, plan.token_bytes, plan.num_blocks > 20_000
+      (292800, 1280, True)
+    """
+    check_arguments(
+        "plan",
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_chunk=max_chunk,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    weights_dtype = resolve_dtype(dtype, config)
+    pool_dtype = resolve_kv_dtype(kv_dtype, weights_dtype, platform)
+    sizes = program_sizes(
+        "plan",
+        config,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_chunk=max_chunk,
+        num_speculative_tokens=num_speculative_tokens,
+        num_eos_token_ids=len(config.eos_token_ids),
+    )
+    taken = footprint(
+        config,
+        sizes,
+        weights=weight_bytes(config, weights_dtype),
+        dtype=weights_dtype,
+        kv_dtype=pool_dtype,
+        platform=platform,
+    )
+    taken.check_fits("plan: memory", memory_bytes)
+    return MemoryPlan(
+        config=config,
+        dtype=weights_dtype.name,
+        kv_dtype=pool_dtype.name,
+        platform=platform,
+        sizes=sizes,
+        num_blocks=taken.num_blocks(memory_bytes),
+        memory=memory_bytes,
+        footprint=taken,
+    )

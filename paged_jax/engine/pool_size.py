@@ -1,0 +1,87 @@
+"""How many blocks the pool of an engine gets: what its slots can use, within the free memory."""
+
+from typing import Any
+
+from paged_jax.engine.device_memory import device_memory, host_memory
+from paged_jax.engine.footprint import Footprint
+from paged_jax.runner.sizes import Sizes
+
+# Memory for K and V on a device that does not say how much it has.
+DEFAULT_CACHE_BYTES = 1 << 30
+# The part of the memory that an accelerator has free once the weights are there; the rest is for
+# the programs of steps.
+CACHE_FRACTION = 0.85
+
+
+def choose_num_blocks(
+    device: Any,
+    sizes: Sizes,
+    footprint: Footprint,
+    *,
+    num_blocks: int | None = None,
+    memory_fraction: float | None = None,
+) -> int:
+    """Choose the number of blocks of an engine's pool.
+
+    Args:
+      device: the `jax.Device` that holds the pool, or its part of it.
+      sizes: of the engine's programs.
+      footprint: what the engine takes on the device.
+      num_blocks: as for `Engine`; chosen by memory if None.
+      memory_fraction: as for `Engine`.
+
+    Raises:
+      ValueError: not even one block fits, or `num_blocks` are more than the host can hold.
+    """
+    if num_blocks is None:
+        if memory_fraction is None:
+            num_fitting = _num_fitting_free_memory(device, sizes, footprint)
+        else:
+            num_fitting = _num_fitting_fraction(device, footprint, memory_fraction)
+        num_blocks = min(most_useful_blocks(sizes), num_fitting)
+    _check_host_holds(device, footprint, num_blocks)
+    return num_blocks
+
+
+def most_useful_blocks(sizes: Sizes) -> int:
+    """Blocks that all slots hold at full length. More serve the prefix cache only."""
+    return sizes.num_slots * sizes.max_blocks_per_slot
+
+
+def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) -> int:
+    statistics = device.memory_stats()
+    budget = DEFAULT_CACHE_BYTES
+    if statistics and "bytes_limit" in statistics:
+        free = statistics["bytes_limit"] - statistics["bytes_in_use"]
+        budget = int(CACHE_FRACTION * free)
+    if budget < footprint.block:
+        raise ValueError(
+            f"Engine: a block of {sizes.block_size} tokens must fit the {budget} bytes of memory "
+            f"for K and V, got {footprint.block} bytes. Use a smaller block_size."
+        )
+    return budget // footprint.block
+
+
+def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
+    """Blocks that fit a fraction of the device's memory, beside all that the engine needs."""
+    memory = device_memory(device)
+    if memory is None:
+        raise ValueError(
+            "Engine: memory_fraction must be None on a device that does not say how much memory "
+            f"it has, got {memory_fraction}. Give num_blocks."
+        )
+    # What others hold, such as a training loop in this process, is not free.
+    free = memory.total - max(0, memory.in_use - footprint.weights)
+    budget = min(int(memory_fraction * memory.total), free)
+    footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)
+    return footprint.num_blocks(budget)
+
+
+def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
+    """Refuse a pool that the host can never hold: the system would end the process for it."""
+    total = host_memory()
+    if device.platform == "cpu" and total is not None and num_blocks * footprint.block > total:
+        raise ValueError(
+            f"Engine: num_blocks must fit the memory of {total} bytes, got {num_blocks} blocks of "
+            f"{footprint.block} bytes. Use fewer."
+        )
