@@ -165,7 +165,7 @@ def _decode_contiguous(model: Llama, cache: Any, tokens: jax.Array) -> Any:
         return jnp.einsum("bkgn,bknd->bkgd", weights, values).reshape(B, -1, D), pools
 
     # The loop over layers is the model's own; only what attends differs.
-    x, pools = model._run_layers(model._look_up(tokens), lengths, attend, pools)
+    x, pools = model._run_layers(model._embed(tokens), lengths, attend, pools)
     return model._logits(x), (pools, lengths + 1)
 
 

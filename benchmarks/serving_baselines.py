@@ -130,7 +130,7 @@ def prefill(
         return out, [*cache, pieces]
 
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    x, cache = model._run_layers(model._look_up(token_ids), positions, attend, [])
+    x, cache = model._run_layers(model._embed(token_ids), positions, attend, [])
     return _most_probable(model, x[jnp.arange(B), num_tokens - 1]), cache
 
 
@@ -166,7 +166,7 @@ def decode(
         out = jnp.einsum("bkgn,bknd->bkgd", weights, values)
         return out.reshape(B, -1, D), [*cache[:layer], (keys, values), *cache[layer + 1 :]]
 
-    x, cache = model._run_layers(model._look_up(tokens), lengths, attend, cache)
+    x, cache = model._run_layers(model._embed(tokens), lengths, attend, cache)
     return cache, lengths + 1, _most_probable(model, x)
 
 

@@ -43,7 +43,8 @@ from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading.huggingface import parameter_shapes
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.parameters import parameter_shapes
 from paged_jax.runner.sizes import Sizes
 
 # Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
@@ -173,7 +174,7 @@ def footprint(
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
     """Bytes of all parameters in a dtype."""
-    shapes = parameter_shapes(config, scan_layers=True)  # traces one layer, not all
+    shapes = parameter_shapes(Llama, config, scan_layers=True)  # traces one layer, not all
     return sum(math.prod(shape) for shape in shapes.values()) * jnp.dtype(dtype).itemsize
 
 

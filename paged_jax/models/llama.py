@@ -1,8 +1,5 @@
 """The Llama family as one Flax module: a plain forward, prefill and decode over a paged cache."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,93 +9,17 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import check_positive
-from paged_jax.kernels import (
-    Pools,
-    backend_for,
-    cascade_attention,
-    num_shared_blocks,
-    padded_head_dim,
-    paged_attention,
-    paged_prefill_attention,
-    paged_write,
-)
-from paged_jax.kernels.cascade import may_be_worthwhile
+from paged_jax.kernels import padded_head_dim
+from paged_jax.models import loading
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.embedding import look_up
+from paged_jax.models.layer import Attend, Layer, causal_attention, rms_norm
 from paged_jax.models.linear import linear
-from paged_jax.models.rope import inverse_frequencies, rotate, rotations
-
-# One layer's attention: (layer index, q, k, v, carry) -> (output, carry). What the carry is (the
-# K and V pools, or nothing) is the caller's business.
-Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-class Layer(nnx.Module):
-    """One decoder layer: attention and gated MLP, each behind an RMS norm and a residual.
-
-    Weights are ``[out, in]``. Queries, keys and values are one matrix, in that order, and so are
-    the gate and the up projection: fewer and larger products, one read of the activations.
-    """
-
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs):
-        E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-        attention_features = config.num_attention_heads * D
-        normal = nnx.initializers.normal(config.initializer_range)
-        # Projections into the residual stream start smaller, so that its variance does not grow
-        # with depth (GPT-2, section 2.3).
-        to_residual = nnx.initializers.normal(
-            config.initializer_range / (2 * config.num_hidden_layers) ** 0.5
-        )
-
-        def matrix(out_features: int, in_features: int, init=normal) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), (out_features, in_features), dtype))
-
-        self.config = config
-        self.input_norm = nnx.Param(jnp.ones(E, dtype))
-        self.qkv_proj = matrix(config.qkv_features, E)
-        self.o_proj = matrix(E, attention_features, to_residual)
-        self.post_attention_norm = nnx.Param(jnp.ones(E, dtype))
-        self.gate_up_proj = matrix(2 * F, E)
-        self.down_proj = matrix(E, F, to_residual)
-        if config.qkv_bias:
-            self.qkv_bias = nnx.Param(jnp.zeros(config.qkv_features, dtype))
-        if config.o_bias:
-            self.o_bias = nnx.Param(jnp.zeros(E, dtype))
-        if config.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones(D, dtype))
-            self.k_norm = nnx.Param(jnp.ones(D, dtype))
-
-    def __call__(
-        self, index: Any, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, carry: Any
-    ) -> tuple[jax.Array, Any]:
-        """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions."""
-        q, k, v = self._project(rms_norm(x, self.input_norm[...], self.config), cos, sin)
-        out, carry = attend(index, q, k, v, carry)
-        out = linear(out.reshape(*x.shape[:-1], -1), self.o_proj[...])
-        x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
-        hidden = linear(
-            rms_norm(x, self.post_attention_norm[...], self.config), self.gate_up_proj[...]
-        )
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return x + linear(jax.nn.silu(gate) * up, self.down_proj[...]), carry
-
-    def _project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        config = self.config
-        H, K = config.num_attention_heads, config.num_key_value_heads
-        qkv = linear(x, self.qkv_proj[...])
-        if config.qkv_bias:
-            qkv = _add_bias(qkv, self.qkv_bias[...])
-        qkv = qkv.reshape(*x.shape[:-1], H + 2 * K, config.head_dim)
-        q, k, v = jnp.split(qkv, (H, H + K), axis=-2)
-        if config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], config)
-            k = rms_norm(k, self.k_norm[...], config)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+from paged_jax.models.paged_rows import append_rows, chunk_attention, decode_attention
+from paged_jax.models.rope import inverse_frequencies, rotations
 
 
 class Llama(nnx.Module):
@@ -166,25 +87,13 @@ class Llama(nnx.Module):
                 f"Llama: token_ids must have shape [B, T], got {list(jnp.shape(token_ids))}."
             )
         token_ids = jnp.asarray(token_ids)
-        window = self.config.sliding_window
-
-        def attend(index, q, k, v, carry):
-            del index
-            return (
-                jax.nn.dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    is_causal=True,
-                    local_window_size=None if window is None else (window - 1, 0),
-                ),
-                carry,
-            )
-
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x, _ = self._run_layers(
-            self.embed_tokens[...][token_ids].astype(jnp.float32), positions, attend, ()
+            self.embed_tokens[...][token_ids].astype(jnp.float32),
+            positions,
+            causal_attention(self.config.sliding_window),
+            (),
         )
         return self._logits(x)
 
@@ -219,11 +128,8 @@ class Llama(nnx.Module):
           >>> model(jnp.array([[1, 2, 3]])).shape[-1] == model.config.vocab_size
           True
         """
-        # Loading is a layer above the model itself.
-        from paged_jax.models.loading import pretrained
-
-        return pretrained.from_pretrained(
-            folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding
+        return loading.from_pretrained(
+            cls, folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -232,9 +138,7 @@ class Llama(nnx.Module):
         Raises:
           ValueError: transformers has no model like this, see `LlamaConfig.to_dict`.
         """
-        from paged_jax.models.loading import huggingface
-
-        huggingface.save_weights(self, folder)
+        loading.save_weights(self, folder)
 
     def create_cache(
         self,
@@ -363,31 +267,11 @@ class Llama(nnx.Module):
         """
         if cascade and self.config.sliding_window is not None:
             raise ValueError("Llama.decode: cascade must be False with a sliding window.")
-        cache, ok, rows = _append(cache, slots, jnp.ones_like(slots), 1, backend)
-        B, M = rows.block_tables.shape
-        if cascade and may_be_worthwhile(B, M, cache.block_size):
-            num_shared = num_shared_blocks(rows.block_tables, rows.lengths, cache.block_size)
-            attention = functools.partial(cascade_attention, num_shared=num_shared)
-        else:
-            window = self.config.sliding_window
-            attention = functools.partial(paged_attention, sliding_window=window)
-
-        def attend(layer, q, k, v, pools):
-            pools = rows.write(pools, k, v, layer, backend)
-            out = attention(
-                q,
-                pools.k,
-                pools.v,
-                rows.block_tables,
-                rows.lengths,
-                layer=layer,
-                k_scale=pools.k_scale,
-                v_scale=pools.v_scale,
-                backend=backend,
-            )
-            return out, pools
-
-        x, pools = self._run_layers(self._look_up(token_ids), rows.positions, attend, cache.pools)
+        cache, ok, rows = append_rows(cache, slots, jnp.ones_like(slots), 1, backend)
+        attend = decode_attention(
+            rows, cache.block_size, self.config.sliding_window, cascade=cascade, backend=backend
+        )
+        x, pools = self._run_layers(self._embed(token_ids), rows.positions, attend, cache.pools)
         return self._logits(x), cache.replace_pools(pools), ok
 
     def _run_chunks(
@@ -401,35 +285,16 @@ class Llama(nnx.Module):
         """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
         and how many tokens of each row were taken ``[B]``."""
         B, T = token_ids.shape
-        cache, ok, rows = _append(cache, slots, num_tokens, T, backend)
+        cache, ok, rows = append_rows(cache, slots, num_tokens, T, backend)
 
-        def attend(layer, q, k, v, pools):
-            pools = rows.write(pools, k, v, layer, backend)
-            out = paged_prefill_attention(
-                q.reshape(B, T, *q.shape[1:]),
-                pools.k,
-                pools.v,
-                rows.block_tables,
-                rows.lengths,
-                rows.num_tokens,
-                layer=layer,
-                k_scale=pools.k_scale,
-                v_scale=pools.v_scale,
-                sliding_window=self.config.sliding_window,
-                backend=backend,
-            )
-            return out.reshape(q.shape), pools
-
+        attend = chunk_attention(rows, B, T, self.config.sliding_window, backend=backend)
         x, pools = self._run_layers(
-            self._look_up(token_ids.reshape(-1)), rows.positions, attend, cache.pools
+            self._embed(token_ids.reshape(-1)), rows.positions, attend, cache.pools
         )
         return x.reshape(B, T, -1), cache.replace_pools(pools), ok, rows.num_tokens
 
-    def _look_up(self, token_ids: jax.Array) -> jax.Array:
-        table = self.embed_tokens[...]
-        if table.dtype != jnp.bfloat16:
-            return _look_up(table, token_ids)
-        return lax.platform_dependent(table, token_ids, cpu=_look_up_as_bits, default=_look_up)
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        return look_up(self.embed_tokens[...], token_ids)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
@@ -495,94 +360,4 @@ def create_cache(
         num_slots=num_slots,
         max_blocks_per_slot=width,
         dtype=dtype,
-    )
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Scale float32 ``x [..., E]`` to unit root mean square (Zhang and Sennrich, 2019)."""
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + config.rms_norm_eps) * _last_axis(weight, x)
-
-
-def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + _last_axis(bias, x)
-
-
-def _look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    return table[token_ids].astype(jnp.float32)
-
-
-def _look_up_as_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """As `_look_up` of a bfloat16 table, for CPUs.
-
-    Without the detour through integers, XLA's CPU backend converts the whole table to float32 for
-    the gather, and the output head of a tied model then reads that copy. For a TPU the detour is
-    what copies the table. It has no gradient, so the plain forward does not come here.
-    """
-    rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
-    return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
-
-
-def _last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
-    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Where the tokens of a step go, and what their attention may read. N = B * T."""
-
-    block_tables: jax.Array  # i32 [B, M]
-    lengths: jax.Array  # i32 [B], with the new tokens; 0 in rows left out
-    num_tokens: jax.Array  # i32 [B], new tokens; 0 in rows left out
-    positions: jax.Array  # i32 [N], in their sequences
-    blocks: jax.Array  # i32 [N], P where there is nothing to write
-    offsets: jax.Array  # i32 [N], in their blocks
-
-    def write(
-        self, pools: Pools, k: jax.Array, v: jax.Array, layer: Any, backend: str | None
-    ) -> Pools:
-        return paged_write(
-            pools.k,
-            pools.v,
-            k,
-            v,
-            self.blocks,
-            self.offsets,
-            layer=layer,
-            k_scale=pools.k_scale,
-            v_scale=pools.v_scale,
-            backend=backend_for("write", backend),
-        )
-
-
-def _append(
-    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
-) -> tuple[PagedCache, jax.Array, _Rows]:
-    """Reserve room for up to T tokens in each of the slots i32 [B], and find their places."""
-    is_row = slots >= 0
-    # Rows that are left out must not wrap around to the last slot: one past it is dropped.
-    rows = jnp.where(is_row, slots, cache.num_slots)
-    starts = cache.lengths.at[rows].get(mode="fill", fill_value=0)
-    requested = jnp.zeros(cache.num_slots, jnp.int32)
-    requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
-    # A slot that does not exist fails the whole step, as a negative number of tokens does.
-    requested = jnp.where(jnp.all(slots < cache.num_slots), requested, -1)
-    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
-    num_tokens = jnp.where(is_row & ok, num_tokens, 0)
-
-    steps = jnp.arange(T, dtype=jnp.int32)[None]
-    positions = (starts[:, None] + steps).reshape(-1)
-    owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
-    blocks, offsets = paged_cache.locate(cache.tables, owners, positions)
-    return (
-        cache,
-        ok,
-        _Rows(
-            block_tables=cache.block_tables.at[rows].get(mode="fill", fill_value=cache.num_blocks),
-            lengths=jnp.where(num_tokens > 0, starts + num_tokens, 0),
-            num_tokens=num_tokens,
-            positions=positions,
-            blocks=blocks,
-            offsets=offsets,
-        ),
     )

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.models.config import LlamaConfig, RopeScaling
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
-from paged_jax.models.config import LlamaConfig, RopeScaling, UnsupportedConfigError
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.families import UnsupportedConfigError
+from paged_jax.models.rope_scaling import RopeScaling
 
 _SIZES = {
     "vocab_size": 32,

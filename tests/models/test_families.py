@@ -89,7 +89,7 @@ def test_llama_computes_what_transformers_computes(tmp_path, family):
     assert np.std(expected) > 0.1  # a model whose logits vanish would agree with anything
     reference.save_pretrained(tmp_path / "theirs")
     config = LlamaConfig.from_file(tmp_path / "theirs")
-    model = load_weights(tmp_path / "theirs", config)
+    model = load_weights(Llama, tmp_path / "theirs", config)
     np.testing.assert_allclose(_forward(model, jnp.asarray(_TOKENS)), expected, rtol=0, atol=1e-4)
 
     save_weights(model, tmp_path / "ours")

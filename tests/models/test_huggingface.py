@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import huggingface as weights
-from paged_jax.models.loading.huggingface import (
+from paged_jax.models.loading import (
     WeightsError,
+    huggingface,
     load_weights,
     named_parameters,
     save_weights,
@@ -89,7 +89,7 @@ def test_load_weights_reproduces_the_logits_of_a_real_model(data_dir):
             for i in range(len(items))
         ]
     for scan_layers in (False, True):
-        logits = _forward(load_weights(folder, config, scan_layers=scan_layers), tokens)
+        logits = _forward(load_weights(Llama, folder, config, scan_layers=scan_layers), tokens)
         for row, some in zip(logits, expected, strict=True):
             np.testing.assert_allclose(row[: len(some)], some, rtol=0, atol=1e-4)
 
@@ -102,7 +102,7 @@ def test_save_weights_and_load_weights_are_inverse_in_either_layout(
     config = dataclasses.replace(_CONFIG, qkv_bias=True, o_bias=True)
     model = _model(config, scan_layers=saved_stacked)
     save_weights(model, tmp_path)
-    loaded = load_weights(tmp_path, config, scan_layers=loaded_stacked)
+    loaded = load_weights(Llama, tmp_path, config, scan_layers=loaded_stacked)
     assert loaded.scan_layers == loaded_stacked
     tokens = np.arange(5, dtype=np.int32)[None]
     logits, expected = _forward(loaded, tokens), _forward(model, tokens)
@@ -120,7 +120,7 @@ def test_save_weights_and_load_weights_are_inverse_for_each_family(tmp_path, cha
     model = _model(config)
     save_weights(model, tmp_path)
     assert LlamaConfig.from_file(tmp_path) == config
-    _assert_same(load_weights(tmp_path, config), model)
+    _assert_same(load_weights(Llama, tmp_path, config), model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -129,11 +129,11 @@ def test_save_weights_keeps_narrow_dtypes(tmp_path, dtype):
     save_weights(model, tmp_path)
     config = LlamaConfig.from_file(tmp_path)
     assert config.dtype == dtype
-    _assert_same(load_weights(tmp_path, config), model)
+    _assert_same(load_weights(Llama, tmp_path, config), model)
 
 
 def test_load_weights_rounds_to_the_dtype_that_was_asked_for(folder):
-    model = load_weights(folder, _CONFIG, dtype=jnp.bfloat16)
+    model = load_weights(Llama, folder, _CONFIG, dtype=jnp.bfloat16)
     assert model.config.dtype == "bfloat16"
     expected = dict(named_parameters(_model()))
     for name, parameter in named_parameters(model):
@@ -141,8 +141,8 @@ def test_load_weights_rounds_to_the_dtype_that_was_asked_for(folder):
 
 
 def test_load_weights_reads_large_tensors_in_parts(folder, monkeypatch):
-    monkeypatch.setattr(weights, "_READ_ELEMENTS", 50)
-    _assert_same(load_weights(folder, _CONFIG), _model())
+    monkeypatch.setattr(huggingface, "_READ_ELEMENTS", 50)
+    _assert_same(load_weights(Llama, folder, _CONFIG), _model())
 
 
 def test_save_weights_splits_what_is_too_large_for_one_file(tmp_path):
@@ -152,7 +152,7 @@ def test_save_weights_splits_what_is_too_large_for_one_file(tmp_path):
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert all(len(load_file(tmp_path / file)) > 0 for file in files)
-    _assert_same(load_weights(tmp_path, _CONFIG), model)
+    _assert_same(load_weights(Llama, tmp_path, _CONFIG), model)
 
 
 def test_save_weights_leaves_no_file_of_an_earlier_save(tmp_path):
@@ -161,7 +161,7 @@ def test_save_weights_leaves_no_file_of_an_earlier_save(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     save_weights(_model(), tmp_path, max_file_bytes=3000)
     assert not (tmp_path / "model.safetensors").exists()
-    _assert_same(load_weights(tmp_path, _CONFIG), _model())
+    _assert_same(load_weights(Llama, tmp_path, _CONFIG), _model())
 
 
 def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
@@ -173,7 +173,7 @@ def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
 
     _edit(tmp_path, add)
-    _assert_same(load_weights(tmp_path, config), _model(config))
+    _assert_same(load_weights(Llama, tmp_path, config), _model(config))
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,15 @@ def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
 def test_load_weights_names_the_tensor_that_does_not_fit(folder, edit, message, scan_layers):
     _edit(folder, edit)
     with pytest.raises(WeightsError, match=message) as raised:
-        load_weights(folder, _CONFIG, scan_layers=scan_layers)
+        load_weights(Llama, folder, _CONFIG, scan_layers=scan_layers)
     assert "\n" not in str(raised.value)
 
 
 def test_load_weights_refuses_values_that_overflow_in_the_dtype(folder):
     _edit(folder, lambda tensors: tensors[_Q_PROJ].__setitem__((0, 0), 1e6))
-    load_weights(folder, _CONFIG)
+    load_weights(Llama, folder, _CONFIG)
     with pytest.raises(WeightsError, match=f"{_Q_PROJ} is not finite as float16"):
-        load_weights(folder, _CONFIG, dtype="float16")
+        load_weights(Llama, folder, _CONFIG, dtype="float16")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -227,23 +227,23 @@ def test_load_weights_takes_the_largest_finite_values(tmp_path, dtype):
     largest = jnp.finfo(dtype).max
     model.norm[...] = jnp.full_like(model.norm[...], largest).at[0].set(-largest)
     save_weights(model, tmp_path)
-    _assert_same(load_weights(tmp_path, model.config, dtype=dtype), model)
+    _assert_same(load_weights(Llama, tmp_path, model.config, dtype=dtype), model)
 
 
 def test_load_weights_refuses_other_dtypes(folder):
     for dtype in ("int8", "float64", "nonsense"):
         with pytest.raises(ValueError, match=f"dtype must be .* got '{dtype}'"):
-            load_weights(folder, _CONFIG, dtype=dtype)
+            load_weights(Llama, folder, _CONFIG, dtype=dtype)
 
 
 def test_load_weights_refuses_folders_without_safetensors(tmp_path):
     with pytest.raises(WeightsError, match="no such folder"):
-        load_weights(tmp_path / "none", _CONFIG)
+        load_weights(Llama, tmp_path / "none", _CONFIG)
     with pytest.raises(WeightsError, match="neither model.safetensors nor"):
-        load_weights(tmp_path, _CONFIG)
+        load_weights(Llama, tmp_path, _CONFIG)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(WeightsError, match="pytorch_model.bin, which can run code"):
-        load_weights(tmp_path, _CONFIG)
+        load_weights(Llama, tmp_path, _CONFIG)
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
@@ -251,7 +251,7 @@ def test_load_weights_refuses_truncated_files(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(WeightsError, match="model.safetensors: not a whole safetensors file"):
-        load_weights(folder, _CONFIG)
+        load_weights(Llama, folder, _CONFIG)
 
 
 def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
@@ -264,20 +264,20 @@ def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
         edited = {"weight_map": {**content["weight_map"], _Q_PROJ: astray}}
         index.write_text(json.dumps(edited), encoding="utf-8")
         with pytest.raises(WeightsError, match="must lie in the folder itself"):
-            load_weights(tmp_path / "model", _CONFIG)
+            load_weights(Llama, tmp_path / "model", _CONFIG)
     index.write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "model" / shard).unlink()
     with pytest.raises(WeightsError, match=f"{shard}, which .* names, is missing"):
-        load_weights(tmp_path / "model", _CONFIG)
+        load_weights(Llama, tmp_path / "model", _CONFIG)
     shutil.copy(tmp_path / "outside.safetensors", tmp_path / "model" / shard)
     copied = {**content["weight_map"], _Q_PROJ: "copy.safetensors"}
     shutil.copy(tmp_path / "outside.safetensors", tmp_path / "model" / "copy.safetensors")
     index.write_text(json.dumps({"weight_map": copied}), encoding="utf-8")
     with pytest.raises(WeightsError, match="is in another file too"):
-        load_weights(tmp_path / "model", _CONFIG)
+        load_weights(Llama, tmp_path / "model", _CONFIG)
     index.write_text("{}", encoding="utf-8")
     with pytest.raises(WeightsError, match="weight_map must map"):
-        load_weights(tmp_path / "model", _CONFIG)
+        load_weights(Llama, tmp_path / "model", _CONFIG)
 
 
 def test_from_pretrained_recognises_a_hugging_face_folder(folder):
@@ -300,7 +300,8 @@ def test_load_weights_places_each_part_on_its_device(folder):
         import jax, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from paged_jax.models.config import LlamaConfig
-        from paged_jax.models.loading.huggingface import load_weights, named_parameters
+        from paged_jax.models.llama import Llama
+        from paged_jax.models.loading import load_weights, named_parameters
 
         folder = sys.argv[1]
         config = LlamaConfig.from_file(folder)
@@ -312,14 +313,15 @@ def test_load_weights_places_each_part_on_its_device(folder):
             return NamedSharding(mesh, P(*[None] * stacked, *axes))
 
         for scan_layers in (False, True):
-            whole = dict(named_parameters(load_weights(folder, config, scan_layers=scan_layers)))
-            model = load_weights(folder, config, scan_layers=scan_layers, sharding=place)
+            whole = load_weights(Llama, folder, config, scan_layers=scan_layers)
+            whole = dict(named_parameters(whole))
+            model = load_weights(Llama, folder, config, scan_layers=scan_layers, sharding=place)
             for name, parameter in named_parameters(model):
                 assert parameter.sharding == place(name, parameter.shape), name
                 assert parameter.addressable_shards[0].data.size < parameter.size, name
                 np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
         one = jax.sharding.SingleDeviceSharding(jax.devices()[2])
-        model = load_weights(folder, config, sharding=one)
+        model = load_weights(Llama, folder, config, sharding=one)
         assert all(array.devices() == {jax.devices()[2]} for _, array in named_parameters(model))
     """
     flags = "--xla_force_host_platform_device_count=4"

@@ -15,8 +15,12 @@ from flax import nnx
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.huggingface import WeightsError, named_parameters
-from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
+from paged_jax.models.loading import (
+    WeightsError,
+    load_checkpoint,
+    named_parameters,
+    save_checkpoint,
+)
 
 _CONFIG = LlamaConfig(
     vocab_size=24,
@@ -26,6 +30,10 @@ _CONFIG = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+
+
+def load(path, **options) -> Llama:
+    return load_checkpoint(Llama, path, LlamaConfig.from_file(path), **options)
 
 
 def _model(**options):
@@ -78,7 +86,7 @@ def _save_edited(path, edit):
 def test_load_checkpoint_restores_either_layout(tmp_path, saved_stacked, loaded_stacked):
     model = _model(scan_layers=saved_stacked)
     save_checkpoint(model, tmp_path / "new" / "checkpoint")
-    loaded = load_checkpoint(tmp_path / "new" / "checkpoint", scan_layers=loaded_stacked)
+    loaded = load(tmp_path / "new" / "checkpoint", scan_layers=loaded_stacked)
     assert loaded.scan_layers == loaded_stacked
     assert loaded.config == _CONFIG
     _assert_same(loaded, model)
@@ -87,16 +95,16 @@ def test_load_checkpoint_restores_either_layout(tmp_path, saved_stacked, loaded_
 def test_load_checkpoint_keeps_the_dtype_and_casts_when_asked_to(tmp_path):
     model = _model(dtype=jnp.bfloat16)
     save_checkpoint(model, tmp_path)
-    same = load_checkpoint(tmp_path)
+    same = load(tmp_path)
     assert same.config == dataclasses.replace(_CONFIG, dtype="bfloat16")
     _assert_same(same, model)
-    wider = load_checkpoint(tmp_path, dtype="float32")
+    wider = load(tmp_path, dtype="float32")
     assert wider.config.dtype == "float32"
     for name, parameter in named_parameters(wider):
         expected = _layer_by_layer(model)[name].astype(jnp.float32)
         np.testing.assert_array_equal(parameter, expected, strict=True)
     with pytest.raises(ValueError, match="dtype must be"):
-        load_checkpoint(tmp_path, dtype="int8")
+        load(tmp_path, dtype="int8")
 
 
 def test_save_checkpoint_never_replaces_another(tmp_path):
@@ -121,19 +129,19 @@ def test_load_checkpoint_names_the_parameter_that_does_not_fit(
 ):
     _save_edited(tmp_path, edit)
     with pytest.raises(WeightsError, match=message) as raised:
-        load_checkpoint(tmp_path, scan_layers=scan_layers)
+        load(tmp_path, scan_layers=scan_layers)
     assert "\n" not in str(raised.value)
 
 
 def test_load_checkpoint_refuses_folders_without_a_whole_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json"):
-        load_checkpoint(tmp_path)
+        load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG.to_dict()), encoding="utf-8")
     with pytest.raises(WeightsError, match="no checkpoint there"):
-        load_checkpoint(tmp_path)
+        load(tmp_path)
     (tmp_path / "weights").mkdir()
     with pytest.raises(WeightsError, match="damaged") as raised:
-        load_checkpoint(tmp_path)
+        load(tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -144,10 +152,10 @@ def test_load_checkpoint_refuses_a_damaged_checkpoint(tmp_path):
         file.write_bytes(file.read_bytes()[:-10])
     program = """
         import sys
-        from paged_jax.models.loading.orbax import load_checkpoint
-        from paged_jax.models.loading.huggingface import WeightsError
+        from paged_jax import Llama
+        from paged_jax.models.loading import WeightsError
         try:
-            load_checkpoint(sys.argv[1])
+            Llama.from_pretrained(sys.argv[1])
         except WeightsError as error:
             print(error)
     """
@@ -172,8 +180,8 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
         import sys
         import jax, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
-        from paged_jax.models.loading.huggingface import named_parameters
+        from paged_jax import Llama
+        from paged_jax.models.loading import named_parameters, save_checkpoint
 
         mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
@@ -183,8 +191,8 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
             return NamedSharding(mesh, P(*[None] * stacked, *axes))
 
         def check(path, scan_layers):
-            model = load_checkpoint(path, scan_layers=scan_layers, sharding=place)
-            whole = dict(named_parameters(load_checkpoint(path, scan_layers=scan_layers)))
+            model = Llama.from_pretrained(path, scan_layers=scan_layers, sharding=place)
+            whole = dict(named_parameters(Llama.from_pretrained(path, scan_layers=scan_layers)))
             for name, parameter in named_parameters(model):
                 assert parameter.sharding == place(name, parameter.shape), name
                 np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
@@ -197,5 +205,5 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
         check(f"{sys.argv[1]}/sharded", scan_layers=True)
     """
     _run(program, tmp_path)
-    sharded = load_checkpoint(tmp_path / "sharded")
+    sharded = load(tmp_path / "sharded")
     _assert_same(sharded, _model(scan_layers=True))

@@ -1,1 +1,17 @@
-"""Weights from files: Hugging Face folders and Orbax checkpoints."""
+"""Weights from files to a model of any class, and back: Hugging Face folders, Orbax checkpoints."""
+
+from paged_jax.models.loading.huggingface import load_weights, save_weights
+from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
+from paged_jax.models.loading.parameters import WeightsError, named_parameters
+from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained
+
+__all__ = [
+    "WeightsError",
+    "bundled_folder",
+    "from_pretrained",
+    "load_checkpoint",
+    "load_weights",
+    "named_parameters",
+    "save_checkpoint",
+    "save_weights",
+]

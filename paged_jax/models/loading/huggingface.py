@@ -1,22 +1,32 @@
-"""Hugging Face folders of safetensors to Llama parameters, and back."""
+"""Hugging Face folders of safetensors to parameters of a model, and back."""
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from paged_jax.models.config import LlamaConfig, read_json
-from paged_jax.models.llama import Llama
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.json_file import read_json
+from paged_jax.models.loading.parameters import (
+    Model,
+    ModelClass,
+    Sharding,
+    WeightsError,
+    build,
+    named_parameters,
+    parameter_shapes,
+    resolve_dtype,
+    resolve_sharding,
+)
 
 # Which Hugging Face tensors each parameter is made of, one below the other. The parameters of a
 # layer are below "model.layers.{index}.".
@@ -42,16 +52,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
-_DTYPES = ("float32", "bfloat16", "float16")
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
-
-# Where a parameter goes: one placement for all (None: the default device), or one by its name
-# ("layers.0.qkv_proj", or "layers.qkv_proj" when the layers are stacked) and its shape.
-Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
-
-
-class WeightsError(ValueError):
-    """The files do not hold the weights of this model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +79,21 @@ class _Stored:
 
 
 def load_weights(
+    model_class: ModelClass[Model],
     folder: str | Path,
     config: LlamaConfig,
     *,
     dtype: Any = "auto",
     scan_layers: bool = False,
     sharding: Sharding = None,
-) -> Llama:
-    """Load a Llama from a folder with ``model.safetensors``, whole or in shards.
+) -> Model:
+    """Load a model from a folder with ``model.safetensors``, whole or in shards.
 
     Each device receives only its part of each parameter, read from the file directly. Besides the
     weights themselves, memory for one parameter is needed, on the host.
 
     Args:
+      model_class: what to make, such as `Llama`.
       folder: where the safetensors are.
       config: what they should hold.
       dtype: float32, bfloat16 or float16; ``"auto"`` is ``config.dtype``.
@@ -101,11 +104,11 @@ def load_weights(
       WeightsError: no safetensors, a damaged file, a tensor missing, left over, of the wrong
         shape, not floating point, or not finite.
     """
-    dtype = resolve_dtype(dtype, config)
+    dtype = resolve_dtype("load_weights", dtype, config)
     stored = _stored_tensors(Path(folder))
     pieces = {
         name: list(_pieces(config, name))
-        for name in parameter_shapes(config, scan_layers=scan_layers)
+        for name in parameter_shapes(model_class, config, scan_layers=scan_layers)
     }
     _check_tensors(stored, [piece for some in pieces.values() for piece in some], config)
 
@@ -118,14 +121,14 @@ def load_weights(
             return jax.device_put(read((slice(None),) * len(shape)))
         return jax.make_array_from_callback(shape, placement, read)
 
-    return build(config, make, dtype=dtype, scan_layers=scan_layers)
+    return build(model_class, config, make, dtype=dtype, scan_layers=scan_layers)
 
 
-def save_weights(model: Llama, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
     """Write a Hugging Face folder: ``config.json`` and safetensors, which transformers loads.
 
     Args:
-      model: its layers stacked or not.
+      model: a `Llama`, its layers stacked or not.
       folder: made if need be; weights in it are replaced once the new ones are written.
       max_file_bytes: weights of more bytes than this are written as several files.
 
@@ -170,69 +173,6 @@ def _umask() -> int:
     mask = os.umask(0)  # there is no way to read it without setting it
     os.umask(mask)
     return mask
-
-
-def build(
-    config: LlamaConfig,
-    make: Callable[[str, tuple[int, ...]], jax.Array],
-    *,
-    dtype: Any,
-    scan_layers: bool,
-) -> Llama:
-    """Build a Llama whose parameters come from ``make(name, shape)``, and initialise none."""
-    config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    graphdef, state = nnx.split(_abstract(config, scan_layers))
-    parameters = [
-        (path, variable.replace(make(_name(path), variable.shape)))
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.merge(graphdef, nnx.from_flat_state(parameters))
-
-
-def parameter_shapes(config: LlamaConfig, *, scan_layers: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a Llama, such as ``"layers.0.qkv_proj"``."""
-    state = nnx.state(_abstract(config, scan_layers))
-    return {_name(path): variable.shape for path, variable in nnx.to_flat_state(state)}
-
-
-def named_parameters(model: Llama) -> Iterator[tuple[str, jax.Array]]:
-    """Name and array of every parameter."""
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        yield _name(path), variable[...]
-
-
-def resolve_dtype(dtype: Any, config: LlamaConfig) -> np.dtype:
-    """Return the dtype that ``"auto"`` or a dtype of weights stands for.
-
-    Raises:
-      ValueError: not a floating point dtype that this library computes with.
-    """
-    try:
-        resolved = jnp.dtype(config.dtype if dtype is None or dtype == "auto" else dtype)
-    except TypeError:
-        resolved = None
-    if resolved is None or resolved.name not in _DTYPES:
-        raise ValueError(
-            f"load_weights: dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}."
-        )
-    return resolved
-
-
-def resolve_sharding(
-    sharding: Sharding, name: str, shape: tuple[int, ...]
-) -> jax.sharding.Sharding | None:
-    """Return where one parameter goes; None is the default device."""
-    return sharding(name, shape) if callable(sharding) else sharding
-
-
-def _abstract(config: LlamaConfig, scan_layers: bool) -> Llama:
-    return nnx.eval_shape(
-        lambda: Llama(config, dtype=config.dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0))
-    )
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(part) for part in path)
 
 
 def _pieces(config: LlamaConfig, name: str) -> Iterator[_Piece]:

@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a Llama: ``config.json`` beside the arrays in ``weights/``.
+"""Orbax checkpoints of a model: ``config.json`` beside the arrays in ``weights/``.
 
 The layout on disk is that of the model that was saved. Either layout, layers stacked or one by
 one, is loaded from either.
@@ -16,8 +16,9 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
-from paged_jax.models.loading.huggingface import (
+from paged_jax.models.loading.parameters import (
+    Model,
+    ModelClass,
     Sharding,
     WeightsError,
     build,
@@ -35,8 +36,12 @@ def is_checkpoint(folder: str | Path) -> bool:
     return (Path(folder) / _WEIGHTS).is_dir()
 
 
-def save_checkpoint(model: Llama, path: str | Path) -> None:
+def save_checkpoint(model: Any, path: str | Path) -> None:
     """Write an Orbax checkpoint, each device its part of the weights.
+
+    Args:
+      model: a `Llama`.
+      path: made if need be.
 
     Raises:
       FileExistsError: the path holds a checkpoint. It is never replaced: were the save to fail
@@ -53,45 +58,53 @@ def save_checkpoint(model: Llama, path: str | Path) -> None:
 
 
 def load_checkpoint(
+    model_class: ModelClass[Model],
     path: str | Path,
+    config: LlamaConfig,
     *,
     dtype: Any = "auto",
     scan_layers: bool = False,
     sharding: Sharding = None,
-) -> Llama:
+) -> Model:
     """Load a checkpoint of `save_checkpoint`, each parameter right where it belongs.
 
     Where the checkpoint has the other layout of layers, memory for one more parameter of all
     layers is needed.
 
     Args:
+      model_class: what to make, such as `Llama`.
       path: where the checkpoint is.
+      config: that of its ``config.json``.
       dtype: float32, bfloat16 or float16; ``"auto"`` is that of the checkpoint.
       scan_layers: stack the layers, see `Llama`.
       sharding: one for all parameters, or a function of a parameter's name and shape.
 
     Raises:
-      FileNotFoundError: there is no ``config.json``.
       WeightsError: the arrays are damaged, or not those that the config describes.
     """
     path = Path(path).resolve()
-    config = LlamaConfig.from_file(path)
-    dtype = resolve_dtype(dtype, config)
+    dtype = resolve_dtype("load_checkpoint", dtype, config)
     stored = _stored_shapes(path)
     is_stacked = "layers.input_norm" in stored
-    _check_shapes(stored, parameter_shapes(config, scan_layers=is_stacked))
+    _check_shapes(stored, parameter_shapes(model_class, config, scan_layers=is_stacked))
 
     def targets(scan: bool) -> dict[str, jax.ShapeDtypeStruct]:
         return {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=_placed(sharding, name, shape))
-            for name, shape in parameter_shapes(config, scan_layers=scan).items()
+            for name, shape in parameter_shapes(model_class, config, scan_layers=scan).items()
         }
 
     if is_stacked == scan_layers:
         arrays = _restore(path, stored, targets(scan_layers))
     else:
         arrays = dict(_convert(path, stored, targets(scan_layers), config.num_hidden_layers))
-    return build(config, lambda name, _: arrays.pop(name), dtype=dtype, scan_layers=scan_layers)
+    return build(
+        model_class,
+        config,
+        lambda name, _: arrays.pop(name),
+        dtype=dtype,
+        scan_layers=scan_layers,
+    )
 
 
 def _placed(sharding: Sharding, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:

@@ -7,19 +7,20 @@ from typing import Any
 import jax.numpy as jnp
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
-from paged_jax.models.loading.huggingface import Sharding, load_weights, resolve_sharding
+from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
+from paged_jax.models.loading.parameters import Model, ModelClass, Sharding, resolve_sharding
 
 
 def from_pretrained(
+    model_class: ModelClass[Model],
     folder: str | Path | None = None,
     *,
     dtype: Any = "auto",
     scan_layers: bool | None = None,
     sharding: Sharding = None,
-) -> Llama:
-    """Load a Llama, see `Llama.from_pretrained`."""
+) -> Model:
+    """Load a model of a class, see `Llama.from_pretrained`."""
     folder = bundled_folder() if folder is None else Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -30,9 +31,10 @@ def from_pretrained(
     if scan_layers is None:
         # On CPU and GPU a scan copies every layer's weights out of the stack.
         scan_layers = _platform(config, sharding) == "tpu"
-    if is_checkpoint(folder):
-        return load_checkpoint(folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding)
-    return load_weights(folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding)
+    load = load_checkpoint if is_checkpoint(folder) else load_weights
+    return load(
+        model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
+    )
 
 
 def bundled_folder() -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from paged_jax.models.config import read_json
+from paged_jax.models.json_file import read_json
 from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

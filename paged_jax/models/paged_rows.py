@@ -1,0 +1,143 @@
+"""The tokens of a step in a paged cache: where each of them goes, and what it attends to."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.cache import paged_cache
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.kernels import (
+    Pools,
+    backend_for,
+    cascade_attention,
+    num_shared_blocks,
+    paged_attention,
+    paged_prefill_attention,
+    paged_write,
+)
+from paged_jax.kernels.cascade import may_be_worthwhile
+from paged_jax.models.layer import Attend
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Where the tokens of a step go, and what their attention may read. N = B * T."""
+
+    block_tables: jax.Array  # i32 [B, M]
+    lengths: jax.Array  # i32 [B], with the new tokens; 0 in rows left out
+    num_tokens: jax.Array  # i32 [B], new tokens; 0 in rows left out
+    positions: jax.Array  # i32 [N], in their sequences
+    blocks: jax.Array  # i32 [N], P where there is nothing to write
+    offsets: jax.Array  # i32 [N], in their blocks
+
+    def write(
+        self, pools: Pools, k: jax.Array, v: jax.Array, layer: Any, backend: str | None
+    ) -> Pools:
+        """Put K and V ``[N, K, D]`` of the tokens in their places of a layer."""
+        return paged_write(
+            pools.k,
+            pools.v,
+            k,
+            v,
+            self.blocks,
+            self.offsets,
+            layer=layer,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            backend=backend_for("write", backend),
+        )
+
+
+def append_rows(
+    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
+) -> tuple[PagedCache, jax.Array, PagedRows]:
+    """Reserve room for up to T tokens in each of the slots i32 [B], and find their places."""
+    is_row = slots >= 0
+    # Rows that are left out must not wrap around to the last slot: one past it is dropped.
+    rows = jnp.where(is_row, slots, cache.num_slots)
+    starts = cache.lengths.at[rows].get(mode="fill", fill_value=0)
+    requested = jnp.zeros(cache.num_slots, jnp.int32)
+    requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
+    # A slot that does not exist fails the whole step, as a negative number of tokens does.
+    requested = jnp.where(jnp.all(slots < cache.num_slots), requested, -1)
+    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
+    num_tokens = jnp.where(is_row & ok, num_tokens, 0)
+
+    steps = jnp.arange(T, dtype=jnp.int32)[None]
+    positions = (starts[:, None] + steps).reshape(-1)
+    owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
+    blocks, offsets = paged_cache.locate(cache.tables, owners, positions)
+    return (
+        cache,
+        ok,
+        PagedRows(
+            block_tables=cache.block_tables.at[rows].get(mode="fill", fill_value=cache.num_blocks),
+            lengths=jnp.where(num_tokens > 0, starts + num_tokens, 0),
+            num_tokens=num_tokens,
+            positions=positions,
+            blocks=blocks,
+            offsets=offsets,
+        ),
+    )
+
+
+def decode_attention(
+    rows: PagedRows,
+    block_size: int,
+    window: int | None,
+    *,
+    cascade: bool,
+    backend: str | None,
+) -> Attend:
+    """Attention of one new token a row; the pools are the carry. See `Llama.decode`."""
+    B, M = rows.block_tables.shape
+    if cascade and may_be_worthwhile(B, M, block_size):
+        num_shared = num_shared_blocks(rows.block_tables, rows.lengths, block_size)
+        attention = functools.partial(cascade_attention, num_shared=num_shared)
+    else:
+        attention = functools.partial(paged_attention, sliding_window=window)
+
+    def attend(layer, q, k, v, pools):
+        pools = rows.write(pools, k, v, layer, backend)
+        out = attention(
+            q,
+            pools.k,
+            pools.v,
+            rows.block_tables,
+            rows.lengths,
+            layer=layer,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            backend=backend,
+        )
+        return out, pools
+
+    return attend
+
+
+def chunk_attention(
+    rows: PagedRows, B: int, T: int, window: int | None, *, backend: str | None
+) -> Attend:
+    """Attention of B chunks of up to T tokens; the pools are the carry. See `Llama.prefill`."""
+
+    def attend(layer, q, k, v, pools):
+        pools = rows.write(pools, k, v, layer, backend)
+        out = paged_prefill_attention(
+            q.reshape(B, T, *q.shape[1:]),
+            pools.k,
+            pools.v,
+            rows.block_tables,
+            rows.lengths,
+            rows.num_tokens,
+            layer=layer,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            sliding_window=window,
+            backend=backend,
+        )
+        return out.reshape(q.shape), pools
+
+    return attend
