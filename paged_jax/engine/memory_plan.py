@@ -13,7 +13,7 @@ from paged_jax.engine.arguments import check_arguments, program_sizes
 from paged_jax.engine.footprint import Footprint, footprint, resolve_kv_dtype, weight_bytes
 from paged_jax.engine.pool_size import most_useful_blocks
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading.huggingface import resolve_dtype
+from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.runner.sizes import Sizes
 
 
@@ -108,7 +108,7 @@ def make_plan(
         max_chunk=max_chunk,
         num_speculative_tokens=num_speculative_tokens,
     )
-    weights_dtype = resolve_dtype(dtype, config)
+    weights_dtype = resolve_dtype("plan", dtype, config)
     pool_dtype = resolve_kv_dtype(kv_dtype, weights_dtype, platform)
     sizes = program_sizes(
         "plan",
