@@ -4,9 +4,8 @@ Interpret mode hides what the lowering of Pallas refuses. What comes out here is
 `test_aot_gpu.py` and `test_aot_tpu.py`, at fewer shapes.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,96 +13,140 @@ import pytest
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from tests.support.covering import all_pairs
 from tests.support.decode_step import DecodeStep
 from tests.support.kernel_cases import Case, lower
 
 LANES = 128
 
-# dtype, pool_dtype
-DTYPES = [
-    ("bfloat16", None),
-    ("float16", None),
-    ("float32", None),
-    ("bfloat16", "int8"),
-    ("bfloat16", "float8_e4m3fn"),
-    ("float32", "int8"),
-]
-BLOCK_SIZES = [8, 16, 32, 64, 128]
-HEAD_DIMS = [8, 32, 64, 80, 96, 128, 256]
-GROUPS = [1, 2, 3, 4, 5, 7, 8, 12]
-VARIANTS = [
-    {},
-    {"sliding_window": 11},
-    {"soft_cap": 5.0},
-    {"has_sinks": True},
-    {"sliding_window": 11, "soft_cap": 5.0, "has_sinks": True},
-]
+# Of queries, or of what is written, and of pools. TPUs do not multiply float16.
+DTYPES = ["bfloat16", "float32", "float16"]
+POOL_DTYPES = ["bfloat16", "float32", "int8", "float8_e4m3fn", "float16"]
+TPU_BLOCK_SIZES = [16, 8, 32, 64, 128]
+BLOCK_SIZES = [*TPU_BLOCK_SIZES, 1, 4, 12]
+HEAD_DIMS = [128, 8, 20, 32, 64, 80, 96, 256]
+VARIANTS = {
+    "plain": {},
+    "window": {"sliding_window": 11},
+    "cap": {"soft_cap": 5.0},
+    "sinks": {"has_sinks": True},
+    "all": {"sliding_window": 1000, "soft_cap": 5.0, "has_sinks": True},
+}
+ATTENTION = {
+    "dtype": DTYPES,
+    "pool_dtype": POOL_DTYPES,
+    "C": BLOCK_SIZES,
+    "D": HEAD_DIMS,
+    "G": [4, 1, 2, 3, 5, 7, 8, 12],
+    "K": [2, 1, 3, 8],
+    "variant": list(VARIANTS),
+    "is_padded": [False, True],
+    # Sequences and blocks of each: in decode few and long ones are divided among programs.
+    ("B", "M"): [(3, 6), (1, 1), (1, 700), (70, 700)],
+}
+ON_TPU = {
+    "dtype": DTYPES[:2],
+    "pool_dtype": POOL_DTYPES[:4],
+    "C": TPU_BLOCK_SIZES,
+    "is_padded": [True],
+}
+CHUNKS = {"T": [5, 1, 3, 100, 300]}
+WRITING = {
+    "dtype": DTYPES,
+    "pool_dtype": POOL_DTYPES,
+    "C": BLOCK_SIZES,
+    "D": HEAD_DIMS,
+    "K": [2, 1, 3, 7, 8],
+    "T": [5, 1, 3, 64],
+    "is_padded": [False, True],
+}
 
 # What a Pallas kernel is called in a lowered program.
-KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}
+# Platform, backend, op, and what it may meet.
 SUPPORTED = [
-    ("cuda", "triton", "decode"),
-    ("cuda", "triton", "prefill"),
-    ("cuda", "triton", "write"),
-    ("cuda", "triton", "copy_blocks"),
-    ("tpu", "mosaic_tpu", "decode"),
-    ("tpu", "mosaic_tpu", "prefill"),
+    ("cuda", "triton", "decode", ATTENTION),
+    ("cuda", "triton", "prefill", ATTENTION | CHUNKS),
+    ("cuda", "triton", "write", WRITING),
+    ("cuda", "triton", "copy_blocks", WRITING | {"dtype": ["float32"]}),
+    ("tpu", "mosaic_tpu", "decode", ATTENTION | ON_TPU),
+    ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
 ]
+# The first rows of a covering array have most of the pairs.
+NUM_QUICK = 6
 
 
-def with_dtypes(case: Case, dtypes: tuple[str, str | None]) -> Case:
-    return dataclasses.replace(case, dtype=dtypes[0], pool_dtype=dtypes[1])
+def make_case(op: str, backend: str, row: Mapping[Any, Any]) -> Case:
+    """The call that a row of factors describes."""
+    lanes = row["D"]
+    if row["is_padded"]:
+        lanes = -(-row["D"] // LANES) * LANES
+        if backend == "triton" and lanes == row["D"]:
+            lanes += LANES
+    names = ("dtype", "pool_dtype", *"CDGKT")
+    sizes = {name: row[name] for name in names if name in row}
+    if ("B", "M") in row:
+        sizes["B"], sizes["M"] = row["B", "M"]
+    variant = VARIANTS[row.get("variant", "plain")]
+    return Case(op, backend, lanes=lanes, **sizes, **variant)
 
 
-def one_change_each(op: str) -> Iterator[Case]:
-    """A case as it is, then with each other value of each of its sizes, types and variants."""
-    case = Case(op)
-    yield from (with_dtypes(case, dtypes) for dtypes in DTYPES)
-    yield from (dataclasses.replace(case, C=C) for C in BLOCK_SIZES)
-    yield from (dataclasses.replace(case, D=D) for D in HEAD_DIMS)
-    if op in ("decode", "prefill"):
-        yield from (dataclasses.replace(case, G=G) for G in GROUPS)
-        yield from (dataclasses.replace(case, **variant) for variant in VARIANTS)
-        yield dataclasses.replace(case, B=1, T=1, M=1)
-        yield dataclasses.replace(case, B=70, T=300, M=700)
+def supported(rows_of: Callable[[Mapping[Any, Any]], Iterable[Mapping[Any, Any]]]) -> list[Any]:
+    """Rows of the factors of each supported op: the platform to lower for, and the case."""
+    parameters = []
+    for platform, backend, op, factors in SUPPORTED:
+        for index, row in enumerate(rows_of(factors)):
+            case = make_case(op, backend, row)
+            marks = () if index < NUM_QUICK else pytest.mark.slow
+            name = f"{platform} {case}"
+            parameters.append(pytest.param(platform, case, id=name, marks=marks))
+    return parameters
 
 
-def all_changes(op: str) -> Iterator[Case]:
-    """Each combination of types, block size and head dimension; groups and variants in turn."""
-    groups, variants = itertools.cycle(GROUPS), itertools.cycle(VARIANTS)
-    for dtypes, C, D in itertools.product(DTYPES, BLOCK_SIZES, HEAD_DIMS):
-        case = with_dtypes(Case(op, C=C, D=D, G=next(groups)), dtypes)
-        attends = op in ("decode", "prefill")
-        yield dataclasses.replace(case, **next(variants)) if attends else case
+def all_sizes(factors: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
+    """All combinations of pool type, block size and head dimension, other factors in turn."""
+    crossed = ("pool_dtype", "C", "D")
+    others = {name: itertools.cycle(x) for name, x in factors.items() if name not in crossed}
+    for values in itertools.product(*(factors[name] for name in crossed)):
+        turns = {name: next(cycle) for name, cycle in others.items()}
+        yield dict(zip(crossed, values, strict=True)) | turns
 
 
-def supported(make_cases: Callable[[str], Iterable[Case]]) -> list[Any]:
-    """The cases of every supported op, each once, with the platform to lower it for."""
-    parameters = {}
-    for platform, backend, op in SUPPORTED:
-        for case in make_cases(op):
-            if platform == "tpu" and case.dtype == "float16":
-                continue  # which TPUs do not multiply
-            lanes = -(-case.D // LANES) * LANES if platform == "tpu" else None
-            case = dataclasses.replace(case, backend=backend, lanes=lanes)
-            parameters[f"{platform} {case}"] = platform, case
-    return [pytest.param(*values, id=name) for name, values in parameters.items()]
+def lower_case(platform: str, case: Case) -> str:
+    donated = 0 if case.op in ("write", "copy_blocks") else ()
+    function = case.function()
+    return lower(function, *case.shapes(), platform=platform, donate_argnums=donated).as_text()
+
+
+def check_lowers_to_one_kernel(platform: str, case: Case) -> None:
+    """One, or two for sequences that are decoded in parts: the second one merges these."""
+    text = lower_case(platform, case)
+    is_merged = 'name = "paged_decode_merge"' in text
+    assert text.count(KERNEL[platform]) == 1 + is_merged
+    assert not is_merged or (case.op, platform) == ("decode", "cuda")
+
+
+@pytest.mark.parametrize(("platform", "case"), supported(all_pairs))
+def test_op_lowers_to_one_kernel(platform, case) -> None:
+    """Every pair of types, sizes and variants occurs."""
+    check_lowers_to_one_kernel(platform, case)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("platform", "case"), supported(all_sizes))
+def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
+    check_lowers_to_one_kernel(platform, case)
+
+
+@pytest.mark.parametrize("M", [1, 700])
+def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
+    text = lower_case("cuda", Case("decode", "triton", B=1, M=M))
+    assert text.count(KERNEL["cuda"]) == (1 if M == 1 else 2)
 
 
 def lowers_to_kernel(function: Callable[..., Any], shapes: Any, platform: str) -> bool:
     return KERNEL[platform] in lower(function, *shapes, platform=platform).as_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("platform", "case"), supported(one_change_each))
-def test_op_lowers(platform, case) -> None:
-    assert lowers_to_kernel(case.function(), case.shapes(), platform)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("platform", "case"), supported(all_changes))
-def test_op_lowers_with_all_changes(platform, case) -> None:
-    assert lowers_to_kernel(case.function(), case.shapes(), platform)
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill", "write", "copy_blocks"])
@@ -112,7 +155,7 @@ def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None
     case = Case(op)
     text = lower(case.function(), *case.shapes(), platform=platform).as_text()
     kernels = {name for name, call in KERNEL.items() if call in text}
-    assert kernels == {name for name, _, known in SUPPORTED if (name, known) == (platform, op)}
+    assert kernels == {name for name, _, known, _ in SUPPORTED if (name, known) == (platform, op)}
 
 
 @pytest.mark.parametrize(

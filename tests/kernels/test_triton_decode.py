@@ -1,4 +1,4 @@
-"""The GPU decode kernel in the interpreter against float64, and lowered for CUDA."""
+"""The GPU decode kernel in the interpreter against float64, with small steps and in parts."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.triton import decode, refusal, tiles, tuning
 from paged_jax.kernels.triton.decode import choose_num_splits
 from paged_jax.kernels.triton.tuning import DecodeParams
-from tests.support.kernel_cases import Case, lower
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 
 INTERPRET = jax.default_backend() != "gpu"
@@ -249,42 +248,6 @@ def test_choose_num_splits_fills_the_device_and_no_more() -> None:
     assert choose_num_splits(1, 8, 2048, 132) * 8 >= 132
     assert choose_num_splits(1024, 8, 2048, 132) == 1
     assert choose_num_splits(4, 8, 0, 132) == 1
-
-
-DTYPES = [
-    ("bfloat16", None),
-    ("float16", None),
-    ("float32", None),
-    ("bfloat16", "int8"),
-    ("bfloat16", "float8_e4m3fn"),
-    ("float32", "bfloat16"),
-    ("float32", "int8"),
-    ("float16", "bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES)
-@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "variants"])
-def test_decode_lowers_every_type(dtype, pool_dtype, is_plain) -> None:
-    variants = {"sliding_window": 40, "soft_cap": 5.0, "has_sinks": True}
-    lower_case(Case("decode", dtype=dtype, pool_dtype=pool_dtype, **({} if is_plain else variants)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("C", "K", "G", "D"), [*SHAPES, (1, 1, 1, 8), (4, 1, 2, 96)])
-@pytest.mark.parametrize("num_splits", [1, 5])
-def test_decode_lowers_every_shape(C, K, G, D, num_splits) -> None:
-    lower_case(Case("decode", C=C, K=K, G=G, D=D), num_splits)
-    lower_case(Case("decode", C=C, K=K, G=G, D=D, pool_dtype="int8", lanes=256), num_splits)
-
-
-def lower_case(case: Case, num_splits: int | None = None) -> None:
-    options = Options(
-        scale=case.D**-0.5, sliding_window=case.sliding_window, soft_cap=case.soft_cap
-    )
-    attend = functools.partial(decode, options=options, num_splits=num_splits)
-    text = lower(attend, *case.shapes(), platform="cuda").as_text()
-    assert "paged_decode" in text
 
 
 def problem(**changes) -> Problem:

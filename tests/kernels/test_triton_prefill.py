@@ -1,4 +1,4 @@
-"""The Triton kernel of prompt chunks, in Pallas' interpreter against float64, and its lowering.
+"""The Triton kernel of prompt chunks, in Pallas' interpreter against float64.
 
 The contract suite runs it through the public op with tiles that hold most of its sequences. Here
 tiles and steps are small, so that chunks span many of both.
@@ -15,7 +15,7 @@ import pytest
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.triton.prefill import _cut_into_runs, prefill
 from paged_jax.kernels.triton.tuning import PrefillParams
-from tests.support.kernel_cases import Case, lower
+from tests.support.kernel_cases import Case
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -195,51 +195,6 @@ def test_cut_into_runs_masks_what_it_must(window) -> None:
         full = [step for step, _ in steps if step * N >= all_begin and (step + 1) * N <= first + 1]
         unmasked = [step for step, is_masked in steps if not is_masked]
         assert unmasked == (full if len(full) >= 4 else [])
-
-
-SIZES: list[dict[str, Any]] = [
-    {"D": 8, "G": 1},
-    {"D": 32, "G": 3, "C": 8},
-    {"D": 64, "G": 7, "C": 64, "lanes": 128},
-    {"D": 80, "G": 5, "C": 32},
-    {"D": 96, "G": 8, "lanes": 128},
-    {"D": 128, "G": 4, "C": 128},
-    {"D": 256, "G": 12},
-]
-DTYPES: list[dict[str, Any]] = [
-    {"dtype": "float16"},
-    {"dtype": "float32"},
-    {"dtype": "float32", "pool_dtype": "bfloat16"},
-    {"dtype": "bfloat16", "pool_dtype": "float32"},
-    {"dtype": "bfloat16", "pool_dtype": "int8"},
-    {"dtype": "bfloat16", "pool_dtype": "float8_e4m3fn"},
-    {"dtype": "float16", "pool_dtype": "int8"},
-    {"dtype": "float32", "pool_dtype": "float8_e4m3fn"},
-]
-LOWERED_VARIANTS: list[dict[str, Any]] = [
-    {"T": 1, "sliding_window": 128},
-    {"T": 100, "soft_cap": 30.0},
-    {"T": 3, "sliding_window": 1000, "soft_cap": 30.0, "has_sinks": True},
-]
-
-
-def lowered_cases():
-    for size, dtype in itertools.product(SIZES, [{}, *DTYPES]):
-        # Sizes and types meet in the masks of the lanes alone: few pairs tell.
-        is_quick = not dtype or size["D"] == 80
-        yield pytest.param(
-            Case("prefill", K=2, **size, **dtype), marks=() if is_quick else pytest.mark.slow
-        )
-    for variant, pool_dtype in itertools.product(LOWERED_VARIANTS, [None, "int8"]):
-        yield Case("prefill", **variant, pool_dtype=pool_dtype)
-
-
-@pytest.mark.parametrize("case", list(lowered_cases()), ids=str)
-def test_prefill_lowers_for_cuda(case) -> None:
-    """Interpretation accepts much that Triton does not."""
-    options = Options(case.D**-0.5, case.sliding_window, case.soft_cap)
-    lowered = lower(lambda *arrays: prefill(*arrays, options), *case.shapes(), platform="cuda")
-    assert "triton" in lowered.as_text()
 
 
 def test_prefill_is_traced_once_for_all_layers() -> None:

@@ -1,0 +1,30 @@
+"""The rows that stand for all combinations of sizes, types and variants hold what they promise."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.covering import all_pairs
+
+FACTORS = st.lists(st.integers(1, 5), min_size=2, max_size=5).map(
+    lambda counts: {f"factor {i}": range(count) for i, count in enumerate(counts)}
+)
+
+
+@given(FACTORS)
+def test_all_pairs_has_every_pair_of_every_two_factors(factors) -> None:
+    rows = all_pairs(factors)
+    for a, b in itertools.combinations(factors, 2):
+        pairs = {(row[a], row[b]) for row in rows}
+        assert pairs == set(itertools.product(factors[a], factors[b]))
+    assert all(list(row) == list(factors) for row in rows)
+
+
+@given(FACTORS)
+def test_all_pairs_has_no_row_without_a_new_pair(factors) -> None:
+    seen = set()
+    for row in all_pairs(factors):
+        pairs = set(itertools.combinations(row.items(), 2))
+        assert not pairs <= seen
+        seen |= pairs

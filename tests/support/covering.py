@@ -1,0 +1,56 @@
+"""Covering arrays: few rows in which every pair of values of every two factors occurs.
+
+What breaks a kernel is nearly always one size, type or variant, or two of them that meet (Kuhn et
+al., 2004, "Software Fault Interactions"). All pairs take tens of rows where all combinations
+take thousands.
+"""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+
+Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
+
+
+def all_pairs(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashable]]:
+    """Choose rows greedily, until every pair of values of two factors occurs in one of them.
+
+    Args:
+      factors: the values of each factor, by its name.
+
+    Returns:
+      The rows, each with a value of every factor. The same factors give the same rows.
+
+    Example:
+      >>> len(all_pairs({"a": [1, 2], "b": "xy", "c": [True, False]}))
+      4
+    """
+    uncovered = dict.fromkeys(
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(factors, 2)
+        for x, y in itertools.product(factors[a], factors[b])
+    )
+    rows = []
+    while uncovered:
+        row = dict(next(iter(uncovered)))
+        for name in factors:
+            if name not in row:
+                row[name] = max(
+                    factors[name],
+                    key=lambda value: _num_covered(row, (name, value), factors, uncovered),
+                )
+        rows.append({name: row[name] for name in factors})
+        for pair in itertools.combinations(rows[-1].items(), 2):
+            uncovered.pop(pair, None)
+    return rows
+
+
+def _num_covered(
+    row: Mapping[str, Hashable],
+    item: tuple[str, Hashable],
+    factors: Mapping[str, Sequence[Hashable]],
+    uncovered: Mapping[Pair, None],
+) -> int:
+    """How many pairs that occur nowhere yet a value of one more factor brings to a row."""
+    names = list(factors)
+    pairs = (sorted((item, known), key=lambda pair: names.index(pair[0])) for known in row.items())
+    return sum(tuple(pair) in uncovered for pair in pairs)
