@@ -17,8 +17,7 @@ from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_int32
 from paged_jax.models.llama import Llama
-from paged_jax.runner import decoding
-from paged_jax.runner.decoding import DecodeState
+from paged_jax.runner import DecodeState, decode_steps
 from paged_jax.sampling import sample as sampling
 from paged_jax.sampling.sample import SlotSampling
 
@@ -138,9 +137,7 @@ def rollout(
         stop_ids=jnp.broadcast_to(stop_ids, (B, stop_ids.shape[1])),
         max_lengths=num_tokens + max_tokens,
     )
-    tokens, _ = decoding.decode_steps(
-        model, state, slots, max_tokens, max_steps=max_tokens, backend=backend
-    )
+    tokens, _ = decode_steps(model, state, slots, max_tokens, max_steps=max_tokens, backend=backend)
     return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -304,10 +305,10 @@ def test_exception_in_the_consumer_releases_everything(llm) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("_runner", "attach"),
+        ("_runner.slots", "attach"),
         ("_runner", "prefill"),
         ("_runner", "decode"),
-        ("_runner", "release"),
+        ("_runner.slots", "release"),
         ("_scheduler", "schedule"),
         ("_scheduler", "finish"),
     ],
@@ -316,7 +317,7 @@ def test_interruption_anywhere_releases_everything(llm, monkeypatch, owner, name
     """Ctrl-C may strike between any two changes of state, and after donation."""
     expected = tokens_of(generate(llm, PROMPTS, GREEDY))
     for when in ("before", "after"):
-        part = getattr(llm, owner)
+        part = operator.attrgetter(owner)(llm)
         original = getattr(part, name)
 
         def interrupt(*args, when=when, original=original, **kwargs):

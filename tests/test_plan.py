@@ -19,6 +19,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main
+from paged_jax.runner.warmup import list_calls
 from tests.support.tiny_model import CONFIG, SIZES
 
 BUNDLED = LlamaConfig.from_file(bundled_folder())
@@ -119,10 +120,10 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
         "copy of blocks from the host": "swap",
     }
     held = {}
-    for call in runner.all_calls():
+    for call in list_calls(runner._executor.programs, sizes, runner.state.cache.pools):
         if names.get(call.name) not in kinds:
             continue
-        lowered = call.program.lower(runner._weights, runner.state, *call.args, **call.static)
+        lowered = call.program.lower(runner.weights, runner.state, *call.args, **call.static)
         analysis = lowered.compile().memory_analysis()
         new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         arguments = sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(call.args))

@@ -10,7 +10,7 @@ from paged_jax.checks import check_positive
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
 from paged_jax.scheduler.scheduler import Preemption
 
 

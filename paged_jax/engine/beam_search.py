@@ -31,7 +31,7 @@ from paged_jax.checks import is_int, is_real
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner.runner import ModelRunner, slot_of
+from paged_jax.runner import ModelRunner, slot_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.sequence import Sequence as SlotUser
@@ -361,7 +361,7 @@ class _Batch:
         for sequence in sequences if engine.enable_prefix_caching else ():
             request: Any = sequence.request
             sequence.chain = engine._chain_of(request)
-            sequence.num_computed = self._runner.attach(sequence)
+            sequence.num_computed = self._runner.slots.attach(sequence)
             statistics.num_queried_tokens += len(sequence.token_ids) - 1
             statistics.num_cached_tokens += sequence.num_computed
         max_chunk = self._runner.sizes.max_chunk
@@ -369,7 +369,7 @@ class _Batch:
             self._runner.prefill(chunks)
             for sequence, count in chunks:
                 sequence.advance(count)
-                self._runner.publish(sequence)
+                self._runner.slots.publish(sequence)
 
     def _step(self) -> None:
         """Feed the last token of every beam, and choose among the tokens that may come next."""
@@ -400,7 +400,7 @@ class _Batch:
 
     def _release(self, search: _Search) -> None:
         for user in search.slot_users:
-            self._runner.release(user)
+            self._runner.slots.release(user)
             self._free_slots.append(slot_of(user))
         self._running.remove(search)
 

@@ -38,9 +38,7 @@ from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner.decoding import StepTokens
-from paged_jax.runner.runner import Draw, ModelRunner
-from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS
+from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Draw, ModelRunner, StepTokens
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.history import History, describe_match
 from paged_jax.scheduler.outputs import RequestOutput
@@ -319,7 +317,7 @@ class Engine:
     @property
     def cache_use(self) -> float:
         """The fraction of blocks that requests hold, 0 to 1; what is only cached is free."""
-        return 1 - self._runner.num_free / self.num_blocks
+        return 1 - self._runner.slots.num_free / self.num_blocks
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -332,7 +330,7 @@ class Engine:
     @property
     def num_cache_resets(self) -> int:
         """How often all that was cached was given up: for new weights, or after a failure."""
-        return self._runner.num_resets
+        return self._runner.slots.num_resets
 
     @property
     def has_unfinished(self) -> bool:
@@ -447,7 +445,7 @@ class Engine:
         stats = self._stats
         with self._changing():
             with _Timer(self._runner) as scheduling:
-                plan = self._scheduler.schedule(self._runner, time.perf_counter())
+                plan = self._scheduler.schedule(self._runner.slots, time.perf_counter())
             busy = stats.prefill_seconds + stats.decode_seconds
             with _Timer(self._runner) as running:
                 tokens = self._run(plan)
@@ -467,7 +465,7 @@ class Engine:
         waited = self._runner.wait_seconds
         with _Timer(self._runner) as prefilling:
             self._prefill(plan)
-            self._runner.fork(plan.forks)
+            self._runner.slots.fork(plan.forks)
         with _Timer(self._runner) as decoding:
             tokens = self._decode(plan) if plan.decodes else None
             self._runner.check()
@@ -485,12 +483,12 @@ class Engine:
 
     def _update_costs(self, num_tokens: int) -> None:
         """Tell the scheduler what preemption costs here, from all that was measured so far."""
-        costs, runner = self._scheduler.costs, self._runner
+        costs, slots = self._scheduler.costs, self._runner.slots
         self._num_prefilled += num_tokens
         if self._num_prefilled:
             costs.seconds_per_token = self._stats.prefill_seconds / self._num_prefilled
-        if runner.num_swapped_blocks:
-            costs.seconds_per_block = runner.swap_seconds / runner.num_swapped_blocks
+        if slots.num_swapped_blocks:
+            costs.seconds_per_block = slots.swap_seconds / slots.num_swapped_blocks
 
     def _note_start(self, plan: Plan) -> None:
         now = time.perf_counter()
@@ -521,7 +519,7 @@ class Engine:
             )
         for sequence, count in plan.chunks:
             sequence.advance(count)
-            self._runner.publish(sequence)
+            self._runner.slots.publish(sequence)
 
     def _decode(self, plan: Plan) -> StepTokens:
         with_top = any(_request_of(s).params.logprobs is not None for s in plan.decodes)
@@ -589,7 +587,7 @@ class Engine:
             if not self._stats.first_token_seconds:
                 self._stats.first_token_seconds = now - request.metrics.arrival_time
         if sample.finish_reason is not None:
-            self._scheduler.finish(self._runner, sequence)
+            self._scheduler.finish(self._runner.slots, sequence)
             self._ngrams.pop(sequence, None)
 
     def _note_blocks(self, plan: Plan, tokens: StepTokens | None) -> None:
@@ -601,7 +599,7 @@ class Engine:
 
     def _count_blocks(self, num_unshared: int) -> None:
         """Count the blocks that are held, and those that would be if none were shared."""
-        num_held = self.num_blocks - self._runner.num_free
+        num_held = self.num_blocks - self._runner.slots.num_free
         self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_held)
         self._num_saved += num_unshared - num_held
         self._num_unshared += num_unshared
@@ -610,7 +608,7 @@ class Engine:
 
     def _drop(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
         """End a request that has not finished by itself."""
-        for sequence in self._scheduler.abort(self._runner, request):
+        for sequence in self._scheduler.abort(self._runner.slots, request):
             self._ngrams.pop(sequence, None)
         for sample in request.samples:
             sample.end(finish_reason, stop_reason)
@@ -709,7 +707,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Let requests to come find no block of earlier ones."""
-        self._runner.reset_prefix_cache()
+        self._runner.slots.reset_prefix_cache()
 
     def update_params(self, params: Llama | Any) -> None:
         """Go on with other weights, without compiling anything again, as after a training step.
@@ -763,7 +761,7 @@ class Engine:
         if self._requests:
             self._recover()
         else:
-            self._runner.reset_prefix_cache()
+            self._runner.slots.reset_prefix_cache()
 
     def _check_idle(self, function: str) -> None:
         if self._requests:

@@ -45,7 +45,7 @@ from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import parameter_shapes
-from paged_jax.runner.sizes import Sizes
+from paged_jax.runner import Sizes
 
 # Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {

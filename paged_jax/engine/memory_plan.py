@@ -14,7 +14,7 @@ from paged_jax.engine.footprint import Footprint, footprint, resolve_kv_dtype, w
 from paged_jax.engine.pool_size import most_useful_blocks
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
-from paged_jax.runner.sizes import Sizes
+from paged_jax.runner import Sizes
 
 
 @dataclasses.dataclass(frozen=True)

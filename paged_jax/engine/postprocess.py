@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner.decoding import StepTokens
-from paged_jax.runner.programs import Scores
+from paged_jax.runner import Scores, StepTokens
 from paged_jax.scheduler.outputs import Logprob
 from paged_jax.scheduler.request import Request, Sample
 

@@ -1,1 +1,22 @@
 """The device's side of the engine: the state, and the programs that change it."""
+
+from paged_jax.runner.decoding import DecodeState, StepTokens, decode_steps, verify_steps
+from paged_jax.runner.programs import BeamTokens, Scores
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.runner.slots import Draw, Slots, slot_of
+
+__all__ = [
+    "MAX_NUM_BATCHED_TOKENS",
+    "BeamTokens",
+    "DecodeState",
+    "Draw",
+    "ModelRunner",
+    "Scores",
+    "Sizes",
+    "Slots",
+    "StepTokens",
+    "decode_steps",
+    "slot_of",
+    "verify_steps",
+]

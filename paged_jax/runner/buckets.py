@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 # A chunk is padded to a power of two no smaller than this.
 MIN_CHUNK = 16
 
@@ -71,3 +73,8 @@ def row_buckets(num_slots: int, with_top: bool = False) -> list[int]:
     """
     counts = range(1, num_slots + 1)
     return sorted({row_bucket(count, num_slots, with_top) for count in counts})
+
+
+def no_slots(count: int) -> np.ndarray:
+    """Rows of a batch that are all padding, i32[count]: their slots are -1."""
+    return np.full(count, -1, np.int32)

@@ -1,4 +1,4 @@
-"""The jitted programs of the engine, each ``(weights, state, ...) -> (state, result)``.
+"""The compiled programs of an engine, each ``(weights, state, ...) -> (state, result)``.
 
 The state, a `decoding.DecodeState`, is donated. The weights come as a flat list of arrays:
 flattening a Flax module, or hashing its graph, would cost more than a small model's step each time.
@@ -6,7 +6,7 @@ flattening a Flax module, or hashing its graph, would cost more than a small mod
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 from paged_jax.cache import paged_cache
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decoding
+from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling import sample as sampling
 
 
@@ -37,19 +38,54 @@ class BeamTokens(NamedTuple):
     ok: jax.Array  # bool [], false where blocks did not suffice
 
 
+class Call(NamedTuple):
+    """One program and all that it is called with after weights and state.
+
+    Attributes:
+      name: the program and the shape that it is compiled for, for people.
+      program: the jitted function.
+      args: arrays, on the host.
+      static: arguments that the compiled program depends on.
+    """
+
+    name: str
+    program: Any
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One entry of the list. It is compiled once for each shape of its arguments.
+
+    Attributes:
+      label: the name of a call, a format of its arguments.
+      jitted: the function.
+      static: the static arguments that are the same in all calls of an engine.
+    """
+
+    label: str
+    jitted: Any
+    static: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, *args: Any, **static: Any) -> Call:
+        """Name a call with these arguments, for `Executor.run`."""
+        return Call(self.label.format(*args, **static), self.jitted, args, self.static | static)
+
+
 class Programs(NamedTuple):
-    """The compiled functions of one model structure, shared by all engines that have it.
+    """The list of programs.
 
     Slots below 0 are padding. Arguments after weights and state, and the result:
 
     prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``.
-    score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T], num_top)`` to
+    score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
       ``(Scores, ok)``: as prefill, and how probable the tokens that come next, `targets`, are.
-    decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], max_steps, num_top)`` to
-      `StepTokens`, see `decoding.decode_steps`.
-    verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], num_top)`` to `StepTokens`, see
+    decode, decode_top: ``(slots i32[B], num_steps i32[], leave_on_stop bool[])`` to `StepTokens`,
+      see `decoding.decode_steps`; without and with the most probable tokens.
+    verify, verify_top: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B])`` to `StepTokens`, see
       `decoding.verify_steps`.
-    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], num_top)`` to `BeamTokens`: slots
+    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], num_top=)`` to `BeamTokens`: slots
       become what their parents were, see `cache.reorder`, then take one token each.
     fork: ``(parents i32[S])`` to ``ok``.
     release: ``(mask bool[S])`` to None.
@@ -58,124 +94,111 @@ class Programs(NamedTuple):
       of blocks found.
     publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None.
     forget: ``()`` to None.
-    read_blocks: ``(slot i32[], first i32[], width)`` to their K and V.
+    read_blocks: ``(slot i32[], first i32[])`` to their K and V.
     write_blocks: ``(slot i32[], first i32[], values)`` to None.
     """
 
-    prefill: Callable[..., Any]
-    score: Callable[..., Any]
-    decode: Callable[..., Any]
-    verify: Callable[..., Any]
-    beam: Callable[..., Any]
-    fork: Callable[..., Any]
-    release: Callable[..., Any]
-    reserve: Callable[..., Any]
-    attach: Callable[..., Any]
-    publish: Callable[..., Any]
-    forget: Callable[..., Any]
-    read_blocks: Callable[..., Any]
-    write_blocks: Callable[..., Any]
+    prefill: Program
+    score: Program
+    decode: Program
+    decode_top: Program
+    verify: Program
+    verify_top: Program
+    beam: Program
+    fork: Program
+    release: Program
+    reserve: Program
+    attach: Program
+    publish: Program
+    forget: Program
+    read_blocks: Program
+    write_blocks: Program
 
 
-@functools.lru_cache(maxsize=16)
-def programs(
-    graphdef: Any,
-    treedef: Any,
-    cascade: bool,
-    backend: str | None,
-    placement: jax.sharding.Sharding | None = None,
-) -> Programs:
-    """Build the steps of a model; each is compiled at its first call with a shape.
+class Structure(NamedTuple):
+    """What a program depends on besides the shapes of its arguments.
 
-    Args:
+    Attributes:
       graphdef, treedef: the structure of a `Llama`: of its module, and of its weights.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
-      backend: of the attention, see `paged_attention`.
+      backend: the backend of the attention, see `paged_attention`.
       placement: where all results go. None is for one device, where nothing needs to be said.
     """
 
-    def model(weights: list[jax.Array]) -> Llama:
-        return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
+    graphdef: Any
+    treedef: Any
+    cascade: bool
+    backend: str | None
+    placement: jax.sharding.Sharding | None = None
 
-    def prefill(weights, state, token_ids, slots, num_tokens):
-        # The logits are not used, so that the compiled program has no output head.
-        _, cache, ok = model(weights).prefill(
-            state.cache, token_ids, slots, num_tokens, backend=backend
-        )
-        return replace(state, cache=cache), ok
+    def model(self, weights: list[jax.Array]) -> Llama:
+        """The model over some weights."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
-    def score(weights, state, token_ids, slots, num_tokens, targets, *, num_top):
-        logits, cache, ok = model(weights).score(
-            state.cache, token_ids, slots, num_tokens, backend=backend
-        )
-        return replace(state, cache=cache), (_score(logits[0], targets, num_top), ok)
 
-    def decode(weights, state, slots, num_steps, leave_on_stop, *, max_steps, num_top):
-        tokens, state = decoding.decode_steps(
-            model(weights), state, slots, num_steps, leave_on_stop,
-            max_steps=max_steps, num_top=num_top, cascade=cascade, backend=backend,
-        )  # fmt: skip
-        return state, tokens
+def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
+    """The programs of an engine, shared with all engines that have the same structure.
 
-    def verify(weights, state, drafts, num_drafts, slots, *, num_top):
-        tokens, state = decoding.verify_steps(
-            model(weights), state, drafts, num_drafts, slots, num_top=num_top, backend=backend
-        )
-        return state, tokens
-
-    def beam(weights, state, parents, token_ids, slots, *, num_top):
-        cache, are_slots = paged_cache.reorder(state.cache, parents)
-        logits, cache, ok = model(weights).decode(
-            cache, token_ids, slots, cascade=cascade, backend=backend
-        )
-        top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
-        num_free = cache.tables.pool.num_free
-        tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots)
-        return replace(state, cache=cache), tokens
-
-    def jit(program: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        # Else XLA would choose how the state lies, and not the same way in all programs.
-        return jax.jit(program, donate_argnums=1, static_argnames=static, out_shardings=placement)
-
+    Args:
+      structure: of the model.
+      sizes: of the engine.
+      num_top: how many of the most probable tokens are reported where a request asks for them.
+    """
+    jit = functools.partial(_jit, structure)
+    score, decode, verify = jit(_score), jit(_decode), jit(_verify)
+    steps, top = {"max_steps": sizes.dispatch_capacity}, {"num_top": num_top}
+    no_top, width = {"num_top": 0}, {"width": sizes.swap_width}
     return Programs(
-        prefill=jit(prefill),
-        score=jit(score, "num_top"),
-        decode=jit(decode, "max_steps", "num_top"),
-        verify=jit(verify, "num_top"),
-        beam=jit(beam, "num_top"),
-        fork=jit(_of_cache(paged_cache.fork)),
-        release=jit(_of_cache(paged_cache.release)),
-        reserve=jit(_of_cache(functools.partial(_reserve, backend=backend))),
-        attach=jit(_of_cache(paged_cache.attach)),
-        publish=jit(_of_cache(paged_cache.publish)),
-        forget=jit(_of_cache(paged_cache.forget)),
-        read_blocks=jit(_of_cache(_read_blocks), "width"),
-        write_blocks=jit(_of_cache(paged_cache.write_blocks)),
+        prefill=Program("prefill of {0.shape[0]} x {0.shape[1]} tokens", jit(_prefill)),
+        score=Program("score of {3.size} tokens", score, top),
+        decode=Program("decode of {0.size} samples", decode, steps | no_top),
+        decode_top=Program("decode of {0.size} samples with candidates", decode, steps | top),
+        verify=Program("verification of {2.size} samples", verify, no_top),
+        verify_top=Program("verification of {2.size} samples with candidates", verify, top),
+        beam=Program("beam search of {2.size} beams with {num_top} candidates", jit(_beam)),
+        fork=Program("fork of samples", jit(_fork)),
+        release=Program("release of slots", jit(_release)),
+        reserve=Program("reservation of blocks", jit(_reserve)),
+        attach=Program("look-up of cached blocks", jit(_attach)),
+        publish=Program("registration of cached blocks", jit(_publish)),
+        forget=Program("emptying of the prefix cache", jit(_forget)),
+        read_blocks=Program("copy of blocks to the host", jit(_read_blocks), width),
+        write_blocks=Program("copy of blocks from the host", jit(_write_blocks)),
     )
 
 
-def _of_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A program of a function that changes the cache, and perhaps answers something."""
-
+# Room for the programs of 16 models.
+@functools.lru_cache(maxsize=16 * len(Programs._fields))
+def _jit(structure: Structure, function: Callable[..., Any]) -> Any:
     def program(weights, state, *args, **static):
-        del weights
-        out = function(state.cache, *args, **static)
-        cache, result = out if isinstance(out, tuple) else (out, None)
-        return replace(state, cache=cache), result
+        return function(structure, weights, state, *args, **static)
 
-    return program
-
-
-def _reserve(cache, num_tokens, *, backend):
-    capacity = cache.block_tables.shape[1] * cache.block_size
-    return paged_cache.reserve(cache, num_tokens, max_tokens=capacity, backend=backend)
-
-
-def _read_blocks(cache, slot, first, *, width):
-    return cache, paged_cache.read_blocks(cache, slot, first, width=width)
+    program.__name__ = function.__name__.strip("_")
+    return jax.jit(
+        program,
+        donate_argnums=1,
+        static_argnames=("max_steps", "num_top", "width"),
+        # Else XLA would choose how the state lies, and not the same way in all programs.
+        out_shardings=structure.placement,
+    )
 
 
-def _score(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
+def _prefill(structure, weights, state, token_ids, slots, num_tokens):
+    # The logits are not used, so that the compiled program has no output head.
+    _, cache, ok = structure.model(weights).prefill(
+        state.cache, token_ids, slots, num_tokens, backend=structure.backend
+    )
+    return replace(state, cache=cache), ok
+
+
+def _score(structure, weights, state, token_ids, slots, num_tokens, targets, *, num_top):
+    logits, cache, ok = structure.model(weights).score(
+        state.cache, token_ids, slots, num_tokens, backend=structure.backend
+    )
+    return replace(state, cache=cache), (_scores(logits[0], targets, num_top), ok)
+
+
+def _scores(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
     top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
@@ -185,3 +208,71 @@ def _score(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
+
+
+def _decode(structure, weights, state, slots, num_steps, leave_on_stop, *, max_steps, num_top):
+    tokens, state = decoding.decode_steps(
+        structure.model(weights), state, slots, num_steps, leave_on_stop, max_steps=max_steps,
+        num_top=num_top, cascade=structure.cascade, backend=structure.backend,
+    )  # fmt: skip
+    return state, tokens
+
+
+def _verify(structure, weights, state, drafts, num_drafts, slots, *, num_top):
+    tokens, state = decoding.verify_steps(
+        structure.model(weights), state, drafts, num_drafts, slots,
+        num_top=num_top, backend=structure.backend,
+    )  # fmt: skip
+    return state, tokens
+
+
+def _beam(structure, weights, state, parents, token_ids, slots, *, num_top):
+    cache, are_slots = paged_cache.reorder(state.cache, parents)
+    logits, cache, ok = structure.model(weights).decode(
+        cache, token_ids, slots, cascade=structure.cascade, backend=structure.backend
+    )
+    top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+    num_free = cache.tables.pool.num_free
+    tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots)
+    return replace(state, cache=cache), tokens
+
+
+def _fork(structure, weights, state, parents):
+    cache, ok = paged_cache.fork(state.cache, parents)
+    return replace(state, cache=cache), ok
+
+
+def _release(structure, weights, state, mask):
+    return replace(state, cache=paged_cache.release(state.cache, mask)), None
+
+
+def _reserve(structure, weights, state, num_tokens):
+    cache = state.cache
+    capacity = cache.block_tables.shape[1] * cache.block_size
+    cache, ok = paged_cache.reserve(
+        cache, num_tokens, max_tokens=capacity, backend=structure.backend
+    )
+    return replace(state, cache=cache), ok
+
+
+def _attach(structure, weights, state, slot, digests, token_ids, num_blocks):
+    cache, num_found = paged_cache.attach(state.cache, slot, digests, token_ids, num_blocks)
+    return replace(state, cache=cache), num_found
+
+
+def _publish(structure, weights, state, slots, columns, digests, token_ids):
+    cache = paged_cache.publish(state.cache, slots, columns, digests, token_ids)
+    return replace(state, cache=cache), None
+
+
+def _forget(structure, weights, state):
+    return replace(state, cache=paged_cache.forget(state.cache)), None
+
+
+def _read_blocks(structure, weights, state, slot, first, *, width):
+    return state, paged_cache.read_blocks(state.cache, slot, first, width=width)
+
+
+def _write_blocks(structure, weights, state, slot, first, values):
+    cache = paged_cache.write_blocks(state.cache, slot, first, values)
+    return replace(state, cache=cache), None

@@ -10,6 +10,8 @@ MAX_NUM_BATCHED_TOKENS = 2048
 SCORE_WIDTH = 128
 # Blocks that one call moves to or from the host: a call for each would cost more than the padding.
 SWAP_WIDTH = 16
+# Blocks that one call publishes, for the same reason.
+PUBLISH_WIDTH = 32
 # Every limit of decode steps up to this one has the same program: the arrays that depend on it are
 # a few KB.
 MIN_DISPATCH_CAPACITY = 8

@@ -273,7 +273,7 @@ def test_make_engine_runs_what_fits_the_memory(model) -> None:
     for request in requests()[:4]:
         contiguous.add_request({"prompt_token_ids": request.prompt_token_ids})
     assert not contiguous._scheduler.residents
-    plan = contiguous._scheduler.schedule(contiguous._runner, 0.0)
+    plan = contiguous._scheduler.schedule(contiguous._runner.slots, 0.0)
     assert len(plan.decodes) == 3
 
 

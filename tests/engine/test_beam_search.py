@@ -340,7 +340,8 @@ def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
 def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
     first = search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
     for is_after in (False, True):
-        original, calls = getattr(llm._runner, name), iter(range(2))
+        owner = llm._runner if hasattr(llm._runner, name) else llm._runner.slots
+        original, calls = getattr(owner, name), iter(range(2))
 
         def interrupt(*args, is_after=is_after, original=original, calls=calls, **kwargs):
             is_second = next(calls) == 1
@@ -351,7 +352,7 @@ def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
             return result
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(llm._runner, name, interrupt)
+            patch.setattr(owner, name, interrupt)
             search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
             search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
         check_empty(llm)

@@ -61,6 +61,12 @@ def check_empty(engine: Engine) -> None:
     assert engine.cache_use == 0
 
 
+def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
+    executor = engine._runner._executor
+    program = dataclasses.replace(getattr(executor.programs, name), jitted=function)
+    monkeypatch.setattr(executor, "programs", executor.programs._replace(**{name: program}))
+
+
 # Coming and going
 
 
@@ -171,13 +177,13 @@ def test_the_last_token_is_always_computed(engine) -> None:
 
 
 def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> None:
-    counts, look_up = [], engine._runner._attach
+    counts, look_up = [], engine._runner._executor.programs.attach.jitted
 
-    def counting(slot, digests, token_ids, num_blocks):
+    def counting(weights, state, slot, digests, token_ids, num_blocks):
         counts.append(int(num_blocks))
-        return look_up(slot, digests, token_ids, num_blocks)
+        return look_up(weights, state, slot, digests, token_ids, num_blocks)
 
-    monkeypatch.setattr(engine._runner, "_attach", counting)
+    replace_program(engine, monkeypatch, "attach", counting)
     complete(engine, LONG)
     complete(engine, OTHER)
     assert counts == []
@@ -190,14 +196,14 @@ def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> Non
 
 
 def test_the_host_forgets_digests_that_the_device_has_forgotten(engine, monkeypatch) -> None:
-    monkeypatch.setattr("paged_jax.runner.runner._MAX_PUBLISHED", 1)
-    runner = engine._runner
+    monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 1)
+    slots = engine._runner.slots
     for token_id in range(5, 11):
         complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})
-        assert len(runner._published) <= engine.num_blocks + 7  # those of one request more
+        assert len(slots._published) <= engine.num_blocks + 7  # those of one request more
         pool = engine.cache.tables.pool
         cached = np.asarray(pool.digests)[np.asarray(pool.is_cached)]
-        assert {words.tobytes() for words in cached} <= runner._published
+        assert {words.tobytes() for words in cached} <= slots._published
     # The latest prompt is still there, the first one is not.
     assert complete(engine, {"prompt_token_ids": [BOS, *[10] * 17]}).num_cached_tokens == 16
     assert complete(engine, {"prompt_token_ids": [BOS, *[5] * 17]}).num_cached_tokens == 0
@@ -320,7 +326,9 @@ def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
     params = dataclasses.replace(SEEDED, n=2, max_tokens=20)
     requests = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     expected = finish(engine)
-    original = getattr(engine._runner, part)
+    runner = engine._runner
+    owner = runner if hasattr(runner, part) else runner.slots
+    original = getattr(owner, part)
 
     def fail(*args, **kwargs):
         original(*args, **kwargs)
@@ -328,7 +336,7 @@ def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
 
     again = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, part, fail)
+        patch.setattr(owner, part, fail)
         with pytest.raises(MemoryError):
             while engine.has_unfinished:
                 engine.step()
@@ -483,14 +491,13 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) ->
     """Before the step returns, and without losing a request."""
     wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
     engine.reset_prefix_cache()
-    programs = engine._runner._programs
-    run = getattr(programs, program)
+    run = getattr(engine._runner._executor.programs, program).jitted
 
     def fail(*args, **static):
         return run(*args, **static)[0], jnp.array(False)
 
     engine.add_request(LONG, dataclasses.replace(SEEDED, n=2))
-    monkeypatch.setattr(engine._runner, "_programs", programs._replace(**{program: fail}))
+    replace_program(engine, monkeypatch, program, fail)
     with pytest.raises(RuntimeError, match="blocks must suffice"):
         engine.step()
         engine.step()
@@ -508,7 +515,7 @@ def test_blocks_that_nobody_else_holds_are_counted(folder) -> None:
     engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)
     while sum(sequence.slot is not None for sequence in engine.sequences) < 2:
         engine.step()
-    runner, both = engine._runner, engine.sequences
-    num_used = engine.num_blocks - runner.num_free
-    alone = [runner.num_held([sequence]) for sequence in both]
-    assert runner.num_held(both) == num_used > sum(alone) > 0
+    slots, both = engine._runner.slots, engine.sequences
+    num_used = engine.num_blocks - slots.num_free
+    alone = [slots.num_held([sequence]) for sequence in both]
+    assert slots.num_held(both) == num_used > sum(alone) > 0

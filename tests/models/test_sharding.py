@@ -15,6 +15,7 @@ import sys
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from paged_jax import Engine, SamplingParams
+from paged_jax.runner.warmup import list_calls
 
 folder, count = sys.argv[1], int(sys.argv[2])
 mesh = jax.make_mesh((count,), ("x",), (AxisType.Auto,), devices=jax.devices()[:count])
@@ -41,7 +42,7 @@ def generate(engine):
 
 
 def num_compiled(engine):
-    return sum(program._cache_size() for program in engine._runner._programs)
+    return sum(program.jitted._cache_size() for program in engine._runner._executor.programs)
 
 
 wanted = generate(Engine(folder, **SIZES))
@@ -56,7 +57,7 @@ for sharding in (NamedSharding(mesh, P()), divided):
 
 engine = Engine(folder, **{**SIZES, "num_blocks": 8000}, sharding=divided)
 runner = engine._runner
-for call in runner.all_calls():
+for call in list_calls(runner._executor.programs, runner.sizes, runner.state.cache.pools):
     if call.name in ("decode of 4 samples", "prefill of 1 x 16 tokens"):
         lowered = call.program.lower(runner.weights, runner.state, *call.args, **call.static)
         memory = lowered.compile().memory_analysis()

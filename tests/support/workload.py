@@ -83,9 +83,9 @@ def check_empty(engine: Engine) -> None:
     check_invariants(tables)
     assert int(tables.pool.num_free) == engine.num_blocks
     assert tables.lengths.tolist() == [0] * engine.max_num_seqs
-    scheduler, runner = engine._scheduler, engine._runner
+    scheduler, slots = engine._scheduler, engine._runner.slots
     assert not engine._requests and not engine._ngrams
     assert not scheduler.waiting and not scheduler.residents and not scheduler._unfinished
     assert sorted(scheduler._free_slots) == list(range(engine.max_num_seqs))
-    assert not runner._to_publish and not runner._to_release
-    assert runner._owners == [None] * engine.max_num_seqs
+    assert not slots._to_publish and not slots._to_release
+    assert slots._owners == [None] * engine.max_num_seqs

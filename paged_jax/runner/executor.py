@@ -1,0 +1,199 @@
+"""The weights and the state on the device, and the one place where programs run on them."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from paged_jax.models.llama import Llama, create_cache
+from paged_jax.runner import decoding, warmup
+from paged_jax.runner.decoding import DecodeState
+from paged_jax.runner.placement import in_auto_mode, placement_beside
+from paged_jax.runner.programs import Call, Structure, list_programs
+from paged_jax.runner.sizes import Sizes
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+
+_ASSIGNMENT = "choice of tokens"
+
+
+class Executor:
+    """Runs programs one after another, each on the state that the one before it has left.
+
+    Args:
+      model: the weights.
+      sizes: what shapes the programs.
+      num_blocks: P, blocks in the pool.
+      cache_dtype: the dtype of K and V.
+      cascade: whether decoding reads shared blocks once, see `Llama.decode`.
+      backend: the backend of the attention, see `paged_attention`.
+      on_compile: called with one line before a program is compiled.
+
+    Attributes:
+      sizes: what shapes the programs.
+      num_blocks: P, blocks in the pool.
+      programs: the list of programs.
+      weights: the arrays of the model, in the order of its flattened state.
+      compile_seconds: time that compiling has taken.
+      wait_seconds: time that the host has waited in `check`.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        sizes: Sizes,
+        num_blocks: int,
+        *,
+        cache_dtype: DTypeLike,
+        cascade: bool,
+        backend: str | None,
+        on_compile: Callable[[str], None] | None = None,
+    ):
+        graphdef, weights = nnx.split(model)
+        arrays, treedef = jax.tree.flatten(weights)
+        # Bound to where they are (nothing is copied), as everything that comes later will be: a
+        # program is compiled once for arrays that are bound to a device and once for others.
+        self.weights = [jax.device_put(x, in_auto_mode(x.sharding)) for x in arrays]
+        self._placement = placement_beside(self.weights)
+        self._structure = Structure(graphdef, treedef, cascade, backend, self._placement)
+        self.sizes = sizes
+        self.num_blocks = num_blocks
+        num_top = min(MAX_LOGPROBS, model.config.vocab_size)
+        self.programs = list_programs(self._structure, sizes, num_top)
+        self._device = next(iter(self.weights[0].devices()))
+        self._config = model.config
+        self._cache_dtype = cache_dtype
+        self._on_compile = on_compile or (lambda line: None)
+        self._compiled: set[str] = set()
+        self.compile_seconds = 0.0
+        self.wait_seconds = 0.0
+        self._state: DecodeState | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Replace the state by an empty one."""
+        self._state = None  # gives its memory back before as much is taken again
+        if self._placement is None:
+            with jax.default_device(self._device):
+                self._state = jax.device_put(self._empty_state(), self._device)
+        else:
+            # One program: copies of what is made on one device would be held there beside it.
+            self._state = jax.jit(self._empty_state, out_shardings=self._placement)()
+        self._num_free: int | None = self.num_blocks
+        # Whether blocks sufficed for the programs that were queued since the last check.
+        self._oks: list[jax.Array] = []
+
+    def _empty_state(self) -> DecodeState:
+        cache = create_cache(
+            self._config,
+            num_slots=self.sizes.num_slots,
+            max_length=self.sizes.max_model_len,
+            num_blocks=self.num_blocks,
+            block_size=self.sizes.block_size,
+            dtype=self._cache_dtype,
+            platform=self._device.platform,
+        )
+        return DecodeState.create(
+            cache,
+            self._config.vocab_size,
+            max_logit_bias=self.sizes.max_logit_bias,
+            max_stop_ids=self.sizes.max_stop_ids,
+        )
+
+    @property
+    def state(self) -> DecodeState:
+        """The state as it is now. The next program donates it: copy what must be kept."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def model(self) -> Llama:
+        """The model over the weights as they are now."""
+        return self._structure.model(self.weights)
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks in the pool, those that are cached included."""
+        if self._num_free is None:
+            self.check()
+            self._num_free = int(self.state.cache.tables.pool.num_free)
+        return self._num_free
+
+    def run(self, call: Call) -> Any:
+        """Queue a program, and return its result, which the device has yet to compute."""
+        self._num_free = None
+        with self._compiling(call.name):
+            self._state, result = call.program(self.weights, self._state, *call.args, **call.static)
+        return result
+
+    def run_unchecked(self, call: Call) -> None:
+        """Queue a program that needs blocks. The next `check` sees whether they sufficed."""
+        self._oks.append(self.run(call))
+
+    def fetch(self, call: Call) -> Any:
+        """Run a program, and bring its result, which has `num_free`, to the host."""
+        result = self.run(call)
+        self.check()  # after the call is queued, so that the device continues with it
+        result = jax.device_get(result)
+        self._num_free = int(result.num_free)
+        return result
+
+    def check(self) -> None:
+        """Wait for what `run_unchecked` has queued, and see that blocks sufficed for it.
+
+        Raises:
+          RuntimeError: they did not, so the state is not what the host takes it for.
+        """
+        start, oks = time.perf_counter(), self._oks
+        self._oks = []
+        require_blocks(*jax.device_get(oks))
+        self.wait_seconds += time.perf_counter() - start
+
+    def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
+        """Write how the next tokens of a slot are drawn, see `decoding.assign`."""
+        with self._compiling(_ASSIGNMENT):
+            self._state = decoding.assign(self.state, slot, params, **arguments)
+
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile the programs of `warmup.list_calls`. No slot may be in use.
+
+        Args:
+          report: called with the number of programs done, their total, and the name of one that is
+            done.
+        """
+        calls = warmup.list_calls(self.programs, self.sizes, self.state.cache.pools)
+        new = [call for call in calls if call.name not in self._compiled]
+        start = time.perf_counter()
+        warmup.compile_calls(new, self.weights, self.state, report or (lambda *args: None))
+        for call in new:
+            self._compiled.add(call.name)
+            self.run(call)
+        # Not one program but two, which no slot can be left out of.
+        self._compiled.add(_ASSIGNMENT)
+        self.assign(0, SamplingParams(), token_ids=[0], num_prompt_tokens=1, seed=0, max_length=2)
+        jax.block_until_ready(self.state)
+        self.compile_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _compiling(self, program: str) -> Iterator[None]:
+        """Around the call of a program: say so, and count the time, if it compiles here."""
+        if program in self._compiled:
+            yield
+            return
+        self._on_compile(f"compiling {program}")
+        start = time.perf_counter()
+        yield
+        self._compiled.add(program)
+        self.compile_seconds += time.perf_counter() - start
+
+
+def require_blocks(*oks: Any) -> None:
+    """Raise RuntimeError unless blocks sufficed for all of some programs."""
+    if not all(oks):
+        raise RuntimeError(
+            "Executor: blocks must suffice for the programs that are queued, got too few. This is "
+            "a defect of the scheduler; no request is lost by it."
+        )
