@@ -11,7 +11,9 @@ import hypothesis
 import jax
 import pytest
 
+from paged_jax.models.llama import Llama
 from tests.support import ROOT
+from tests.support.tiny_model import save_tiny_model
 
 # An example that compiles takes as long as the machine is slow.
 hypothesis.settings.register_profile("paged_jax", deadline=None)
@@ -88,3 +90,15 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set PAGED_JAX_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """Hugging Face folder of the tiny model, to read; a test that changes one saves its own."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder) -> Llama:
+    """The tiny model that all tests share; one that gives it other weights loads its own."""
+    return Llama.from_pretrained(tiny_folder)

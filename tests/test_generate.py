@@ -24,21 +24,16 @@ SHAPES = ["--block-size", "4", "--num-blocks", "20"]
 PROMPTS = ["the cat sat", "in the house", "ab", "one day"]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("generate"))
-
-
-@pytest.fixture(scope="session")
-def llm(folder) -> LLM:
-    return LLM(folder, **SIZES)
+@pytest.fixture(scope="module")
+def llm(tiny_folder) -> LLM:
+    return LLM(tiny_folder, **SIZES)
 
 
 @pytest.fixture
-def run(folder, capsys):
+def run(tiny_folder, capsys):
     """Run the command line on the tiny model; its exit status, stdout and stderr."""
 
-    def run(*args: str, model: Path | None = folder) -> tuple[int, str, str]:
+    def run(*args: str, model: Path | None = tiny_folder) -> tuple[int, str, str]:
         args = (*args, "--model", str(model)) if model else args
         try:
             status = main(list(args))
@@ -66,9 +61,9 @@ def read_samples(out: str) -> list[tuple[int, int, str]]:
 # Text
 
 
-def test_text_goes_to_stdout_and_the_rest_to_stderr(run, folder) -> None:
+def test_text_goes_to_stdout_and_the_rest_to_stderr(run, tiny_folder) -> None:
     status, out, err = run("--prompt", "ab", "--max-tokens", "8")
-    [expected] = LLM(folder, max_num_seqs=1).generate(
+    [expected] = LLM(tiny_folder, max_num_seqs=1).generate(
         "ab", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
     )
     assert status == 0
@@ -446,8 +441,8 @@ def test_ctrl_c_ends_the_process_cleanly(data_dir, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_is_no_mistake(folder) -> None:
-    with start("--model", str(folder), "--prompt", "ab", "--max-tokens", "8") as process:
+def test_a_reader_that_leaves_is_no_mistake(tiny_folder) -> None:
+    with start("--model", str(tiny_folder), "--prompt", "ab", "--max-tokens", "8") as process:
         process.stdout.close()
         err = process.stderr.read()
         process.wait(timeout=300)

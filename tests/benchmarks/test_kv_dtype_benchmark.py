@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from paged_jax import LLM, Llama
-from tests.support.tiny_model import SIZES, save_tiny_model
+from tests.support.tiny_model import SIZES
 
 
-def test_loss_is_that_of_the_model(tmp_path) -> None:
-    llm = LLM(save_tiny_model(tmp_path), **SIZES)
+def test_loss_is_that_of_the_model(tiny_folder) -> None:
+    llm = LLM(tiny_folder, **SIZES)
     windows = np.random.default_rng(0).integers(2, 43, (3, 30)).tolist()
     logits = jax.jit(Llama.__call__)(llm.model, jnp.array(windows))
     logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
@@ -20,13 +20,12 @@ def test_loss_is_that_of_the_model(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_main_prints_every_type(tmp_path, monkeypatch, capsys) -> None:
-    folder = save_tiny_model(tmp_path)
+def test_main_prints_every_type(tiny_folder, tmp_path, monkeypatch, capsys) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat in the house, and nobody said a word. " * 4)
     monkeypatch.setattr(kv_dtype, "KV_DTYPES", {"float32": None, "int8": None})
     out = tmp_path / "out.json"
-    args = ["--model", str(folder), "--text", str(text), "--windows", "2", "--json", str(out)]
+    args = ["--model", str(tiny_folder), "--text", str(text), "--windows", "2", "--json", str(out)]
     assert kv_dtype.main(args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["float32", "int8"]
@@ -34,8 +33,8 @@ def test_main_prints_every_type(tmp_path, monkeypatch, capsys) -> None:
     assert '"loss_change"' in out.read_text()
 
 
-def test_a_short_text_is_refused(tmp_path) -> None:
+def test_a_short_text_is_refused(tiny_folder, tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("too short")
     with pytest.raises(SystemExit, match="--text must have 64 tokens, got"):
-        kv_dtype.main(["--model", str(save_tiny_model(tmp_path)), "--text", str(text)])
+        kv_dtype.main(["--model", str(tiny_folder), "--text", str(text)])

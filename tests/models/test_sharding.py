@@ -7,8 +7,6 @@ import textwrap
 
 import pytest
 
-from tests.support.tiny_model import save_tiny_model
-
 _PROGRAM = """
 import sys
 
@@ -80,16 +78,10 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_sharded_weights_give_the_tokens_of_one_device(tmp_path, count) -> None:
+def test_sharded_weights_give_the_tokens_of_one_device(tiny_folder, count) -> None:
     flags = "--xla_force_host_platform_device_count=4"
     subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(_PROGRAM),
-            str(save_tiny_model(tmp_path)),
-            str(count),
-        ],
+        [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(tiny_folder), str(count)],
         check=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         timeout=600,

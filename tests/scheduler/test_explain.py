@@ -3,32 +3,21 @@
 import asyncio
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
-from paged_jax import LLM, AsyncEngine, Engine, Llama, RequestOutput, SamplingParams
+from paged_jax import LLM, AsyncEngine, Engine, RequestOutput, SamplingParams
 from paged_jax.scheduler.history import History
 from paged_jax.scheduler.outputs import Explanation
 from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeEngine, FakeRequest, make_sequences
-from tests.support.tiny_model import BOS, SIZES, save_tiny_model
+from tests.support.tiny_model import BOS, SIZES
 
 C = SIZES["block_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
 LONG = {"prompt_token_ids": [BOS, *range(5, 22)]}  # 18 tokens: 4 full blocks and 2 tokens
 OTHER = {"prompt_token_ids": [BOS, *range(25, 32)]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("explain"))
-
-
-@pytest.fixture(scope="module")
-def model(folder) -> Llama:
-    return Llama.from_pretrained(folder)
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:
@@ -69,8 +58,8 @@ def match(engine: Engine, prompt, **changes) -> str:
     return sentence
 
 
-def test_prefix_match_names_the_block_at_which_it_ended(model) -> None:
-    engine = Engine(model, **SIZES)
+def test_prefix_match_names_the_block_at_which_it_ended(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES)
     assert match(engine, LONG).startswith("block 0 (tokens 0..3) was not in the cache: nobody")
     assert match(engine, LONG).startswith("every full block before the last token")
     assert match(engine, LONG).endswith("in the cache: 16 of 18 tokens")
@@ -85,22 +74,22 @@ def test_prefix_match_names_the_block_at_which_it_ended(model) -> None:
     assert match(engine, LONG).startswith("block 0")
 
 
-def test_prefix_match_says_that_caching_is_off(model) -> None:
-    engine = Engine(model, **SIZES, enable_prefix_caching=False)
+def test_prefix_match_says_that_caching_is_off(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES, enable_prefix_caching=False)
     assert match(engine, LONG) == "nothing was looked up: the engine runs without prefix caching"
 
 
 # Waits
 
 
-def test_outputs_explain_nothing_to_those_who_did_not_ask(model) -> None:
-    engine = Engine(model, **SIZES)
+def test_outputs_explain_nothing_to_those_who_did_not_ask(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES)
     request_id = engine.add_request(OTHER, GREEDY)
     assert finish(engine)[request_id].explanation is None
 
 
-def test_waits_last_from_arrival_to_the_first_step(model) -> None:
-    engine = Engine(model, **SIZES)
+def test_waits_last_from_arrival_to_the_first_step(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES)
     engine.add_request(OTHER, dataclasses.replace(SEEDED, n=4), request_id="first")
     engine.step()
     engine.add_request(LONG, GREEDY, request_id="second", explain=True)
@@ -121,8 +110,8 @@ def test_waits_last_from_arrival_to_the_first_step(model) -> None:
     assert reasons["third"][-1][0] == "same prefix"
 
 
-def test_a_wait_that_goes_on_is_told_so_far(model) -> None:
-    engine = Engine(model, **SIZES)
+def test_a_wait_that_goes_on_is_told_so_far(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES)
     engine.add_request(OTHER, dataclasses.replace(SEEDED, n=4))
     engine.add_request(LONG, GREEDY, request_id="late", explain=True)
     engine.step()
@@ -137,15 +126,15 @@ def test_a_wait_that_goes_on_is_told_so_far(model) -> None:
     assert output.explanation.waits[-1] == again, "an output does not change any more"
 
 
-def test_samples_share_an_explanation(model) -> None:
-    explanation = explain(Engine(model, **SIZES), LONG, dataclasses.replace(SEEDED, n=3))
+def test_samples_share_an_explanation(tiny_model) -> None:
+    explanation = explain(Engine(tiny_model, **SIZES), LONG, dataclasses.replace(SEEDED, n=3))
     waits = {wait.sample: wait for wait in explanation.waits}
     assert sorted(waits) == [0, 1, 2]
     assert [waits[i].reason for i in range(3)] == ["turn", "fork", "fork"]
 
 
-def test_a_request_names_the_one_that_computes_its_prefix(model) -> None:
-    engine = Engine(model, **SIZES)
+def test_a_request_names_the_one_that_computes_its_prefix(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES)
     engine.add_request(LONG, GREEDY, request_id="a")
     explanation = explain(engine, LONG, request_id="b")
     assert ("same prefix", "request a was computing the same prefix") in [
@@ -235,8 +224,8 @@ def test_preemption_notes_compare_with_the_next_in_line() -> None:
 # The ways in
 
 
-def test_llm_and_async_engine_pass_it_on(folder) -> None:
-    llm = LLM(folder, **SIZES)
+def test_llm_and_async_engine_pass_it_on(tiny_folder) -> None:
+    llm = LLM(tiny_folder, **SIZES)
     [output] = llm.generate("the cat", GREEDY, explain=True, use_tqdm=False)
     assert output.explanation is not None and output.explanation.waits[0].reason == "turn"
     *_, (_, last) = llm.stream("the cat", GREEDY, explain=True)
@@ -249,11 +238,11 @@ def test_llm_and_async_engine_pass_it_on(folder) -> None:
     assert all(output.explanation is not None for output in asyncio.run(main()))
 
 
-def test_new_weights_let_a_request_wait_again(model) -> None:
-    engine = Engine(model, **SIZES)
+def test_new_weights_let_a_request_wait_again(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES)
     request_id = engine.add_request(LONG, GREEDY, explain=True)
     engine.step()
-    engine.update_params(model)
+    engine.update_params(tiny_model)
     explanation = finish(engine)[request_id].explanation
     assert explanation is not None
     check(explanation)

@@ -10,7 +10,7 @@ import pytest
 from paged_jax import Engine
 from paged_jax.server import Settings
 from tests.support.live_server import LiveServer, wait_until
-from tests.support.tiny_model import SIZES, save_tiny_model
+from tests.support.tiny_model import SIZES
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # Headless, and asking nobody but the server.
@@ -22,8 +22,8 @@ PROMPT = "the cat sat on a mat"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    engine = Engine(save_tiny_model(tmp_path_factory.mktemp("page")), **SIZES, steps_per_dispatch=1)
+def server(tiny_folder):
+    engine = Engine(tiny_folder, **SIZES, steps_per_dispatch=1)
     with LiveServer(engine, Settings(model_name="tiny")) as server:
         # Compiled, so that no step takes longer than the time for which a look at the page lasts.
         for n in (1, 3):

@@ -1,5 +1,6 @@
 """A random two-layer Llama and a tokenizer of letters, quick to compile and with varied output."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -35,7 +36,21 @@ CONFIG = LlamaConfig(
 
 
 def save_tiny_model(folder: Path, *, chat_template: str | None = None) -> Path:
-    """Write a Hugging Face folder without sampling defaults, and return it."""
+    """Write a Hugging Face folder without sampling defaults, and return it.
+
+    For what cannot share the fixture `tiny_folder`: another chat template, or files that change.
+    """
+    _model().save_pretrained(folder)
+    _backend().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@functools.cache
+def _model() -> Llama:
     model = Llama(CONFIG, rngs=nnx.Rngs(0))
     # Far from zero, so that the next token depends on all that came before.
     leaves, treedef = jax.tree.flatten(nnx.state(model))
@@ -44,13 +59,7 @@ def save_tiny_model(folder: Path, *, chat_template: str | None = None) -> Path:
         x + 0.4 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)
     ]
     nnx.update(model, jax.tree.unflatten(treedef, leaves))
-    model.save_pretrained(folder)
-    _backend().save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    if chat_template is not None:
-        config["chat_template"] = chat_template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return model
 
 
 def _backend() -> tokenizers.Tokenizer:
