@@ -45,7 +45,19 @@ def _parser() -> Parser:
         help="file with a prompt in each line; in a .jsonl file, an object with prompt or "
         "prompt_token_ids in each line",
     )
-    sampling = parser.add_argument_group("sampling")
+    _add_sampling_arguments(parser.add_argument_group("sampling"))
+    output = parser.add_argument_group("input and output")
+    output.add_argument(
+        "--chat", action="store_true", help="wrap each prompt in the model's chat template"
+    )
+    output.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
+    output.add_argument(
+        "--show-blocks", action="store_true", help="draw the block tables as they change"
+    )
+    return parser
+
+
+def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--max-tokens",
         type=int,
@@ -83,15 +95,6 @@ def _parser() -> Parser:
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends a sample; may be repeated"
     )
-    output = parser.add_argument_group("input and output")
-    output.add_argument(
-        "--chat", action="store_true", help="wrap each prompt in the model's chat template"
-    )
-    output.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
-    output.add_argument(
-        "--show-blocks", action="store_true", help="draw the block tables as they change"
-    )
-    return parser
 
 
 def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:

@@ -81,7 +81,20 @@ def _parser() -> Parser:
         "also give the keys, without showing them in the list of processes.",
     )
     add_engine_arguments(parser)
-    server = parser.add_argument_group("server")
+    _add_server_arguments(parser.add_argument_group("server"))
+    limits = parser.add_argument_group("limits of requests")
+    for field in dataclasses.fields(Limits):
+        limits.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(field.default),
+            default=field.default,
+            metavar="N",
+            help=f"{_LIMIT_HELP[field.name]}; default: {field.default}",
+        )
+    return parser
+
+
+def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1"
     )
@@ -142,16 +155,6 @@ def _parser() -> Parser:
         choices=("debug", "info", "warning", "error"),
         help="default: info; debug logs each request",
     )
-    limits = parser.add_argument_group("limits of requests")
-    for field in dataclasses.fields(Limits):
-        limits.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=type(field.default),
-            default=field.default,
-            metavar="N",
-            help=f"{_LIMIT_HELP[field.name]}; default: {field.default}",
-        )
-    return parser
 
 
 def _check(args: argparse.Namespace) -> None:

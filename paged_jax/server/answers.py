@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import schemas
 from paged_jax.server.deltas import SampleDelta
@@ -20,12 +21,12 @@ _REQUEST_ID = re.compile(r"request ((?:gen|cmpl|chatcmpl)-[0-9a-f]+-\d+)")
 
 # The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
 _LOWEST = -9999.0
-# Fields of a body that are named as in `SamplingParams` and mean the same.
-_PARAMS = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "n", "max_tokens", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+# Fields of a body that are also fields of `SamplingParams`, with the same meaning.
+_PARAMS = [
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in schemas.SamplingBody.model_fields
+]
 
 
 class Answer(ABC):

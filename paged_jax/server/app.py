@@ -1,40 +1,30 @@
-"""`create_app`: the routes, which answer requests at once or as server-sent events."""
+"""`create_app`: the routes of the server, and what they answer besides generated text."""
 
-import asyncio
-import contextlib
 import functools
-import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from paged_jax.async_engine import EngineClosedError
-from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import cache_page, openapi, schemas
 from paged_jax.server.answers import Answer
-from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
-from paged_jax.server.errors import ApiError, bad_request
+from paged_jax.server.completions import complete
+from paged_jax.server.errors import ApiError
 from paged_jax.server.generate_answer import GenerateAnswer
-from paged_jax.server.jobs import Job, make_job
 from paged_jax.server.openai_answers import ChatAnswer, CompletionAnswer
-from paged_jax.server.security import IS_KNOWN, SALT, Security
-from paged_jax.server.service import ClientGone, Service, engine_stopped
-from paged_jax.server.validation import of_validation
+from paged_jax.server.responses import json_response
+from paged_jax.server.security import IS_KNOWN, Security
+from paged_jax.server.service import ClientGone, Service
 from paged_jax.version import __version__
 
 B = TypeVar("B", bound=schemas.SamplingBody)
-T = TypeVar("T")
 
-_DONE = b"data: [DONE]\n\n"
 # The status that nginx logs for a client that has left, which no client receives.
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -45,8 +35,8 @@ def create_app(service: Service) -> Starlette:
     def route(path: str, endpoint: Callable[..., Any], *methods: str) -> Route:
         return Route(path, functools.partial(endpoint, service), methods=methods or ["GET"])
 
-    def complete(body_type: type[B], answer_type: Callable[[Service, B, str], Answer]):
-        return functools.partial(_complete, body_type=body_type, answer_type=answer_type)
+    def text(path: str, body: type[B], answer: Callable[[Service, B, str], Answer]) -> Route:
+        return route(path, functools.partial(complete, body_type=body, answer_type=answer), "POST")
 
     app = Starlette(
         routes=[
@@ -55,9 +45,9 @@ def create_app(service: Service) -> Starlette:
             route("/openapi.json", _openapi),
             route("/v1/models", _models),
             route("/v1/models/{model:path}", _model),
-            route("/generate", complete(schemas.GenerateBody, GenerateAnswer), "POST"),
-            route("/v1/completions", complete(schemas.CompletionBody, CompletionAnswer), "POST"),
-            route("/v1/chat/completions", complete(schemas.ChatBody, ChatAnswer), "POST"),
+            text("/generate", schemas.GenerateBody, GenerateAnswer),
+            text("/v1/completions", schemas.CompletionBody, CompletionAnswer),
+            text("/v1/chat/completions", schemas.ChatBody, ChatAnswer),
             *cache_page.routes(service),
         ],
         middleware=[Middleware(Security, service=service)],
@@ -89,7 +79,7 @@ async def _health(service: Service, request: Request) -> Response:
     health = schemas.Health(status=status)
     if request.scope[IS_KNOWN]:
         health = health.model_copy(update=_details(service))
-    return _json(health, 200 if status == "ok" else 503)
+    return json_response(health, 200 if status == "ok" else 503)
 
 
 def _details(service: Service) -> dict[str, Any]:
@@ -121,12 +111,12 @@ async def _openapi(service: Service, request: Request) -> Response:
 
 
 async def _models(service: Service, request: Request) -> Response:
-    return _json(schemas.ModelList(data=[_served_model(service)]))
+    return json_response(schemas.ModelList(data=[_served_model(service)]))
 
 
 async def _model(service: Service, request: Request) -> Response:
-    _check_model(service, request.path_params["model"])
-    return _json(_served_model(service))
+    service.check_model(request.path_params["model"])
+    return json_response(_served_model(service))
 
 
 def _served_model(service: Service) -> schemas.Model:
@@ -137,238 +127,7 @@ def _served_model(service: Service) -> schemas.Model:
     )
 
 
-def _check_model(service: Service, name: str | None) -> None:
-    served = service.settings.model_name
-    if name is not None and name != served:
-        raise ApiError(
-            404,
-            f"The model {name[:100]!r} does not exist; {served!r} is served.",
-            param="model",
-            code="model_not_found",
-        )
-
-
-# Completions
-
-
-async def _complete(
-    service: Service,
-    request: Request,
-    *,
-    body_type: type[B],
-    answer_type: Callable[[Service, B, str], Answer],
-) -> Response:
-    service.check_room(1)
-    try:
-        body = body_type.model_validate_json(await _read(service, request))
-    except ValidationError as error:
-        raise of_validation(error) from None
-    if isinstance(body, schemas.OpenAiBody):
-        _check_model(service, body.model)
-    answer = answer_type(service, body, request.scope.get(SALT, ""))
-    job = await asyncio.to_thread(make_job, answer)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(service.admit(job.num_samples, is_stream=bool(body.stream)))
-        if body.stream:
-            events = _events(service, answer, job)
-            # The first event is made before the status is sent, so that an error can have its own.
-            first = await service.while_connected(request.receive, anext(events))
-            return _EventStream(service, first, events, stack.pop_all())
-        return await service.while_connected(request.receive, _collect(service, answer, job))
-
-
-async def _read(service: Service, request: Request) -> bytes:
-    """Read the body; refuse one that is not JSON, too long, or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # This also keeps out web pages of other sites, which may not send JSON here unasked.
-        raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
-    limits = service.limits
-    declared = request.headers.get("content-length", "")
-    parts, size = [], int(declared) if declared.isdecimal() else 0
-    limits.check("max_body_bytes", size, param="the size of the body", status=413)
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                limits.check("max_body_bytes", size, param="the size of the body", status=413)
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"The body must be complete within {limits.body_timeout:g} seconds (body_timeout).",
-            code="body_timeout_exceeded",
-            headers={"Connection": "close"},
-        ) from None
-    return b"".join(parts)
-
-
-async def _collect(service: Service, answer: Answer, job: Job) -> Response:
-    done: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
-        async for index, output in outputs:
-            done[index] = output
-    ordered = [done[index] for index in range(len(job.prompts))]
-    size = sum(num_entries(output, whole(output)) for output in ordered)
-    return await service.render(size, lambda: _json(answer.answer(ordered)))
-
-
-async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events: opening, chunks, closing, and the end mark."""
-    sent, done = Sent(), {}
-    opening = b"".join(map(_event, answer.opening()))
-    async with contextlib.aclosing(_outputs(service, answer, job)) as outputs:
-        async for index, output in outputs:
-            deltas = list(sent.deltas(index, output))
-            chunk = functools.partial(_chunk, answer, index, output, deltas)
-            if data := opening + await service.render(num_entries(output, deltas), chunk):
-                yield data
-            opening = b""
-            if output.finished:
-                done[index] = output
-    closing = answer.closing([done[index] for index in range(len(job.prompts))])
-    yield b"".join([*map(_event, closing), _DONE])
-
-
-def _chunk(answer: Answer, index: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
-    return b"".join(map(_event, answer.chunks(index, output, deltas)))
-
-
-def _outputs(
-    service: Service, answer: Answer, job: Job
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """The outputs of all prompts as they grow, each with the index of its prompt."""
-    streams = [_output(service, answer, job, index) for index in range(len(job.prompts))]
-    return streams[0] if len(streams) == 1 else _merged(streams)
-
-
-async def _output(
-    service: Service, answer: Answer, job: Job, index: int
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    stream = service.engine.generate(
-        {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
-        job.params,
-        request_id=f"{answer.id}-{index}",
-        final_only=not answer.body.stream,
-        **job.options,
-    )
-    try:
-        async with contextlib.aclosing(stream):
-            with contextlib.ExitStack() as arriving:
-                arriving.enter_context(service.stalls.arrival())
-                async for output in stream:
-                    arriving.close()
-                    for sample in output.outputs:
-                        if sample.finish_reason == "error":
-                            raise ApiError(500, str(sample.stop_reason), code="generation_failed")
-                    yield index, output
-    except ValueError as error:
-        raise bad_request(error) from None
-    except EngineClosedError:
-        raise engine_stopped() from None
-
-
-async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """The items of several streams as they arrive; the first error ends them all."""
-    # One item: a slow client then gets the newest output of a prompt, which holds those before.
-    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
-
-    async def run(stream: AsyncGenerator[T]) -> None:
-        end = None
-        try:
-            async with contextlib.aclosing(stream):
-                async for item in stream:
-                    await queue.put(item)
-        except Exception as error:
-            end = error
-        await queue.put(end)
-
-    tasks = [asyncio.create_task(run(stream)) for stream in streams]
-    try:
-        num_left = len(tasks)
-        while num_left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _EventStream(Response):
-    """Sends events until they end, the client leaves, or the server stops.
-
-    Args:
-      service: the engine and how it is served.
-      first: the first events, as bytes.
-      events: the following events; closed at the end in any case.
-      stack: a context that is left at the end in any case, which admitted the request.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        service: Service,
-        first: bytes,
-        events: AsyncGenerator[bytes],
-        stack: contextlib.ExitStack,
-    ):
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._service = service
-        self._first = first
-        self._events = events
-        self._stack = stack
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(data: bytes, is_last: bool = False) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-
-        async def pump() -> None:
-            await write(self._first)
-            async for event in self._events:
-                await write(event)
-
-        with self._stack:
-            async with contextlib.aclosing(self._events):
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": self.status_code,
-                        "headers": self.raw_headers,
-                    }
-                )
-                ending = b""
-                try:
-                    await self._service.while_connected(receive, pump())
-                except ClientGone:
-                    return
-                except ApiError as error:
-                    ending = _event(error.body())
-                await write(ending, is_last=True)
-
-
-# Answers
-
-
-def _json(model: BaseModel, status: int = 200) -> Response:
-    return Response(model.model_dump_json(), status, media_type="application/json")
-
-
-def _event(piece: BaseModel | dict[str, Any]) -> bytes:
-    if isinstance(piece, BaseModel):
-        text = piece.model_dump_json()
-    else:
-        text = json.dumps(piece)
-    return f"data: {text}\n\n".encode()
+# Errors
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -120,6 +120,17 @@ class Service:
 
     # Requests
 
+    def check_model(self, name: str | None) -> None:
+        """Raise an `ApiError` if a request names a model that is not served."""
+        served = self.settings.model_name
+        if name is not None and name != served:
+            raise ApiError(
+                404,
+                f"The model {name[:100]!r} does not exist; {served!r} is served.",
+                param="model",
+                code="model_not_found",
+            )
+
     def check_room(self, num_requests: int) -> None:
         """Raise an `ApiError` if so many more samples would exceed the batch and the queue."""
         room = self.max_num_seqs + self.limits.max_queue

@@ -1,0 +1,121 @@
+"""`complete`: from a request for text to its answer, whole or as a stream."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.server import schemas
+from paged_jax.server.answers import Answer
+from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
+from paged_jax.server.errors import ApiError
+from paged_jax.server.generation import generate
+from paged_jax.server.jobs import Job, make_job
+from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
+from paged_jax.server.security import SALT
+from paged_jax.server.service import Service
+from paged_jax.server.validation import of_validation
+
+B = TypeVar("B", bound=schemas.SamplingBody)
+
+
+async def complete(
+    service: Service,
+    request: Request,
+    *,
+    body_type: type[B],
+    answer_type: Callable[[Service, B, str], Answer],
+) -> Response:
+    """Answer a request for generated text.
+
+    Args:
+      service: the engine and how it is served.
+      request: the request, whose body is not read yet.
+      body_type: the schema of the endpoint's body.
+      answer_type: the endpoint's answer.
+
+    Raises:
+      ApiError: the request has a mistake, exceeds a limit, or cannot be run.
+      ClientGone: the client has left.
+    """
+    service.check_room(1)
+    try:
+        body = body_type.model_validate_json(await _read(service, request))
+    except ValidationError as error:
+        raise of_validation(error) from None
+    if isinstance(body, schemas.OpenAiBody):
+        service.check_model(body.model)
+    answer = answer_type(service, body, request.scope.get(SALT, ""))
+    job = await asyncio.to_thread(make_job, answer)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(service.admit(job.num_samples, is_stream=bool(body.stream)))
+        if body.stream:
+            events = _events(service, answer, job)
+            # The first event is made before the status is sent, so that an error can have its own.
+            first = await service.while_connected(request.receive, anext(events))
+            return EventStream(service, first, events, stack.pop_all())
+        return await service.while_connected(request.receive, _collect(service, answer, job))
+
+
+async def _read(service: Service, request: Request) -> bytes:
+    """Read the body; refuse one that is not JSON, too long, or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # This also keeps out web pages of other sites, which may not send JSON here unasked.
+        raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
+    limits = service.limits
+    declared = request.headers.get("content-length", "")
+    parts, size = [], int(declared) if declared.isdecimal() else 0
+    limits.check("max_body_bytes", size, param="the size of the body", status=413)
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            size = 0
+            async for part in request.stream():
+                size += len(part)
+                limits.check("max_body_bytes", size, param="the size of the body", status=413)
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The body must be complete within {limits.body_timeout:g} seconds (body_timeout).",
+            code="body_timeout_exceeded",
+            headers={"Connection": "close"},
+        ) from None
+    return b"".join(parts)
+
+
+async def _collect(service: Service, answer: Answer, job: Job) -> Response:
+    done: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(generate(service, answer, job)) as outputs:
+        async for index, output in outputs:
+            done[index] = output
+    ordered = [done[index] for index in range(len(job.prompts))]
+    size = sum(num_entries(output, whole(output)) for output in ordered)
+    return await service.render(size, lambda: json_response(answer.answer(ordered)))
+
+
+async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events: opening, chunks, closing, and the end mark."""
+    sent, done = Sent(), {}
+    opening = b"".join(map(encode_event, answer.opening()))
+    async with contextlib.aclosing(generate(service, answer, job)) as outputs:
+        async for index, output in outputs:
+            deltas = list(sent.deltas(index, output))
+            chunk = functools.partial(_chunk, answer, index, output, deltas)
+            if data := opening + await service.render(num_entries(output, deltas), chunk):
+                yield data
+            opening = b""
+            if output.finished:
+                done[index] = output
+    closing = answer.closing([done[index] for index in range(len(job.prompts))])
+    yield b"".join([*map(encode_event, closing), DONE])
+
+
+def _chunk(answer: Answer, index: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
+    return b"".join(map(encode_event, answer.chunks(index, output, deltas)))

@@ -1,0 +1,85 @@
+"""How models are sent: `json_response` at once, `EventStream` as server-sent events."""
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paged_jax.server.errors import ApiError
+from paged_jax.server.service import ClientGone, Service
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream."""
+
+
+def json_response(model: BaseModel, status: int = 200) -> Response:
+    """A model as an answer."""
+    return Response(model.model_dump_json(), status, media_type="application/json")
+
+
+def encode_event(piece: BaseModel | dict[str, Any]) -> bytes:
+    """A model as an event of a stream."""
+    if isinstance(piece, BaseModel):
+        text = piece.model_dump_json()
+    else:
+        text = json.dumps(piece)
+    return f"data: {text}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends events until they end, the client leaves, or the server stops.
+
+    Args:
+      service: the engine and how it is served.
+      first: the first events, as bytes.
+      events: the following events; closed at the end in any case.
+      stack: a context that is left at the end in any case, which admitted the request.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        service: Service,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        stack: contextlib.ExitStack,
+    ):
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._service = service
+        self._first = first
+        self._events = events
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(data: bytes, is_last: bool = False) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+        async def pump() -> None:
+            await write(self._first)
+            async for event in self._events:
+                await write(event)
+
+        with self._stack:
+            async with contextlib.aclosing(self._events):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                ending = b""
+                try:
+                    await self._service.while_connected(receive, pump())
+                except ClientGone:
+                    return
+                except ApiError as error:
+                    ending = encode_event(error.body())
+                await write(ending, is_last=True)
