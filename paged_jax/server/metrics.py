@@ -1,6 +1,6 @@
 """`Metrics`: what ``/metrics`` reports to Prometheus, under vLLM's names where meanings agree.
 
-Dashboards made for vLLM work unchanged.
+Names and labels are as dashboards made for vLLM expect them.
 """
 
 import dataclasses
