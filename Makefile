@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # Tests are run by as many processes as there are cores; a few, since each of them holds about 2 GB.
-# Whole files, because the tests of a file share compiled programs.
-PARALLEL := -n auto --maxprocesses 8 --dist loadfile
+# Whole files, because the tests of a file share engines, servers, and what is traced; the dearest
+# first (tests/support/durations.py), so that the processes end together.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# More of them for `test`, such as --check-durations.
+TEST_OPTIONS ?=
 
 # The compilers for GPU and TPU live apart: beside them plain `import jax` looks for the devices.
 AOT_VENV ?= .venv-aot
@@ -13,20 +16,26 @@ AOT_VENV ?= .venv-aot
 AOT_JAX ?= jax
 AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_tpu.py
 
-.PHONY: demo test quick lint docs aot bench clean
+.PHONY: demo test quick durations lint docs aot bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS)
 
 # Most of its time goes into compiling, so what was compiled is kept for the next time. (Not for `test`,
 # which shows what a stranger sees.)
 quick: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax_cache
-quick: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.2
+quick: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+quick: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+# What each file of tests costs, into the table of tests/README.md.
+durations: $(VENV)/.test
+	$(BIN)/python -m pytest $(PARALLEL) --durations-json durations.json
+	$(BIN)/python -m tests.support.durations durations.json
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -40,7 +49,7 @@ docs: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/plots.py
 
 aot: $(AOT_VENV)/.aot
-	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest $(AOT_TESTS)
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(AOT_TESTS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/allocator.py

@@ -15,6 +15,9 @@ from paged_jax.models.llama import Llama
 from tests.support import ROOT
 from tests.support.tiny_model import save_tiny_model
 
+# What files cost, and the tests of that.
+pytest_plugins = ["tests.support.durations", "pytester"]
+
 # An example that compiles takes as long as the machine is slow.
 hypothesis.settings.register_profile("paged_jax", deadline=None)
 hypothesis.settings.load_profile("paged_jax")
@@ -68,6 +71,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the cache of this run."""
     if (folder := config.stash.get(_CACHE, None)) is not None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave exhaustive tests out unless `-m` names them; another `-m` leaves them out, too."""
+    if "exhaustive" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.hookimpl(wrapper=True)

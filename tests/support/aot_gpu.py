@@ -25,6 +25,8 @@ from typing import Any
 _folder = tempfile.TemporaryDirectory(prefix="aot_gpu_")  # removed at exit
 DUMP = Path(_folder.name)
 os.environ["JAX_PLATFORMS"] = "cpu"
+# What comes out of a cache dumps no PTX.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
 )

@@ -18,6 +18,8 @@ from typing import Any
 
 os.environ.update(
     JAX_PLATFORMS="cpu",
+    # A described chip cannot load what a cache holds.
+    JAX_ENABLE_COMPILATION_CACHE="false",
     # libtpu otherwise asks the cloud's metadata server which chips it has.
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-4",

@@ -1,0 +1,218 @@
+"""What each file of tests costs: recorded by pytest, kept in tests/README.md, and held to a budget.
+
+A plugin of pytest. `--durations-json FILE` records a run; `python -m tests.support.durations FILE`
+writes what was recorded into the table; `--check-durations` fails a run of which a file costs much
+more than its line. CPU-seconds are those of the process of the tests and of the processes that they
+started and waited for, so that a busy machine changes them little.
+"""
+
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import ROOT
+
+README = ROOT / "tests" / "README.md"
+_ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \| (?P<now>\S+) \|$")
+_MARK = "<!-- durations -->\n"
+
+# A file may cost this many times its line and as many CPU-seconds more: which of the files that
+# share a program compiles it depends on who comes first.
+_FACTOR, _SLACK = 1.5, 5.0
+# Lines from which on the speed of the machine is told, in CPU-seconds.
+_LONG = 2.0
+
+
+class Cost(NamedTuple):
+    """Of the tests of one file, with their fixtures."""
+
+    num_tests: int = 0
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+class Line(NamedTuple):
+    """One of the table.
+
+    Fields:
+      before: what the file cost before programs were shared, as it is written.
+      now: CPU-seconds.
+    """
+
+    num_tests: int
+    before: str
+    now: float
+
+
+def over_budget(costs: Mapping[str, Cost], table: Mapping[str, Line]) -> list[str]:
+    """One message for each file that costs too much or has no line.
+
+    Where most files cost more than their lines, the machine is slower than the one of the table,
+    and all lines are lengthened by the median.
+    """
+    lines = {file: line.now for file, line in table.items()}
+    ratios = [
+        cost.cpu_seconds / lines[file]
+        for file, cost in costs.items()
+        if lines.get(file, 0.0) >= _LONG
+    ]
+    slowness = max(1.0, statistics.median(ratios)) if ratios else 1.0
+    messages = []
+    for file, cost in sorted(costs.items()):
+        if file not in lines:
+            messages.append(f"{file} has no line; it takes {cost.cpu_seconds:.1f} CPU-seconds")
+        elif cost.cpu_seconds > (limit := _FACTOR * slowness * lines[file] + _SLACK):
+            messages.append(
+                f"{file} takes {cost.cpu_seconds:.1f} CPU-seconds, allowed are {limit:.1f}: "
+                f"{_FACTOR} times its line ({lines[file]:.1f}), as slow as this machine is "
+                f"({slowness:.2f}), and {_SLACK:.0f}"
+            )
+    return messages
+
+
+def read_table(text: str) -> dict[str, Line]:
+    """The lines of the table by file; the text around it is passed over."""
+    rows = filter(None, map(_ROW.match, text.splitlines()))
+    return {row["file"]: Line(int(row["tests"]), row["before"], float(row["now"])) for row in rows}
+
+
+def write_table(text: str, costs: Mapping[str, Cost]) -> str:
+    """``text`` with a table of ``costs``, dearest first; what files cost before is kept."""
+    before, _, after = text.partition(_MARK)
+    old = read_table(after)
+    lines = {
+        file: Line(cost.num_tests, old[file].before if file in old else "-", cost.cpu_seconds)
+        for file, cost in costs.items()
+    }
+    rows = ["| File | Tests | Before | Now |", "| --- | ---: | ---: | ---: |"]
+    rows += [
+        f"| `{file}` | {line.num_tests} | {line.before} | {line.now:.1f} |"
+        for file, line in sorted(lines.items(), key=lambda item: -item[1].now)
+    ]
+    num_tests = sum(line.num_tests for line in lines.values())
+    sums = [
+        sum(float(line.before) for line in lines.values() if line.before != "-"),
+        sum(line.now for line in lines.values()),
+    ]
+    rows.append(f"| **all** | **{num_tests}** | **{sums[0]:.0f}** | **{sums[1]:.0f}** |")
+    return before + _MARK + "\n".join(rows) + "\n" + re.sub(r"\A(\|.*\n)*", "", after)
+
+
+def dearest_first(files: Sequence[str], table: Mapping[str, Line]) -> list[int]:
+    """The order of ``files``, one for each test, that leaves no long file to the end."""
+
+    def cost(index: int) -> float:
+        line = table.get(_row_of(files[index]))
+        # What has no line may be long.
+        return float("inf") if line is None else line.now
+
+    return sorted(range(len(files)), key=lambda index: -cost(index))
+
+
+def _row_of(file: str) -> str:
+    """Which line a file belongs to: its own, or that of all examples in docstrings."""
+    return "paged_jax/" if file.startswith("paged_jax/") else file
+
+
+# Plugin
+
+
+class _Recorder:
+    """Adds up what the processes of the tests report, in the process that reports to the user."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, Cost] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = _row_of(report.nodeid.partition("::")[0])
+        cost = self.costs.get(row, Cost())
+        self.costs[row] = Cost(
+            cost.num_tests + (report.when == "setup"),
+            cost.wall_seconds + report.duration,
+            cost.cpu_seconds + dict(report.user_properties).get("cpu_seconds", 0.0),
+        )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if path := session.config.getoption("--durations-json"):
+            files = {file: cost._asdict() for file, cost in sorted(self.costs.items())}
+            Path(path).write_text(json.dumps(files, indent=1) + "\n")
+        if session.config.getoption("--check-durations") and self._messages():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        config = terminalreporter.config
+        if config.getoption("--check-durations") and (messages := self._messages()):
+            terminalreporter.section("over budget", red=True)
+            for message in messages:
+                terminalreporter.line(message)
+            terminalreporter.line("`make durations` writes the table in tests/README.md.")
+
+    def _messages(self) -> list[str]:
+        return over_budget(self.costs, read_table(README.read_text()))
+
+
+class _Meter:
+    """Measures in the process that runs the tests, between one report and the next."""
+
+    def __init__(self) -> None:
+        self._last = self._cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now = self._cpu_seconds()
+        report.user_properties = [*item.user_properties, ("cpu_seconds", now - self._last)]
+        self._last = now
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self) -> None:
+        self._last = self._cpu_seconds()
+
+    @staticmethod
+    def _cpu_seconds() -> float:
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("durations by file")
+    group.addoption("--durations-json", metavar="FILE", help="write what each file costs as JSON")
+    group.addoption(
+        "--check-durations",
+        action="store_true",
+        help="fail if a file costs much more than its line in tests/README.md",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Meter())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files are divided among processes, begin with the dearest."""
+    if hasattr(config, "workerinput"):
+        files = [item.nodeid.partition("::")[0] for item in items]
+        items[:] = [items[i] for i in dearest_first(files, read_table(README.read_text()))]
+
+
+def main(path: str) -> None:
+    """Write into the table what ``--durations-json`` recorded."""
+    costs = {file: Cost(**cost) for file, cost in json.loads(Path(path).read_text()).items()}
+    README.write_text(write_table(README.read_text(), costs))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
