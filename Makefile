@@ -46,19 +46,19 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_reference.py
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_pictures.py
-	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/plots.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plots
 
 aot: $(AOT_VENV)/.aot
 	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(AOT_TESTS)
 
 bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/allocator.py
-	$(BIN)/python benchmarks/decode_attention.py --goals
-	$(BIN)/python benchmarks/generate.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/kv_dtype.py
-	$(BIN)/python benchmarks/serving.py
-	$(BIN)/python benchmarks/http_server.py
+	$(BIN)/python -m benchmarks.allocator
+	$(BIN)/python -m benchmarks.attention --goals
+	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.kv_dtype
+	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.http_server
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) .jax_cache build dist *.egg-info

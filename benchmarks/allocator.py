@@ -1,6 +1,6 @@
 """What the allocator costs: a decode step, forks, releases, and the prefix cache.
 
-    python benchmarks/allocator.py [--json]
+    python -m benchmarks.allocator [--json]
 
 The decode step is the worst one: every slot stands at a block boundary, so each of them takes a new
 block. The prefix is half of what a slot can hold, published in one call and found in another. The
@@ -20,8 +20,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from environment import environment
 
+from benchmarks.common.environment import environment
 from paged_jax.cache import blocks
 
 WARMUP_CALLS = 20

@@ -1,7 +1,7 @@
 """What the HTTP server costs: the same requests through it and through the engine it serves.
 
-    python benchmarks/http_server.py
-    python benchmarks/http_server.py --runs 9 --json http.json
+    python -m benchmarks.http_server
+    python -m benchmarks.http_server --runs 9 --json http.json
 
 All requests are there at once. In turns, in every round:
 
@@ -33,15 +33,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from environment import environment, write_json
-from serving_outcome import Outcome, median_summary, summary
-from serving_workloads import Request, Sizes, draw
-
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.goals import Goal, goal_line
+from benchmarks.serving.outcome import Outcome, median_summary, summary
+from benchmarks.serving.workloads import Request, Sizes, draw
 from paged_jax import AsyncEngine, Engine, SamplingParams
 
 ENGINE, STREAMING, WHOLE = "engine", "streaming", "whole"
-# The times of both may be longer than the engine's by so much.
-GOAL = 1.10
+# What HTTP may cost.
+GOALS = tuple(
+    Goal(
+        f"{name}: at most 1.10x the time of the engine",
+        lambda report, name=name: report["ratios_to_engine"][name],
+        high=1.10,
+    )
+    for name in (STREAMING, WHOLE)
+)
 # The context of the bundled model.
 _CONTEXT = 512
 _SERVER_LOG_LINE = re.compile(r"Serving on (\S+)")
@@ -295,12 +302,7 @@ def result_lines(report: dict[str, Any]) -> list[str]:
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
     """A line for each goal: met or not."""
-    figures = {name: report["ratios_to_engine"][name] for name in (STREAMING, WHOLE)}
-    return [
-        f"{'met' if figure <= GOAL else 'NOT met':12s}  {name}: at most {GOAL:.2f}x the time of "
-        f"the engine: {figure:.3g}"
-        for name, figure in figures.items()
-    ]
+    return [goal_line(goal, report) for goal in GOALS]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """What a narrower KV cache costs: bytes of a token, and the change of a model's loss.
 
-    python benchmarks/kv_dtype.py --text book.txt --json kv-dtype.json
+    python -m benchmarks.kv_dtype --text book.txt --json kv-dtype.json
 
 Every token of the text is scored through the paged cache, in windows of the model's context: keys
 and values are written in the type of the cache, quantised where it is int8 or fp8, and attention
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from environment import environment
 
+from benchmarks.common.environment import environment
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.models.loading.pretrained import bundled_folder

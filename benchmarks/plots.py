@@ -1,7 +1,7 @@
 """Draw the results of the benchmarks: one PNG for each JSON file.
 
-    python benchmarks/plots.py                       # from results/*.json into plots/
-    python benchmarks/plots.py serving.json --out .  # others
+    python -m benchmarks.plots                       # from results/*.json into plots/
+    python -m benchmarks.plots serving.json --out .  # others
 
 Each figure says below itself on what, at which commit and by which command it was measured.
 """
@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attention_report
-import memory_report
+from benchmarks.attention import report as attention_report
+from benchmarks.common import figures
+from benchmarks.memory import report as memory_report
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
@@ -244,8 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         parser.error(f"no such file: {missing[0]}")
     try:
-        pyplot = attention_report.plotter()
-    except attention_report.PlotUnavailable:
+        pyplot = figures.plotter()
+    except figures.PlotUnavailable:
         print("plots: this needs matplotlib. Run `pip install matplotlib`.", file=sys.stderr)
         return 2
     for file in options.files or sorted(RESULTS.glob("*.json")):

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import plots
 import pytest
+
+from benchmarks import plots
+from benchmarks.common import figures
 
 PNG = b"\x89PNG\r\n"
 
@@ -15,7 +17,7 @@ def draw_copy(tmp_path: Path, name: str, **changes: Any) -> Path | None:
     report = json.loads((plots.RESULTS / name).read_text()) | changes
     file = tmp_path / name
     file.write_text(json.dumps(report))
-    return plots.draw(plots.attention_report.plotter(), file, tmp_path)
+    return plots.draw(figures.plotter(), file, tmp_path)
 
 
 @pytest.mark.parametrize("start", plots.DRAWN_BY)
@@ -29,13 +31,13 @@ def test_draw_writes_a_picture_of_committed_results(start: str, tmp_path: Path) 
 
 def test_figures_say_where_they_come_from() -> None:
     report = {
-        "command": "python benchmarks/kv_dtype.py --text /home/me/a.txt --json benchmarks/x.json",
+        "command": "python -m benchmarks.kv_dtype --text /home/me/a.txt --json benchmarks/x.json",
         "commit": "0123abc",
         "device": "a CPU, 2 cores",
         "versions": {"jax": "0.10.2"},
     }
     assert plots._origin(report).splitlines() == [
-        "python benchmarks/kv_dtype.py --text a.txt --json benchmarks/x.json",
+        "python -m benchmarks.kv_dtype --text a.txt --json benchmarks/x.json",
         "commit 0123abc, a CPU, 2 cores, jax 0.10.2",
     ]
 
@@ -45,7 +47,7 @@ def test_generate_shows_the_better_cache_of_transformers() -> None:
     [large] = [r for r in report["results"] if (r["shape"], r["dtype"]) == ("135M", "bfloat16")]
     rates = large["decode"][1]["tokens_per_s"]
     assert rates["transformers static"] > rates["transformers"]
-    figure = plots.plot_generate(plots.attention_report.plotter(), report)
+    figure = plots.plot_generate(figures.plotter(), report)
     heights = [bar.get_height() for bar in figure.axes[4].patches]
     assert rates["transformers static"] in heights and rates["transformers"] not in heights
 

@@ -3,13 +3,13 @@
 import itertools
 import json
 
-import attention_cases
 import jax
 import jax.numpy as jnp
 import pytest
-import tune_kernels
-from device_time import Rates
 
+from benchmarks.attention import cases as attention_cases
+from benchmarks.attention import tune as tune_kernels
+from benchmarks.common.device_time import Rates
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.tuning import DecodeParams, Device, PrefillParams, Shape

@@ -1,6 +1,6 @@
 """Launch parameters of the Triton kernels: measured ones where there are any, a rule otherwise.
 
-`tuning.json`, written by ``benchmarks/tune_kernels.py``, holds what was measured::
+`tuning.json`, written by ``python -m benchmarks.attention.tune``, holds what was measured::
 
     {"NVIDIA H200": {"decode": {"D128 G4 C16 q:bfloat16 pool:bfloat16": {
         "step_tokens": 64, "num_warps": 4, "num_stages": 3,

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_cases import Case, Inputs
-from attention_programs import JaxCall, TorchCall, reason, torch_on_gpu
 from jax import lax
-from peers import PeerUnavailable
+
+from benchmarks.attention.cases import Case, Inputs
+from benchmarks.attention.programs import JaxCall, TorchCall, reason, torch_on_gpu
+from benchmarks.common.process import PeerUnavailable
 
 K_SPLITS = (1, 4, 16, 64)
 """The splits that JAX's own GPU kernel is tried with."""

@@ -1,6 +1,6 @@
 """The rate at which all cores together can read memory: the bound of decoding on a CPU.
 
-python benchmarks/bandwidth.py
+python -m benchmarks.common.bandwidth
 """
 
 import argparse

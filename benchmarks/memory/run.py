@@ -1,8 +1,8 @@
 """How much KV memory is used for tokens: contiguous and paged, by formula and in the allocator.
 
-    python benchmarks/memory.py                                  # a few minutes
-    python benchmarks/memory.py --quick                          # less than one
-    python benchmarks/memory.py --json memory.json --plot memory.png
+    python -m benchmarks.memory                                  # a few minutes
+    python -m benchmarks.memory --quick                          # less than one
+    python -m benchmarks.memory --json memory.json --plot memory.png
 
 Five questions. How much of the memory holds tokens? What does the block size change? What does a
 shared prompt cost? How many sequences fit a budget? What do samples and beams of a prompt share?
@@ -18,12 +18,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import memory_allocator as allocator
-import memory_sharing as sharing
-from attention_report import PlotUnavailable, plotter
-from environment import environment, write_json
-from memory_report import Report, all_lines, goal_lines, plot
-
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.memory import allocator as allocator
+from benchmarks.memory import sharing as sharing
+from benchmarks.memory.report import Report, all_lines, goal_lines, plot
 from paged_jax.models.llama import Llama
 
 
@@ -141,7 +140,3 @@ def main(arguments: list[str] | None = None) -> int:
     if pyplot is not None:
         plot(pyplot, report, options.plot)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

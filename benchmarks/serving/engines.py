@@ -4,9 +4,8 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
-from serving_outcome import Outcome
-from serving_workloads import Request
-
+from benchmarks.serving.outcome import Outcome
+from benchmarks.serving.workloads import Request
 from paged_jax import Engine, Llama, SamplingParams
 
 # Most prompt tokens of a sequence that one step reads.

@@ -1,4 +1,4 @@
-"""What the report of `memory.py` says: tables, goals met or not, and a plot.
+"""What the report of a run says: tables, goals met or not, and a plot.
 
 A report is what the JSON holds: "utilisation", "block_sizes", "concurrency", "sharing" and
 "saved_by_spread" are lists of records, a line of a table each; "shared_prompt" and "requests" are
@@ -7,9 +7,10 @@ one record; the rest says what was run, and where.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from memory_sharing import BEAMS, SAMPLES
+from benchmarks.common.goals import Goal, goal_line
+from benchmarks.memory.sharing import BEAMS, SAMPLES
 
 Report = dict[str, Any]
 Record = dict[str, Any]
@@ -26,23 +27,6 @@ PUBLISHED = {
 
 # K and V of a token in Llama-3 8B: two, in 32 layers of 8 heads of 128 numbers in bfloat16.
 _LLAMA3_8B_BYTES = 2 * 32 * 8 * 128 * 2
-
-
-class Goal(NamedTuple):
-    """A figure to reach.
-
-    Attributes:
-      text: what is asked.
-      low, high: the smallest and largest figures that meet it; None: no bound.
-      figure: what a report gives; None: it was not measured.
-      form: how the figure is printed.
-    """
-
-    text: str
-    low: float | None
-    high: float | None
-    figure: Callable[[Report], float | None]
-    form: str = ".1%"
 
 
 def _total(tokens_of: str, per_block: str) -> Callable[[Report], float]:
@@ -89,20 +73,21 @@ def _saved(kind: str, width: int) -> Callable[[Report], float | None]:
 
 
 GOALS = (
-    # Of sums in another order.
-    Goal("the allocator holds what the formulas say, to rounding", None, 1e-12,
-         _largest_difference, ".1g"),
-    Goal("contiguous: 24% of the memory holds tokens, 1 point more or less", 0.23, 0.25,
-         _total("contiguous_blocks", "max_length")),
-    Goal("paged: 98.5%, rounded", 0.9845, None, _total("paged_blocks", "block_size"), ".2%"),
-    Goal("paged: at most 4% waste with blocks of 16", None, 0.04, _waste),
-    Goal("10 requests with 200 tokens in common: 130 blocks unshared", 130, 130,
-         _shared("blocks_unshared"), "d"),
-    Goal("shared, 13 blocks", 13, 13, _shared("blocks_shared"), "d"),
-    Goal("14 when one of them writes", 14, 14, _shared("blocks_one_diverged"), "d"),
-    Goal("9x as many sequences as contiguous, 200 of 2048 tokens held", 9.0, None, _ratio, ".2f"),
-    *(Goal(f"{kind}, {width}: at least {saved:.1%} of the blocks saved", saved, None,
-           _saved(kind, width))
+    # The difference of sums in another order.
+    Goal("the allocator holds what the formulas say, to rounding", _largest_difference,
+         high=1e-12, form=".1g"),
+    Goal("contiguous: 24% of the memory holds tokens, 1 point more or less",
+         _total("contiguous_blocks", "max_length"), low=0.23, high=0.25, form=".1%"),
+    Goal("paged: 98.5%, rounded", _total("paged_blocks", "block_size"), low=0.9845, form=".2%"),
+    Goal("paged: at most 4% waste with blocks of 16", _waste, high=0.04, form=".1%"),
+    Goal("10 requests with 200 tokens in common: 130 blocks unshared",
+         _shared("blocks_unshared"), low=130, high=130, form="d"),
+    Goal("shared, 13 blocks", _shared("blocks_shared"), low=13, high=13, form="d"),
+    Goal("14 when one of them writes", _shared("blocks_one_diverged"), low=14, high=14, form="d"),
+    Goal("9x as many sequences as contiguous, 200 of 2048 tokens held", _ratio, low=9.0,
+         form=".2f"),
+    *(Goal(f"{kind}, {width}: at least {saved:.1%} of the blocks saved", _saved(kind, width),
+           low=saved, form=".1%")
       for (kind, width), saved in PUBLISHED.items()),
 )  # fmt: skip
 """What has been published for paged attention, and what it promises."""
@@ -110,15 +95,7 @@ GOALS = (
 
 def goal_lines(report: Report) -> list[str]:
     """A line for each goal: met, NOT met, or not measured."""
-    return [_goal_line(goal, goal.figure(report)) for goal in GOALS]
-
-
-def _goal_line(goal: Goal, figure: float | None) -> str:
-    if figure is None:
-        return f"{'not measured':12s}  {goal.text}"
-    is_low = goal.low is not None and figure < goal.low
-    is_high = goal.high is not None and figure > goal.high
-    return f"{'NOT met' if is_low or is_high else 'met':12s}  {goal.text}: {figure:{goal.form}}"
+    return [goal_line(goal, report) for goal in GOALS]
 
 
 def all_lines(report: Report) -> list[str]:

@@ -4,7 +4,7 @@ Speed does not depend on what the weights are, so the benchmarks download nothin
 right shapes and small random numbers stands for the real checkpoint. The folder is in the Hugging
 Face form, so this library and its peers read the very same weights.
 
-    python benchmarks/shapes.py 135M models/135M --dtype bfloat16
+    python -m benchmarks.common.shapes 135M models/135M --dtype bfloat16
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Attention over blocks: time, bytes and bandwidth of a call, beside other kernels, in one run.
 
-    python benchmarks/decode_attention.py --goals                   # what this device can do
-    python benchmarks/decode_attention.py --quick                   # seconds
-    python benchmarks/decode_attention.py --full --budget 3600 --json all.json --plot all.png
+    python -m benchmarks.attention --goals                   # what this device can do
+    python -m benchmarks.attention --quick                   # seconds
+    python -m benchmarks.attention --full --budget 3600 --json all.json --plot all.png
 
 Decoding reads every K and V once and computes little: memory is its bound. So each case gives the
 bytes that must move, the rate at which they did, and that rate over the one of a large copy
@@ -29,9 +29,10 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-from attention_cases import Case, cpu_cases, gpu_cases, make_inputs, quick_cases
-from attention_peers import Variants, make_peers
-from attention_programs import (
+
+from benchmarks.attention.cases import Case, cpu_cases, gpu_cases, make_inputs, quick_cases
+from benchmarks.attention.peers import Variants, make_peers
+from benchmarks.attention.programs import (
     TOLERANCE,
     JaxCall,
     Prepared,
@@ -43,9 +44,10 @@ from attention_programs import (
     reason,
     relative_error,
 )
-from attention_report import OURS, PlotUnavailable, goal_lines, plot, plotter, record_line
-from device_time import Program, Rates, measure_rates, memory_limit, take_turns
-from environment import environment
+from benchmarks.attention.report import OURS, goal_lines, plot, record_line
+from benchmarks.common.device_time import Program, Rates, measure_rates, memory_limit, take_turns
+from benchmarks.common.environment import environment
+from benchmarks.common.figures import PlotUnavailable, plotter
 
 # A variant this much slower than the fastest one of its peer is not timed further.
 _HOPELESS = 1.3
@@ -260,7 +262,3 @@ def main(arguments: list[str] | None = None) -> int:
     if pyplot is not None:
         plot(pyplot, report, options.plot)
     return 1 if report["skipped"]["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

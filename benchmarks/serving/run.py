@@ -1,8 +1,8 @@
 """Serving many requests: continuous batching beside what comes without it, in one run.
 
-    python benchmarks/serving.py                                # the small bundled model
-    python benchmarks/serving.py --shape 135M --runs 1          # random weights
-    python benchmarks/serving.py --trace-file azure2023_conv.csv --json replay.json
+    python -m benchmarks.serving                                # the small bundled model
+    python -m benchmarks.serving --shape 135M --runs 1          # random weights
+    python -m benchmarks.serving --trace-file azure2023_conv.csv --json replay.json
 
 Every engine gets the same weights and the same requests, which share a prefix, decodes greedily and
 generates the same number of tokens for each of them:
@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import functools
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,13 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from environment import environment, write_json
-from peers import PeerUnavailable
-from serving_baselines import ContiguousBatches
-from serving_engines import VARIANTS, EngineSizes, make_engine, serve, warm_up
-from serving_outcome import Outcome, median_summary, summary
-from serving_peers import OURS, PEERS, measure
-from serving_report import (
+
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.process import PeerUnavailable, run_module
+from benchmarks.common.shapes import DTYPES, SHAPES
+from benchmarks.serving.baselines import ContiguousBatches
+from benchmarks.serving.engines import VARIANTS, EngineSizes, make_engine, serve, warm_up
+from benchmarks.serving.outcome import Outcome, median_summary, summary
+from benchmarks.serving.peers import OURS, PEERS, measure
+from benchmarks.serving.report import (
     BEST,
     NAIVE,
     OFFLINE,
@@ -53,7 +54,7 @@ from serving_report import (
     result_lines,
     time_lines,
 )
-from serving_workloads import (
+from benchmarks.serving.workloads import (
     Request,
     Scale,
     Sizes,
@@ -63,8 +64,6 @@ from serving_workloads import (
     read_trace,
     with_poisson_arrivals,
 )
-from shapes import DTYPES, SHAPES
-
 from paged_jax import Engine, Llama
 from paged_jax.models.loading.pretrained import bundled_folder
 
@@ -245,9 +244,9 @@ def _model_folder(options: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / options.shape
         # In a process of its own: the tensors would stay in this one's memory.
-        script = Path(__file__).with_name("shapes.py")
-        command = [sys.executable, str(script), options.shape, str(folder), "--dtype"]
-        subprocess.run([*command, options.dtype], check=True)
+        run_module(
+            "benchmarks.common.shapes", options.shape, folder, "--dtype", options.dtype, check=True
+        )
         yield folder
 
 
@@ -419,7 +418,3 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         write_json(options.json, report)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Text generation on a CPU: this library, its memory bound, and other engines, in one run.
 
-    python benchmarks/generate.py                         # everything: 15M and 135M, both dtypes
-    python benchmarks/generate.py --shapes 135M --dtypes bfloat16 --json results.json
+    python -m benchmarks.generate                         # everything: 15M and 135M, both dtypes
+    python -m benchmarks.generate --shapes 135M --dtypes bfloat16 --json results.json
 
 All engines read the same random weights and decode greedily. They take turns, some steps each, so
 that a machine that drifts drifts for all; figures are medians, and ratios are made within the run.
@@ -26,20 +26,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bandwidth import read_bandwidth
-from environment import environment, write_json
 from flax import nnx
-from peers import (
-    LlamaCppPeer,
-    Peer,
-    PeerUnavailable,
-    TransformersPeer,
-    prompt_tokens,
-    resident_bytes,
-    timed_steps,
-)
-from shapes import DTYPES, SHAPES, weight_bytes
 
+from benchmarks.common.bandwidth import read_bandwidth
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.process import PeerUnavailable, resident_bytes, run_module
+from benchmarks.common.shapes import DTYPES, SHAPES, weight_bytes
+from benchmarks.generate.llama_cpp_peer import LlamaCppPeer
+from benchmarks.generate.peer import Peer, prompt_tokens, timed_steps
+from benchmarks.generate.transformers_peer import TransformersPeer
 from paged_jax import LLM, Llama, PagedCache, SamplingParams
 from paged_jax.cache.paged_cache import reserve
 
@@ -260,17 +255,22 @@ def measure(shape: str, dtype: str, batches: tuple[int, ...]) -> dict[str, Any]:
     """Everything about one model in one dtype."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / shape
-        here = Path(__file__)
-        shapes = [sys.executable, str(here.with_name("shapes.py")), shape, str(folder)]
-        subprocess.run([*shapes, "--dtype", dtype], check=True, stdout=subprocess.DEVNULL)
+        run_module(
+            "benchmarks.common.shapes", shape, folder, "--dtype", dtype,
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
         memory = [
             json.loads(
-                subprocess.run(
-                    [sys.executable, str(here), "--memory", str(folder), dtype, str(batch)],
+                run_module(
+                    "benchmarks.generate",
+                    "--memory",
+                    folder,
+                    dtype,
+                    batch,
                     check=True,
                     capture_output=True,
                     text=True,
-                ).stdout
+                ).stdout  # fmt: skip
             )
             for batch in batches
         ]
@@ -316,7 +316,7 @@ def show(record: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print tables, and write JSON on request."""
     parser = argparse.ArgumentParser(description="Text generation on a CPU, beside its peers.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -328,7 +328,7 @@ def main() -> None:
     if options.memory:
         folder, dtype, batch = options.memory
         print(json.dumps(measure_memory(Path(folder), dtype, int(batch))))
-        return
+        return 0
     header = environment()
     print(header["device"], header["versions"], sep="\n")
     records = []
@@ -338,7 +338,4 @@ def main() -> None:
             show(records[-1])
     if options.json:
         write_json(options.json, {**header, "results": records})
-
-
-if __name__ == "__main__":
-    main()
+    return 0

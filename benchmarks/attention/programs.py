@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from attention_cases import Case, Inputs
-from device_time import Program, Rates, chained
-from peers import PeerUnavailable
 
+from benchmarks.attention.cases import Case, Inputs
+from benchmarks.common.device_time import Program, Rates, chained
+from benchmarks.common.process import PeerUnavailable
 from paged_jax.kernels import paged_attention, paged_prefill_attention
 
 # Largest relative error of a result that counts as the same: bfloat16 weights and values give

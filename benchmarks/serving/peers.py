@@ -1,6 +1,6 @@
 """Continuous batching of Hugging Face transformers and ours on the CPU, each in its own process.
 
-    python benchmarks/serving_peers.py JOB.json
+    python -m benchmarks.serving.peers JOB.json
 
 serves what a job file asks for with one engine and prints one JSON line: a process that has done
 nothing else is the only way to see an engine's peak memory. `measure` writes such files and starts
@@ -12,7 +12,6 @@ requests in the same order; only each request has its own number of new tokens, 
 of the machine's memory. "sized" gives it the blocks and the batch that this workload needs.
 """
 
-import importlib
 import json
 import os
 import subprocess
@@ -22,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bandwidth import num_cores
-from peers import PeerUnavailable, resident_bytes
-from serving_workloads import Request
+from benchmarks.common.bandwidth import num_cores
+from benchmarks.common.process import PeerUnavailable, import_peer, resident_bytes, run_module
+from benchmarks.serving.workloads import Request
 
 OURS = "paged_jax"
 PEERS = ("transformers, as it comes", "transformers, sized")
@@ -85,8 +84,9 @@ def measure(
         path = Path(temporary) / "job.json"
         path.write_text(json.dumps(job))
         try:
-            done = subprocess.run(
-                [sys.executable, __file__, str(path)],
+            done = run_module(
+                "benchmarks.serving.peers",
+                path,
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -113,8 +113,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 def _run_ours(
     job: dict[str, Any], requests: list[Request], warmup: list[Request]
 ) -> dict[str, Any]:
-    from serving_engines import EngineSizes, make_engine, serve, warm_up
-
+    from benchmarks.serving.engines import EngineSizes, make_engine, serve, warm_up
     from paged_jax import Llama
 
     before, _ = resident_bytes()
@@ -128,7 +127,7 @@ def _run_ours(
 def _run_transformers(
     job: dict[str, Any], requests: list[Request], warmup: list[Request]
 ) -> dict[str, Any]:
-    torch, transformers = _import("torch"), _import("transformers")
+    torch, transformers = (import_peer(name, name) for name in ("torch", "transformers"))
     before, _ = resident_bytes()
     torch.set_num_threads(num_cores())
     transformers.utils.logging.set_verbosity_error()
@@ -190,13 +189,6 @@ def _record(seconds: float, token_ids: list[list[int]], before: int) -> dict[str
         "peak_bytes": peak,
         "token_ids": token_ids,
     }
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise PeerUnavailable(f"serving_peers: {name} must be installed, got {error}.") from error
 
 
 def _available_memory() -> float:

@@ -1,4 +1,4 @@
-"""What the records of `serving.py` say: tables, ratios within a round, and goals met or not.
+"""What the records of a run say: tables, ratios within a round, and goals met or not.
 
 A report is what the JSON holds::
 
@@ -11,9 +11,10 @@ A report is what the JSON holds::
 
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from serving_peers import OURS, PEERS
+from benchmarks.common.goals import Goal, goal_line
+from benchmarks.serving.peers import OURS, PEERS
 
 NAIVE = "naive"
 STATIC = "static batches"
@@ -22,22 +23,6 @@ ONLINE = "online, "
 BEST = "paged, prefix cache"
 
 Report = dict[str, Any]
-
-
-class Goal(NamedTuple):
-    """A figure to reach.
-
-    Attributes:
-      text: what is asked.
-      bound: the figure.
-      is_most: whether `bound` is the largest allowed figure, not the smallest.
-      figure: what a report gives; None: it was not measured.
-    """
-
-    text: str
-    bound: float
-    is_most: bool
-    figure: Callable[[Report], float | None]
 
 
 def _over_naive(name: str) -> Callable[[Report], float | None]:
@@ -54,28 +39,17 @@ def _over_peer(key: str) -> Callable[[Report], float | None]:
 
 # The first two are what was published for a GPU, where a step went from 57 ms to 13 ms.
 GOALS = (
-    Goal(
-        "offline: 5.3x the rate of one request at a time", 5.3, False, _over_naive(OFFLINE + BEST)
-    ),
-    Goal("online: 4.0x the rate of one request at a time", 4.0, False, _over_naive(ONLINE + BEST)),
-    Goal(
-        "4x the rate of transformers' continuous batching", 4.0, False, _over_peer("tokens_per_s")
-    ),
-    Goal("in less than a tenth of its peak memory", 0.1, True, _over_peer("peak_bytes")),
+    Goal("offline: 5.3x the rate of one request at a time", _over_naive(OFFLINE + BEST), low=5.3),
+    Goal("online: 4.0x the rate of one request at a time", _over_naive(ONLINE + BEST), low=4.0),
+    Goal("4x the rate of transformers' continuous batching", _over_peer("tokens_per_s"), low=4.0),
+    Goal("in at most a tenth of its peak memory", _over_peer("peak_bytes"), high=0.1),
 )
 """What the engine is to reach on the workload with a shared prefix."""
 
 
 def goal_lines(report: Report) -> list[str]:
     """A line for each goal: met, NOT met, or not measured."""
-    return [_goal_line(goal, goal.figure(report)) for goal in GOALS]
-
-
-def _goal_line(goal: Goal, figure: float | None) -> str:
-    if figure is None:
-        return f"not measured  {goal.text}"
-    is_met = figure < goal.bound if goal.is_most else figure >= goal.bound
-    return f"{'met' if is_met else 'NOT met':12s}  {goal.text}: {figure:.3g}"
+    return [goal_line(goal, report) for goal in GOALS]
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:

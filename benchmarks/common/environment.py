@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bandwidth import num_cores
+from benchmarks.common.bandwidth import num_cores
+from benchmarks.common.process import ROOT
 
 _PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "llama-cpp-python")
 
@@ -27,7 +28,7 @@ def environment() -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in _PACKAGES},
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(Path(sys.argv[0])), *sys.argv[1:]]),
     }
 
 
@@ -35,6 +36,13 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report, in a folder that need not be there yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _module(script: Path) -> str:
+    """What ``python -m`` was given for a script to run."""
+    path = script.resolve().with_suffix("")
+    names = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else path.parts[-1:]
+    return ".".join(name for name in names if name != "__main__")
 
 
 def _cpu() -> str:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from serving_outcome import Outcome
-from serving_workloads import Request
 
+from benchmarks.serving.outcome import Outcome
+from benchmarks.serving.workloads import Request
 from paged_jax import Llama
 
 # Prompts and caches are padded to multiples of these, so that few programs serve all lengths.

@@ -1,8 +1,10 @@
-"""What the records of `decode_attention.py` say: a line each, goals met or not, and a plot."""
+"""What the records of a run say: a line each, goals met or not, and a plot."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from benchmarks.common.goals import Figure, Goal, goal_line
 
 OURS = "paged_jax"
 Record = dict[str, Any]
@@ -14,10 +16,6 @@ _LARGE = 5 * 10**8
 _SMALL_BATCH = 8
 
 
-class PlotUnavailable(RuntimeError):
-    """Matplotlib is not installed."""
-
-
 def record_line(record: Record) -> str:
     """One line: time, bytes, rates, and the other kernels' times over ours."""
     if record["op"] == "prefill":
@@ -27,22 +25,6 @@ def record_line(record: Record) -> str:
     peers = "  ".join(f"{peer} {x:.2f}x" for peer, x in record["speedup_over"].items())
     time = f"{record['us'][OURS]:9.1f} us {record['bytes'] / 1e6:9.1f} MB"
     return f"{record['name']} {time} {rate}  {peers}"
-
-
-class Goal(NamedTuple):
-    """A figure to reach in every case that it applies to.
-
-    Attributes:
-      text: what is asked.
-      bound: the figure.
-      is_most: whether `bound` is the largest allowed figure, not the smallest.
-      figure: what a record gives, looking at all records where it must; None: not its case.
-    """
-
-    text: str
-    bound: float
-    is_most: bool
-    figure: Callable[[Record, list[Record]], float | None]
 
 
 def _is_plain(record: Record) -> bool:
@@ -105,52 +87,41 @@ def _chunks(record: Record, _: list[Record]) -> float | None:
     return record["of_matmul_rate"] if applies else None
 
 
+def _in_cases(figure: Callable[[Record, list[Record]], float | None]) -> Callable[..., Figure]:
+    """The figure of every record that a goal applies to; of a CPU's report, of none."""
+
+    def figures(report: dict[str, Any]) -> Figure:
+        records = report["results"] if report["accelerator"] else []
+        found = {record["name"]: figure(record, records) for record in records}
+        return {name: value for name, value in found.items() if value is not None}
+
+    return figures
+
+
 GOALS = (
-    Goal("decode, K and V of 0.5 GB or more: 92% of the copy rate", 0.92, False, _large_even),
-    Goal("the same, ragged batches (10:1): 85% of the copy rate", 0.85, False, _large_ragged),
-    Goal("batch 1 at 128K tokens: 80% of the copy rate", 0.80, False, _one_long),
-    Goal("batch 1 at 1K tokens: at most 10 us", 10.0, True, _one_short),
-    Goal("1.5x JAX's own kernel at its best setting", 1.5, False, _over_jax),
-    Goal("3x JAX's own kernel, small (up to 8) or ragged batches", 3.0, False, _over_jax_small),
-    Goal("int8 and fp8 pools: 1.7x bfloat16 of 0.5 GB or more", 1.7, False, _quantised),
-    Goal("chunks of 2K tokens: 60% of the matrix product's rate", 0.60, False, _chunks),
+    Goal(
+        "decode, K and V of 0.5 GB or more: 92% of the copy rate", _in_cases(_large_even), low=0.92
+    ),
+    Goal(
+        "the same, ragged batches (10:1): 85% of the copy rate", _in_cases(_large_ragged), low=0.85
+    ),
+    Goal("batch 1 at 128K tokens: 80% of the copy rate", _in_cases(_one_long), low=0.80),
+    Goal("batch 1 at 1K tokens: at most 10 us", _in_cases(_one_short), high=10.0),
+    Goal("1.5x JAX's own kernel at its best setting", _in_cases(_over_jax), low=1.5),
+    Goal(
+        "3x JAX's own kernel, small (up to 8) or ragged batches",
+        _in_cases(_over_jax_small),
+        low=3.0,
+    ),
+    Goal("int8 and fp8 pools: 1.7x bfloat16 of 0.5 GB or more", _in_cases(_quantised), low=1.7),
+    Goal("chunks of 2K tokens: 60% of the matrix product's rate", _in_cases(_chunks), low=0.60),
 )
 """What a data-centre GPU is to reach; bandwidths are for bfloat16, D 128 and C 16."""
 
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
     """A line for each goal: met, not met, or not measured; of a CPU's report, all the last."""
-    records = report["results"] if report["accelerator"] else []
-    return [_goal_line(goal, records) for goal in GOALS]
-
-
-def _goal_line(goal: Goal, records: list[Record]) -> str:
-    found = [(goal.figure(record, records), record["name"]) for record in records]
-    figures = sorted((figure, name) for figure, name in found if figure is not None)
-    if not figures:
-        return f"not measured  {goal.text}"
-    worst, name = figures[-1] if goal.is_most else figures[0]
-    met = sum((f <= goal.bound) if goal.is_most else (f >= goal.bound) for f, _ in figures)
-    answer = "met" if met == len(figures) else "NOT met"
-    return f"{answer:12s}  {goal.text}; {met} of {len(figures)} cases, worst {worst:.3g} in {name}"
-
-
-def plotter() -> Any:
-    """Matplotlib, drawing into files.
-
-    Raises:
-      PlotUnavailable: it is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise PlotUnavailable(
-            "decode_attention: --plot needs matplotlib. Run `pip install matplotlib`."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return [goal_line(goal, report) for goal in GOALS]
 
 
 def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:

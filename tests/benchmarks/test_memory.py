@@ -7,16 +7,16 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import memory
-import memory_allocator
-import memory_report
-import memory_sharing
 import numpy as np
 import pytest
 from flax import nnx
-from memory_report import goal_lines
-from memory_sharing import Requests
 
+from benchmarks.memory import allocator as memory_allocator
+from benchmarks.memory import report as memory_report
+from benchmarks.memory import run as memory
+from benchmarks.memory import sharing as memory_sharing
+from benchmarks.memory.report import goal_lines
+from benchmarks.memory.sharing import Requests
 from paged_jax import Llama
 from tests.support.tiny_model import CONFIG
 

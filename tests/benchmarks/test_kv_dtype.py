@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import kv_dtype
 import numpy as np
 import pytest
 
+from benchmarks import kv_dtype
 from paged_jax import LLM, Llama
 from tests.support.tiny_model import SIZES
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from bandwidth import read_bandwidth
 from jax import lax
+
+from benchmarks.common.bandwidth import read_bandwidth
 
 
 class Program(NamedTuple):

@@ -1,8 +1,8 @@
 """Find the fastest launch parameters of the Triton kernels on this GPU, and keep them.
 
-    python benchmarks/tune_kernels.py                        # shapes of the usual models
-    python benchmarks/tune_kernels.py --ops decode --models TinyLlama --block-sizes 16
-    python benchmarks/tune_kernels.py --dry-run              # what would be timed; needs no GPU
+    python -m benchmarks.attention.tune                        # shapes of the usual models
+    python -m benchmarks.attention.tune --ops decode --models TinyLlama --block-sizes 16
+    python -m benchmarks.attention.tune --dry-run              # what would be timed; needs no GPU
 
 For every shape (head dimension, group, block size, types) each candidate runs on a few batches.
 What does not compile, or whose result is not that of the XLA backend, is dropped; the others take
@@ -23,8 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from attention_cases import BLOCK_SIZES, CHUNK, MODELS, POOL_DTYPES, Case, Inputs, make_inputs
-from attention_programs import (
+
+from benchmarks.attention.cases import (
+    BLOCK_SIZES,
+    CHUNK,
+    MODELS,
+    POOL_DTYPES,
+    Case,
+    Inputs,
+    make_inputs,
+)
+from benchmarks.attention.programs import (
     TOLERANCE,
     JaxCall,
     expected_result,
@@ -32,9 +41,8 @@ from attention_programs import (
     prepare_all,
     relative_error,
 )
-from device_time import Rates, measure_rates, take_turns
-from environment import environment
-
+from benchmarks.common.device_time import Rates, measure_rates, take_turns
+from benchmarks.common.environment import environment
 from paged_jax.kernels import triton
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.triton import tuning

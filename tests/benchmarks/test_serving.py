@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import serving
-import serving_peers
-import serving_report
 from flax import nnx
-from serving_baselines import ContiguousBatches
-from serving_engines import EngineSizes, make_engine, serve
-from serving_outcome import Outcome, median_summary, summary
-from serving_workloads import (
+
+from benchmarks.serving import peers as serving_peers
+from benchmarks.serving import report as serving_report
+from benchmarks.serving import run as serving
+from benchmarks.serving.baselines import ContiguousBatches
+from benchmarks.serving.engines import EngineSizes, make_engine, serve
+from benchmarks.serving.outcome import Outcome, median_summary, summary
+from benchmarks.serving.workloads import (
     Request,
     Scale,
     Sizes,
@@ -26,7 +27,6 @@ from serving_workloads import (
     read_trace,
     with_poisson_arrivals,
 )
-
 from paged_jax import Llama
 from tests.support.tiny_model import CONFIG
 
@@ -370,8 +370,8 @@ def test_goals_are_met_missed_or_not_measured() -> None:
     assert answers(ratios_to_naive={offline: 5.3, online: 4.0}) == ["met"] * 2 + unmeasured[2:]
     assert answers(ratios_to_naive={offline: 5.29, online: 3.99})[:2] == ["NOT met"] * 2
     theirs = {"transformers, as it comes": peer(10, 1000)}
-    assert answers(peers={"paged_jax": peer(40, 99)} | theirs)[2:] == ["met"] * 2
-    assert answers(peers={"paged_jax": peer(39, 100)} | theirs)[2:] == ["NOT met"] * 2
+    assert answers(peers={"paged_jax": peer(40, 100)} | theirs)[2:] == ["met"] * 2
+    assert answers(peers={"paged_jax": peer(39, 101)} | theirs)[2:] == ["NOT met"] * 2
     assert answers(peers=theirs) == unmeasured
 
 

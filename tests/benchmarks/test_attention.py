@@ -3,16 +3,18 @@
 import json
 import sys
 
-import attention_cases
-import attention_peers
-import attention_report
-import decode_attention
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import Case, Heads, make_inputs
-from attention_programs import expected_result, our_call
-from device_time import Program, Rates, chained, take_turns
+
+from benchmarks.attention import cases as attention_cases
+from benchmarks.attention import peers as attention_peers
+from benchmarks.attention import report as attention_report
+from benchmarks.attention import run as decode_attention
+from benchmarks.attention.cases import Case, Heads, make_inputs
+from benchmarks.attention.programs import expected_result, our_call
+from benchmarks.common import figures
+from benchmarks.common.device_time import Program, Rates, chained, take_turns
 
 RATES = Rates(memory=1000.0, matmul=1.0)
 
@@ -253,7 +255,7 @@ def test_plot_draws_a_report(tmp_path) -> None:
         "versions": {"jax": "0"},
     }
     path = tmp_path / "new" / "plot.png"
-    attention_report.plot(attention_report.plotter(), report, path)
+    attention_report.plot(figures.plotter(), report, path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,0 +1,1 @@
+"""Attention over a paged pool, beside other kernels on the same device."""

@@ -1,0 +1,50 @@
+"""Figures to reach, and whether a report reaches them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+# What a report gives for a goal: one figure, one for each case by its name, or None: not measured.
+Figure = float | dict[str, float] | None
+
+
+class Goal(NamedTuple):
+    """A figure to reach in every case that it applies to.
+
+    Attributes:
+      text: what is asked.
+      figure: what a report gives.
+      low: the smallest figure that meets the goal; None: no bound.
+      high: the largest figure that meets the goal; None: no bound.
+      form: how the figure is printed.
+    """
+
+    text: str
+    figure: Callable[[Any], Figure]
+    low: float | None = None
+    high: float | None = None
+    form: str = ".3g"
+
+    def is_met(self, figure: float) -> bool:
+        """Whether one figure is within the bounds."""
+        is_low = self.low is not None and figure < self.low
+        return not is_low and (self.high is None or figure <= self.high)
+
+
+def goal_line(goal: Goal, report: Any) -> str:
+    """One line: met, NOT met, or not measured; of several cases with the worst.
+
+    Example:
+      >>> goal_line(Goal("twice as fast", lambda report: report["ratio"], low=2.0), {"ratio": 2.5})
+      'met           twice as fast: 2.5'
+    """
+    figure = goal.figure(report)
+    if figure is None or figure == {}:
+        return f"{'not measured':12s}  {goal.text}"
+    if not isinstance(figure, dict):
+        answer = "met" if goal.is_met(figure) else "NOT met"
+        return f"{answer:12s}  {goal.text}: {figure:{goal.form}}"
+    names = sorted(figure, key=lambda name: figure[name], reverse=goal.low is None)
+    num_met = sum(map(goal.is_met, figure.values()))
+    answer = "met" if num_met == len(names) else "NOT met"
+    worst = f"worst {figure[names[0]]:{goal.form}} in {names[0]}"
+    return f"{answer:12s}  {goal.text}; {num_met} of {len(names)} cases, {worst}"

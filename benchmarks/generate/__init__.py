@@ -1,0 +1,1 @@
+"""Text generation on CPUs, beside transformers and llama.cpp."""

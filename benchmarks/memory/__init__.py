@@ -1,0 +1,1 @@
+"""How much of the memory holds tokens, counted in the allocator."""

@@ -1,0 +1,7 @@
+"""``python -m benchmarks.memory``; see `benchmarks.memory.run`."""
+
+import sys
+
+from benchmarks.memory.run import main
+
+sys.exit(main())

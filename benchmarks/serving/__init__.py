@@ -1,0 +1,1 @@
+"""Continuous batching, beside one request at a time and transformers' own."""
