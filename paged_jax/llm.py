@@ -24,15 +24,6 @@ class LLM(Engine):
       4
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        # Who waits for a request: the step that brings its tokens may be that of another call.
-        self._runs: dict[str, _Run] = {}
-        # What nobody waits for, until `step` is called.
-        self._others: dict[str, Request] = {}
-        # Calls of `stream` whose iterators were dropped while the engine was at work.
-        self._dropped: list[_Run] = []
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -62,11 +53,11 @@ class LLM(Engine):
           FloatingPointError: the model gave NaN for every prompt. Where it did for some only, their
             outputs have the finish_reason ``"error"``.
         """
-        with contextlib.closing(self._add(prompts, sampling_params, priority, explain)) as run:
-            requests = list(run.requests.values())
+        with contextlib.closing(self._add(prompts, sampling_params, priority, explain)) as group:
+            requests = list(group.requests.values())
             # disable=None: on a terminal only.
             with Progress(self, len(requests), disable=None if use_tqdm else True) as progress:
-                for _, request in run:
+                for _, request in group:
                     progress.update(request.is_finished)
         outputs = [request.output() for request in requests]
         _raise_if_all_failed(outputs)
@@ -160,44 +151,13 @@ class LLM(Engine):
         """
         return beam_search(self, prompts, params)
 
-    def step(self) -> list[RequestOutput]:
-        """As `Engine.step`. Calls of `generate` and `stream` that are under way lose nothing."""
-        self._advance_all()
-        others, self._others = self._others, {}
-        return [request.output() for request in others.values()]
-
-    def end(self, request_id: str) -> Request | None:
-        """See `Engine.end`. A call of `stream` that waits for the request gets what it has."""
-        request = super().end(request_id)
-        if request is not None and request_id in self._runs:
-            self._runs[request_id].arrive(request)
-        return request
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or `step` has something to tell."""
-        return super().has_unfinished or bool(self._others)
-
-    def _advance_all(self) -> None:
-        """Run a step, and hand what it brings to the calls that wait for it, or keep it."""
-        self._end_dropped()
-        for request in self.advance():
-            if request.request_id in self._runs:
-                self._runs[request.request_id].arrive(request)
-            else:
-                self._others[request.request_id] = request
-
-    def _end_dropped(self) -> None:
-        while self._dropped and not self._is_changing:
-            self._dropped.pop().close()
-
     def _add(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         explain: bool,
-    ) -> "_Run":
+    ) -> "_RequestGroup":
         """Queue all prompts, or none of them."""
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         count = len(prompts)
@@ -217,33 +177,31 @@ class LLM(Engine):
                     f"LLM.generate: {name} must be one or as many as the {count} prompts, got "
                     f"{len(values)}."
                 )
-        num_before, request_ids = self._num_requests, []
-        try:
+        requests: list[Request] = []
+        with self.all_or_none():
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True):
-                request_ids.append(self.add_request(prompt, params, priority=rank, explain=explain))
-        except BaseException as error:
-            index = len(request_ids)
-            for request_id in request_ids:
-                self.abort(request_id)
-            self._num_requests = num_before
-            if isinstance(error, ValueError) and count > 1:
-                raise ValueError(f"prompts[{index}]: {error}") from None
-            raise
-        return _Run(self, [self._requests[request_id] for request_id in request_ids])
+                try:
+                    name = self.add_request(prompt, params, priority=rank, explain=explain)
+                except ValueError as error:
+                    if count == 1:
+                        raise
+                    raise ValueError(f"prompts[{len(requests)}]: {error}") from None
+                requests.append(self.get_request(name))
+        return _RequestGroup(self, requests)
 
 
-class _Run:
+class _RequestGroup:
     """The requests of one call, each whenever it has new tokens, until all have finished."""
 
-    def __init__(self, llm: LLM, requests: list[Request]):
+    def __init__(self, engine: Engine, requests: list[Request]):
         self.requests = {request.request_id: request for request in requests}
-        self._llm = llm
+        self._engine = engine
         self._indices = {request.request_id: index for index, request in enumerate(requests)}
         self._arrived: dict[str, Request] = {}
-        llm._runs.update(dict.fromkeys(self.requests, self))
+        for request_id in self.requests:
+            engine.delivery.subscribe(request_id, self._receive)
 
-    def arrive(self, request: Request) -> None:
-        """Take note that a request has new tokens, or has ended."""
+    def _receive(self, request: Request) -> None:
         self._arrived[request.request_id] = request
 
     def __iter__(self) -> Iterator[tuple[int, Request]]:
@@ -253,26 +211,28 @@ class _Run:
         while not self._arrived:
             if not self.requests:
                 raise StopIteration
-            self._llm._advance_all()
+            self._engine.delivery.deliver(self._engine.advance())
         request_id, request = next(iter(self._arrived.items()))
         del self._arrived[request_id]
         if request.is_finished:
-            del self.requests[request_id]
-            self._llm._runs.pop(request_id, None)
+            self._leave(request_id)
         return self._indices[request_id], request
 
+    def _leave(self, request_id: str) -> None:
+        del self.requests[request_id]
+        self._engine.delivery.unsubscribe(request_id)
+
     def close(self) -> None:
-        """End what has not finished."""
+        """End the requests that have not finished."""
         self._arrived.clear()
         while self.requests:
-            request_id, _ = self.requests.popitem()
-            self._llm._runs.pop(request_id, None)
-            self._llm.end(request_id)
+            request_id = next(iter(self.requests))
+            self._leave(request_id)
+            self._engine.end(request_id)
 
     def drop(self) -> None:
-        """As `close`, as soon as that can be: Python may ask for this in the middle of a step."""
-        self._llm._dropped.append(self)
-        self._llm._end_dropped()
+        """As `close`, but later if Python asks for it in the middle of a step."""
+        self._engine.when_idle(self.close)
 
 
 class Stream:
@@ -282,17 +242,17 @@ class Stream:
     it, and leaving a ``with contextlib.closing(...)`` block.
     """
 
-    def __init__(self, run: _Run):
-        self._run = run
+    def __init__(self, group: _RequestGroup):
+        self._group = group
         # Not __del__: at the end of the process nothing is left that could be ended.
-        weakref.finalize(self, run.drop).atexit = False
+        weakref.finalize(self, group.drop).atexit = False
 
     def __iter__(self) -> Iterator[tuple[int, RequestOutput]]:
         return self
 
     def __next__(self) -> tuple[int, RequestOutput]:
         try:
-            index, request = next(self._run)
+            index, request = next(self._group)
         except BaseException:
             self.close()
             raise
@@ -300,7 +260,7 @@ class Stream:
 
     def close(self) -> None:
         """End the requests that have not finished."""
-        self._run.close()
+        self._group.close()
 
 
 def _raise_if_all_failed(outputs: list[RequestOutput]) -> None:

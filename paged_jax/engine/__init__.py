@@ -1,5 +1,6 @@
 """Continuous batching: schedule, run, postprocess."""
 
-from paged_jax.engine.engine import Engine, EngineStats
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.stats import EngineStats
 
 __all__ = ["Engine", "EngineStats"]

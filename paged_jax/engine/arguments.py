@@ -119,3 +119,27 @@ def program_sizes(
         max_logit_bias=MAX_LOGIT_BIAS,
         max_stop_ids=num_eos_token_ids + MAX_STOP_TOKEN_IDS,
     )
+
+
+def choose_cascade(
+    wanted: bool | None, config: LlamaConfig, platform: str, *, enable_prefix_caching: bool
+) -> bool:
+    """Whether decoding reads blocks that all running sequences share once for all of them.
+
+    Args:
+      wanted: the `cascade_attention` of `Engine`.
+      config: the configuration of the model.
+      platform: where the engine runs.
+      enable_prefix_caching: whether requests come to share blocks.
+
+    Raises:
+      ValueError: it is wanted for a model with a sliding window.
+    """
+    has_window = config.sliding_window is not None
+    if wanted and has_window:
+        raise ValueError(
+            "Engine: cascade_attention must be False for a model with a sliding window."
+        )
+    if wanted is None:
+        return platform == "cpu" and enable_prefix_caching and not has_window
+    return wanted

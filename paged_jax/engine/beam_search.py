@@ -11,8 +11,8 @@ the tables only), takes the beam's last token, with a copy of the block where th
 and answers with the most probable next tokens. The host chooses among those of all beams:
 
     each beam brings its 2 W most probable continuations
-    those that end with an end-of-sequence token are complete; the best W others go on
-    in the end, the best W of all that are complete or still going
+    those that end with an end-of-sequence token are complete; the best W others continue
+    in the end, the best W of all beams are returned, complete or not
 
 An outcome is ranked by ``cum_logprob / length**length_penalty``, as in vLLM: the length is that of
 the whole sequence, its prompt included and an end token left out.
@@ -22,16 +22,17 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.checks import is_int, is_real
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner import ModelRunner, slot_of
+from paged_jax.runner import slot_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.sequence import Sequence as SlotUser
@@ -45,13 +46,13 @@ class BeamSearchParams:
     """What to search for, with vLLM's names and meanings.
 
     Attributes:
-      beam_width: W, how many beams go on, and how many sequences are returned.
+      beam_width: W, beams that continue at each step, and sequences that are returned.
       max_tokens: most tokens to generate; fewer where the context ends before.
-      ignore_eos: treat end-of-sequence tokens as any other.
+      ignore_eos: whether end-of-sequence tokens are treated as any other.
       temperature: only 0 is possible, as nothing is drawn: log-probabilities are the model's own.
       length_penalty: the power of the length by which the log-probability is divided: above 0
         favours long sequences, below 0 short ones. From -10 to 10.
-      include_stop_str_in_output: keep the end-of-sequence token in the text.
+      include_stop_str_in_output: whether the text keeps the end-of-sequence token.
 
     Raises:
       ValueError: a value is out of bounds; the message names the field and the bound.
@@ -88,10 +89,10 @@ class BeamSearchSequence:
     """One of the best sequences.
 
     Attributes:
-      tokens: those of the prompt, then the generated ones, an end-of-sequence token included.
-      cum_logprob: sum of the log-probabilities of the generated tokens, in nats.
-      text: of all tokens, the prompt's included, without special tokens; empty without a
-        tokenizer.
+      tokens: token ids of the prompt, then the generated ones, an end-of-sequence token included.
+      cum_logprob: the sum of the log-probabilities of the generated tokens, in nats.
+      text: the text of all tokens, the prompt's included, without special tokens; empty without
+        a tokenizer.
       finish_reason: ``"stop"`` (an end-of-sequence token) or ``"length"``.
       stop_reason: the end-of-sequence token; None where the length ended it.
     """
@@ -108,7 +109,7 @@ class BeamSearchOutput:
     """What was found for one prompt.
 
     Attributes:
-      sequences: the best first: as many as the beams are wide, or all that there are.
+      sequences: as many as the beams are wide or, if there are fewer, all; the best first.
     """
 
     sequences: list[BeamSearchSequence]
@@ -125,9 +126,9 @@ def beam_search(
     finds.
 
     Args:
-      engine: no request of it may be unfinished. Empty again afterwards, whatever happens.
-      prompts: as for `LLM.generate`.
-      params: for all prompts.
+      engine: one without unfinished requests. It is empty again afterwards, whatever happens.
+      prompts: one or several, as for `LLM.generate`.
+      params: what to search for, the same for all prompts.
 
     Returns:
       One output for each prompt, in their order.
@@ -141,27 +142,26 @@ def beam_search(
     Cost: a step is a decode step of all beams. Its program is compiled once for each `beam_width`
     and for each power of two of beams at once, at the first use: `Engine.warmup` leaves it out.
     """
-    engine._check_idle("beam_search")
+    parts = engine.exclusive("beam_search")
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
-    end_ids = frozenset() if params.ignore_eos else engine._eos_token_ids
+    end_ids = frozenset() if params.ignore_eos else parts.eos_token_ids
     searches = [
-        _Search(_as_request(engine, number, prompt, params), params, end_ids)
+        _Search(_as_request(parts, number, prompt, params), params, end_ids)
         for number, prompt in enumerate(prompts)
     ]
     for search in searches:
         _check_fits(engine, search)
-    try:
-        _Batch(engine, params, num_end_ids=len(end_ids)).run(searches)
-    except BaseException:  # Ctrl-C included
-        engine._recover()
-        raise
+    with parts.running():
+        _Batch(engine, parts, params, num_end_ids=len(end_ids)).run(searches)
     return [search.output(engine.tokenizer) for search in searches]
 
 
-def _as_request(engine: Engine, number: int, prompt: Prompt, params: BeamSearchParams) -> Request:
+def _as_request(
+    parts: ExclusiveUse, number: int, prompt: Prompt, params: BeamSearchParams
+) -> Request:
     """The prompt as token ids, checked as that of any request."""
-    return engine._inputs.request(
+    return parts.inputs.make_request(
         f"beam search {number}",
         number,
         prompt,
@@ -199,9 +199,9 @@ class _Search:
     """The beams of one prompt: the choice among continuations, in plain Python.
 
     Args:
-      request: the prompt.
-      params: what is asked.
-      end_ids: tokens that complete a sequence.
+      request: the prompt as a request.
+      params: what to search for.
+      end_ids: token ids that complete a sequence.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, end_ids: frozenset[int]):
@@ -216,11 +216,11 @@ class _Search:
 
     @property
     def num_cached(self) -> int:
-        """Tokens of each beam in the cache, once its last one is fed."""
+        """Tokens of each beam that are in the cache once its last one is fed."""
         return len(self.prompt_token_ids) + len(self.beams[0].token_ids)
 
     def most_blocks(self, block_size: int) -> int:
-        """Blocks that the beams may hold: full ones of the prompt are common, no others need be."""
+        """Most blocks that the beams hold: they share full ones of the prompt, maybe no others."""
         num_prompt = len(self.prompt_token_ids)
         num_common = num_prompt // block_size
         # The last token that is generated is never fed.
@@ -232,14 +232,14 @@ class _Search:
         return beam.token_ids[-1] if beam.token_ids else self.prompt_token_ids[-1]
 
     def advance(self, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
-        """Choose who goes on, from the continuations of each beam, the most probable first.
+        """Choose the beams that continue, from the continuations of the present ones.
 
         Args:
-          top_ids: i32 [number of beams, N].
-          top_logprobs: f32 [number of beams, N].
+          top_ids: i32 [number of beams, N], the N most probable tokens, the most probable first.
+          top_logprobs: f32 [number of beams, N], their log-probabilities.
 
         Raises:
-          FloatingPointError: one of them is NaN.
+          FloatingPointError: a log-probability is NaN.
         """
         if np.isnan(top_logprobs).any():
             raise FloatingPointError(
@@ -257,19 +257,19 @@ class _Search:
             # Stable: of equals, the continuation of the better beam comes first.
             key=lambda candidate: -candidate[0],
         )
-        width, going, ended = self.params.beam_width, [], []
+        width, continued, ended = self.params.beam_width, [], []
         for cum_logprob, parent, token_id in candidates:
             is_end = token_id in self._end_ids
-            chosen = ended if is_end else going
+            chosen = ended if is_end else continued
             if len(chosen) < width:
                 token_ids = (*self.beams[parent].token_ids, token_id)
                 chosen.append(_Beam(token_ids, cum_logprob, parent, is_end))
         self._completed = self._best(self._completed + ended)
-        self.beams = going
+        self.beams = continued
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing that goes on can be among the best any more, or may go on."""
+        """Whether no beam may continue, or none that does can still end among the best."""
         if not self.beams or len(self.beams[0].token_ids) == self.max_tokens:
             return True
         if len(self._completed) < self.params.beam_width:
@@ -313,17 +313,20 @@ class _Search:
 class _Batch:
     """The searches that run at once, in the slots of an idle engine."""
 
-    def __init__(self, engine: Engine, params: BeamSearchParams, *, num_end_ids: int):
+    def __init__(
+        self, engine: Engine, parts: ExclusiveUse, params: BeamSearchParams, *, num_end_ids: int
+    ):
         self._engine = engine
-        self._runner: ModelRunner = engine._runner
+        self._parts = parts
+        self._runner = parts.runner
         self._width = width = params.beam_width
-        # As many more than W as end tokens may take, so that W others go on, and at least 2 W.
+        # As many more than W as may be end tokens, so that W others continue, and at least 2 W.
         self._num_top = min(width + max(width, num_end_ids), engine.config.vocab_size)
         self._free_slots = list(range(engine.max_num_seqs))
         self._running: list[_Search] = []
 
     def run(self, searches: Sequence[_Search]) -> None:
-        """Run searches to their ends, each as soon as there is room, in their order."""
+        """Run searches to their ends, in their order, each as soon as there is room for it."""
         waiting = deque(searches)
         while waiting or self._running:
             admitted = []
@@ -357,13 +360,8 @@ class _Batch:
 
     def _prefill(self, sequences: list[SlotUser]) -> None:
         """Compute prompts, all but their last tokens, and let them be found in the prefix cache."""
-        engine, statistics = self._engine, self._engine._scheduler.stats
-        for sequence in sequences if engine.enable_prefix_caching else ():
-            request: Any = sequence.request
-            sequence.chain = engine._chain_of(request)
-            sequence.num_computed = self._runner.slots.attach(sequence)
-            statistics.num_queried_tokens += len(sequence.token_ids) - 1
-            statistics.num_cached_tokens += sequence.num_computed
+        for sequence in sequences:
+            self._parts.attach_prefix(sequence)
         max_chunk = self._runner.sizes.max_chunk
         while chunks := [(s, min(s.num_prefill, max_chunk)) for s in sequences if s.num_prefill]:
             self._runner.prefill(chunks)
@@ -390,13 +388,12 @@ class _Batch:
 
     def _note_blocks(self) -> None:
         """Count blocks that are held, and that would be if beams shared none, as a step does."""
-        engine = self._engine
+        block_size = self._engine.block_size
         num_unshared = sum(
-            len(search.beams) * num_blocks_needed(search.num_cached, engine.block_size)
+            len(search.beams) * num_blocks_needed(search.num_cached, block_size)
             for search in self._running
         )
-        engine._stats.num_steps += 1
-        engine._count_blocks(num_unshared)
+        self._parts.count_step(num_unshared)
 
     def _release(self, search: _Search) -> None:
         for user in search.slot_users:

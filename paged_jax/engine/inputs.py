@@ -41,7 +41,7 @@ class Inputs:
     max_length: int
     seed: int
 
-    def request(
+    def make_request(
         self,
         request_id: str,
         arrival: int,

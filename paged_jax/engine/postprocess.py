@@ -1,25 +1,88 @@
 """Turns what a step has drawn into samples: tokens, text, log-probabilities, finish reasons."""
 
 import math
-from typing import Any
+import time
+from typing import Any, cast
 
+from paged_jax.engine.requests import RequestTable
+from paged_jax.engine.stats import EngineStats
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner import Scores, StepTokens
+from paged_jax.runner import Draw, Scores, StepTokens
 from paged_jax.scheduler.outputs import Logprob
 from paged_jax.scheduler.request import Request, Sample
+from paged_jax.scheduler.scheduler import Plan
+from paged_jax.scheduler.sequence import Sequence
 
 
 class Postprocessor:
-    """Appends tokens to samples.
+    """Appends tokens to samples, and ends those that stop.
 
     Args:
       tokenizer: decodes single tokens beside their log-probabilities; None leaves them empty.
       eos_token_ids: tokens that end a sample.
+      requests: the requests that have not finished.
+      stats: the totals.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        requests: RequestTable,
+        stats: EngineStats,
+    ):
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._requests = requests
+        self._stats = stats
+
+    def postprocess(self, plan: Plan, tokens: StepTokens | None) -> list[Request]:
+        """Give samples what a step has drawn for them.
+
+        Args:
+          plan: what the step ran.
+          tokens: what it has drawn, a row for each of the plan's decodes; None without any.
+
+        Returns:
+          The requests that got tokens or ended.
+        """
+        touched = dict.fromkeys(self._requests.ended)
+        for sequence in plan.expired:
+            sample_of(sequence).end("abort", "deadline")
+            self._requests.finish(sequence)  # which the scheduler has let go already
+            touched[request_of(sequence)] = None
+        if tokens is not None:
+            now = time.perf_counter()
+            for row, sequence in enumerate(plan.decodes):
+                self.take_row(sequence, tokens, row, now)
+                touched[request_of(sequence)] = None
+        for request in touched:
+            if request.is_finished:
+                self._requests.remove(request)
+        self._requests.ended.clear()
+        return list(touched)
+
+    def take_row(self, sequence: Sequence, tokens: StepTokens, row: int, now: float) -> None:
+        """Give a sequence and its sample the tokens of a row, and finish it where it stops."""
+        request, sample = request_of(sequence), sample_of(sequence)
+        if sample.finish_reason is not None:
+            return  # another row of its request has just ended all of them
+        try:
+            token_ids = self.append_tokens(request, sample, tokens, row)
+        except FloatingPointError as error:
+            self._requests.end(request, "error", str(error))
+            return
+        if not token_ids:
+            return
+        sequence.append(token_ids)
+        self._stats.num_generated_tokens += len(token_ids)
+        if request.metrics.first_token_time is None:
+            request.mark(first_token_time=now)
+            self._stats.num_prompt_tokens += sequence.num_prompt_tokens - request.num_cached_tokens
+            if not self._stats.first_token_seconds:
+                self._stats.first_token_seconds = now - request.metrics.arrival_time
+        if sample.finish_reason is not None:
+            self._requests.finish(sequence)
 
     def append_tokens(
         self, request: Request, sample: Sample, tokens: StepTokens, row: int
@@ -108,3 +171,19 @@ class Postprocessor:
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
+
+
+def request_of(sequence: Sequence) -> Request:
+    """The request that a sequence belongs to."""
+    return cast(Request, sequence.request)
+
+
+def sample_of(sequence: Sequence) -> Sample:
+    """The sample that a sequence stands for."""
+    return request_of(sequence).samples[sequence.index]
+
+
+def draw_of(sequence: Sequence) -> Draw:
+    """How the tokens of a sequence are drawn."""
+    request = request_of(sequence)
+    return Draw(request.params, request.seed, sequence.index)

@@ -3,7 +3,8 @@
 import dataclasses
 import time
 
-from paged_jax.engine.engine import Engine, EngineStats
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.stats import EngineStats
 
 
 @dataclasses.dataclass(frozen=True)

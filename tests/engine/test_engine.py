@@ -348,7 +348,7 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
     expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
     first = engine.add_request(OTHER, params)
     second = engine.add_request(LONG, params)
-    original, finished = engine._take, []
+    original, finished = engine._postprocessor.take_row, []
 
     def fail(sequence, *args):
         if sequence.request.request_id == second:
@@ -356,7 +356,7 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
         original(sequence, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_take", fail)
+        patch.setattr(engine._postprocessor, "take_row", fail)
         with pytest.raises(KeyboardInterrupt):
             while engine.has_unfinished:
                 finished += [o for o in engine.step() if o.finished]

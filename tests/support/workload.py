@@ -84,7 +84,7 @@ def check_empty(engine: Engine) -> None:
     assert int(tables.pool.num_free) == engine.num_blocks
     assert tables.lengths.tolist() == [0] * engine.max_num_seqs
     scheduler, slots = engine._scheduler, engine._runner.slots
-    assert not engine._requests and not engine._ngrams
+    assert not engine._requests.unfinished and not engine._plan_runner._drafter._indices
     assert not scheduler.waiting and not scheduler.residents and not scheduler._unfinished
     assert sorted(scheduler._free_slots) == list(range(engine.max_num_seqs))
     assert not slots._to_publish and not slots._to_release

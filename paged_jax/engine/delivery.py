@@ -1,0 +1,54 @@
+"""Hands requests that have made progress to the calls that wait for them."""
+
+from collections.abc import Callable, Iterable
+
+from paged_jax.scheduler.request import Request
+
+
+class Delivery:
+    """Where the requests go that a step has touched.
+
+    Requests share steps, so a step that one call runs may bring tokens for the request of another
+    call. That call gets them by the function it has subscribed with. A request without a subscriber
+    is kept until it is taken.
+
+    Example:
+      >>> delivery = Delivery()
+      >>> delivery.has_kept, delivery.take_kept()
+      (False, [])
+    """
+
+    def __init__(self) -> None:
+        self._receivers: dict[str, Callable[[Request], None]] = {}
+        self._kept: dict[str, Request] = {}
+
+    def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
+        """Call a function with a request whenever it has new tokens, and when it has ended."""
+        self._receivers[request_id] = receive
+
+    def unsubscribe(self, request_id: str) -> None:
+        """End a subscription; nothing if there is none."""
+        self._receivers.pop(request_id, None)
+
+    def deliver(self, requests: Iterable[Request]) -> None:
+        """Give each request to its subscriber, or keep it."""
+        for request in requests:
+            if not self.notify(request):
+                self._kept[request.request_id] = request
+
+    def notify(self, request: Request) -> bool:
+        """Give a request to its subscriber, if it has one."""
+        receive = self._receivers.get(request.request_id)
+        if receive is not None:
+            receive(request)
+        return receive is not None
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether there are requests to take."""
+        return bool(self._kept)
+
+    def take_kept(self) -> list[Request]:
+        """The requests without a subscriber that were delivered since the last call."""
+        kept, self._kept = self._kept, {}
+        return list(kept.values())

@@ -1,0 +1,62 @@
+"""Lends the parts of an idle engine to a search that fills slots and blocks by itself."""
+
+import contextlib
+from typing import Any
+
+from paged_jax.engine.inputs import Inputs
+from paged_jax.engine.recovery import ChangeGuard
+from paged_jax.engine.requests import RequestTable
+from paged_jax.engine.stats import BlockMeter, EngineStats
+from paged_jax.runner import ModelRunner
+from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.sequence import Sequence
+
+
+class ExclusiveUse:
+    """What beam search needs of an engine. See `Engine.exclusive`.
+
+    Attributes:
+      runner: what runs programs.
+      inputs: what prompts and parameters are accepted.
+      eos_token_ids: the model's end tokens.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        inputs: Inputs,
+        eos_token_ids: frozenset[int],
+        *,
+        requests: RequestTable,
+        scheduler: Scheduler,
+        blocks: BlockMeter,
+        stats: EngineStats,
+        guard: ChangeGuard,
+    ):
+        self.runner = runner
+        self.inputs = inputs
+        self.eos_token_ids = eos_token_ids
+        self._requests = requests
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._stats = stats
+        self._guard = guard
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Around the use of the runner, which ends with empty slots; an exception empties all."""
+        return self._guard.change()
+
+    def attach_prefix(self, sequence: Sequence) -> None:
+        """Begin the slot of a sequence with the blocks of its prompt that are cached."""
+        if not self._scheduler.enable_prefix_caching:
+            return
+        request: Any = sequence.request
+        sequence.chain = self._requests.prefix_chain(request)
+        sequence.num_computed = self.runner.slots.attach(sequence)
+        self._scheduler.stats.num_queried_tokens += len(sequence.token_ids) - 1
+        self._scheduler.stats.num_cached_tokens += sequence.num_computed
+
+    def count_step(self, num_unshared: int) -> None:
+        """Count a step, and the blocks after it, of which so many would be held without sharing."""
+        self._stats.num_steps += 1
+        self._blocks.count(num_unshared)

@@ -1,0 +1,130 @@
+"""Keeps the requests that have not finished: from them, the device's state can be made again."""
+
+import itertools
+import time
+
+from paged_jax.cache.digests import PrefixChain, root_digest
+from paged_jax.engine.drafts import Drafter
+from paged_jax.runner import ModelRunner
+from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.sequence import Sequence
+
+
+class RequestTable:
+    """Requests from their arrival to their end, and the sequences that the scheduler has of them.
+
+    Args:
+      scheduler, runner, drafter: what a request leaves when it ends.
+
+    Attributes:
+      unfinished: requests that have not finished, by their ids.
+      ended: requests that ended in a step that was cut short; the next step returns them.
+      num_added: requests added so far.
+      weights_version: how often the weights were replaced.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, drafter: Drafter):
+        self._scheduler = scheduler
+        self._runner = runner
+        self._drafter = drafter
+        self.unfinished: dict[str, Request] = {}
+        self.ended: list[Request] = []
+        self.num_added = 0
+        self.weights_version = 0
+
+    def next_id(self) -> str:
+        """A name for a request that brings none: its number, or the next that is free."""
+        numbers = itertools.count(self.num_added)
+        return next(name for i in numbers if (name := str(i)) not in self.unfinished)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+          ValueError: the scheduler refuses it; nothing has changed then.
+        """
+        self._scheduler.add(self._sequences_of(request))
+        self.unfinished[request.request_id] = request
+        self.num_added += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Free the slot and the blocks of a sequence that is complete."""
+        self._scheduler.finish(self._runner.slots, sequence)
+        self._drafter.drop(sequence)
+
+    def end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
+        """End a request that has not finished by itself, and free its slots and blocks."""
+        for sequence in self._scheduler.abort(self._runner.slots, request):
+            self._drafter.drop(sequence)
+        for sample in request.samples:
+            sample.end(finish_reason, stop_reason)
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a finished request out."""
+        request.mark(finished_time=time.perf_counter())
+        self.unfinished.pop(request.request_id, None)
+
+    def take_ended(self, request_id: str) -> Request | None:
+        """Take a request that ended in a step that was cut short; None if there is no such one."""
+        for index, request in enumerate(self.ended):
+            if request.request_id == request_id:
+                return self.ended.pop(index)
+        return None
+
+    def restart(self) -> None:
+        """Empty the device, and queue again all requests that have not finished."""
+        for request in list(self.unfinished.values()):
+            if request.is_finished:
+                self.ended.append(request)
+                self.remove(request)
+        self._runner.reset()
+        self._drafter.clear()
+        sequences = [self._sequences_of(request) for request in self.unfinished.values()]
+        self._scheduler.restart([sequence for group in sequences for sequence in group])
+
+    def note_new_weights(self) -> bool:
+        """Take note that the weights were replaced; return whether requests are unfinished."""
+        self.weights_version += 1
+        for request in self.unfinished.values():
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs = [None]  # not half of them from either
+        return bool(self.unfinished)
+
+    def check_idle(self, function: str) -> None:
+        """Refuse a call while requests are unfinished.
+
+        Raises:
+          RuntimeError: one is.
+        """
+        if self.unfinished:
+            raise RuntimeError(
+                f"{function}: no request may be unfinished, got {len(self.unfinished)}. "
+                "Finish or abort them."
+            )
+
+    def prefix_chain(self, request: Request) -> PrefixChain:
+        """What names the blocks of a request's prompt in the prefix cache."""
+        # Neither the blocks of earlier weights nor those of another tenant are found.
+        root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
+        return PrefixChain(root, self._scheduler.block_size)
+
+    def _sequences_of(self, request: Request) -> list[Sequence]:
+        """What the scheduler sees of the samples of a request that have not finished."""
+        # Log-probabilities of a prompt need all of it computed.
+        is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
+        sequences = []
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sequence = Sequence(
+                    request,
+                    sample.index,
+                    [*request.prompt_token_ids, *sample.token_ids],
+                    len(request.prompt_token_ids) + request.max_tokens,
+                    self.prefix_chain(request) if is_cached else None,
+                    request.history,
+                )
+                sequence.num_prompt_tokens = len(request.prompt_token_ids)
+                sequences.append(sequence)
+        return sequences

@@ -1,0 +1,109 @@
+"""Runs what the scheduler has planned: chunks of prompts, forks of samples, steps of decoding."""
+
+import time
+
+import numpy as np
+
+from paged_jax.engine.drafts import Drafter
+from paged_jax.engine.postprocess import Postprocessor, request_of
+from paged_jax.engine.stats import EngineStats, StepClock
+from paged_jax.runner import ModelRunner, StepTokens
+from paged_jax.scheduler.history import describe_match
+from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.scheduler import Plan, Scheduler
+from paged_jax.scheduler.sequence import Sequence
+
+
+class PlanRunner:
+    """Runs plans, and notes when requests begin.
+
+    Args:
+      runner: what runs programs.
+      scheduler: what made the plans.
+      postprocessor: what takes the log-probabilities of prompts.
+      drafter: what guesses tokens.
+      clock: what measures the two parts.
+      stats: the totals.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        postprocessor: Postprocessor,
+        drafter: Drafter,
+        clock: StepClock,
+        stats: EngineStats,
+    ):
+        self._runner = runner
+        self._scheduler = scheduler
+        self._postprocessor = postprocessor
+        self._drafter = drafter
+        self._clock = clock
+        self._stats = stats
+
+    def run(self, plan: Plan) -> StepTokens | None:
+        """Run all of a plan, and return the tokens drawn, a row for each of its decodes."""
+        self._note_start(plan)
+        with self._clock.prefilling:
+            self._prefill(plan)
+            self._runner.slots.fork(plan.forks)
+        with self._clock.decoding:
+            tokens = self._decode(plan) if plan.decodes else None
+            self._runner.check()
+        return tokens
+
+    def _note_start(self, plan: Plan) -> None:
+        now = time.perf_counter()
+        for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.decodes]:
+            request = request_of(sequence)
+            if request.metrics.first_scheduled_time is None:
+                request.mark(first_scheduled_time=now)
+                request.num_cached_tokens = sequence.num_computed
+                if request.history is not None:
+                    request.history.prefix_match = self._describe_match(request)
+
+    def _describe_match(self, request: Request) -> str:
+        if not self._scheduler.enable_prefix_caching:
+            return "nothing was looked up: the engine runs without prefix caching"
+        if request.prompt_logprobs is not None:
+            return "nothing was looked up: log-probabilities of a prompt need all of it computed"
+        return describe_match(
+            len(request.prompt_token_ids), request.num_cached_tokens, self._scheduler.block_size
+        )
+
+    def _prefill(self, plan: Plan) -> None:
+        scored = [chunk for chunk in plan.chunks if _is_scored(chunk[0])]
+        self._runner.prefill([chunk for chunk in plan.chunks if not _is_scored(chunk[0])])
+        for sequence, count in scored:
+            scores = self._runner.score(sequence, count)
+            self._postprocessor.append_prompt_logprobs(
+                request_of(sequence), scores, start=sequence.num_computed, count=count
+            )
+        for sequence, count in plan.chunks:
+            sequence.advance(count)
+            self._runner.slots.publish(sequence)
+
+    def _decode(self, plan: Plan) -> StepTokens:
+        with_top = any(request_of(s).params.logprobs is not None for s in plan.decodes)
+        num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
+        drafts = self._drafter.drafts(
+            plan.decodes, self._scheduler.max_num_batched_tokens - num_planned
+        )
+        if drafts is not None:
+            tokens = self._runner.verify(plan.decodes, drafts, with_top=with_top)
+            if tokens.ok:
+                self._stats.num_draft_tokens += sum(map(len, drafts))
+                self._stats.num_accepted_tokens += int(np.maximum(tokens.num_new - 1, 0).sum())
+                return tokens
+        tokens = self._runner.decode(
+            plan.decodes, plan.num_steps, leave_on_stop=plan.leave_on_stop, with_top=with_top
+        )
+        if not tokens.num_steps:
+            raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
+        return tokens
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Whether the log-probabilities of its prompt are asked for, which the first sample gets."""
+    return request_of(sequence).prompt_logprobs is not None and sequence.index == 0

@@ -1,0 +1,186 @@
+"""What an engine counts and measures: totals, the times of a step's parts, and blocks in use."""
+
+import dataclasses
+import time
+
+from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.runner import ModelRunner, StepTokens
+from paged_jax.scheduler.scheduler import Plan, Scheduler
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Totals of an engine since it was built. Times leave out what compiling takes.
+
+    Attributes:
+      num_steps: engine steps run so far; each may decode several tokens of a sequence.
+      num_prompt_tokens: prompt tokens computed; those found in the prefix cache come on top.
+      num_generated_tokens: tokens drawn.
+      num_decode_tokens: tokens drawn in dispatches that did not compile.
+      prefill_seconds: seconds in programs that prefill.
+      decode_seconds: seconds in programs that decode, until their tokens were on the host.
+      host_seconds: seconds of steps outside of those programs, which include the next two.
+      schedule_seconds: seconds of planning, with what the plan asks of the cache.
+      postprocess_seconds: seconds of turning tokens into text and ending requests.
+      compile_seconds: seconds of compiling, in the first calls of programs.
+      first_token_seconds: seconds from the arrival of the first request to its first token, with
+        the compilation that it waited for.
+      peak_num_blocks: most blocks held at once at the end of a step.
+      num_preemptions: times that a sequence lost its blocks to others.
+      num_swap_preemptions: preemptions that copied the blocks to host memory.
+      num_recomputed_tokens: tokens computed again after a preemption.
+      num_queried_tokens: tokens looked up in the prefix cache.
+      num_cached_tokens: tokens found in the prefix cache.
+      num_draft_tokens: tokens guessed by speculation.
+      num_accepted_tokens: guesses that were right.
+      sharing: of the blocks that all sequences would hold without sharing any, the fraction that
+        sharing saved, over all steps (Kwon et al., 2023, section 6.3).
+    """
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    host_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    postprocess_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    peak_num_blocks: int = 0
+    num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    sharing: float = 0.0
+
+
+def totals(stats: EngineStats, runner: ModelRunner, scheduler: Scheduler) -> EngineStats:
+    """A copy of an engine's own counts, completed by those of its runner and its scheduler."""
+    scheduled = scheduler.stats
+    return dataclasses.replace(
+        stats,
+        compile_seconds=runner.compile_seconds,
+        num_preemptions=scheduled.num_preemptions,
+        num_swap_preemptions=scheduled.num_swap_preemptions,
+        num_recomputed_tokens=scheduled.num_recomputed_tokens,
+        num_queried_tokens=scheduled.num_queried_tokens,
+        num_cached_tokens=scheduled.num_cached_tokens,
+    )
+
+
+class Stopwatch:
+    """Measures a `with` block, again each time that it is entered.
+
+    Attributes:
+      seconds: seconds that the last block took; 0 if it compiled.
+      waited: seconds of these in which the host waited for the device.
+      has_compiled: whether a program was compiled in it.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
+        self.seconds = self.waited = 0.0
+        self.has_compiled = False
+
+    def __enter__(self) -> "Stopwatch":
+        self._compiled, self._waited = self._runner.compile_seconds, self._runner.wait_seconds
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        elapsed = time.perf_counter() - self._start
+        self.has_compiled = self._runner.compile_seconds > self._compiled
+        self.seconds = 0.0 if self.has_compiled else elapsed
+        self.waited = self._runner.wait_seconds - self._waited
+
+
+class StepClock:
+    """Measures the parts of a step, and adds them to the totals when the step is over.
+
+    Args:
+      stats: the totals.
+      runner: what says how long it compiled and waited.
+
+    Attributes:
+      scheduling, running, postprocessing: the stopwatches of the three parts of a step.
+      prefilling, decoding: the stopwatches of the two parts of `running`.
+    """
+
+    def __init__(self, stats: EngineStats, runner: ModelRunner):
+        self._stats = stats
+        self._runner = runner
+        self._num_prefilled = 0  # tokens that took the prefill_seconds of the stats
+        self.scheduling = Stopwatch(runner)
+        self.running = Stopwatch(runner)
+        self.prefilling = Stopwatch(runner)
+        self.decoding = Stopwatch(runner)
+        self.postprocessing = Stopwatch(runner)
+
+    def count_step(self, plan: Plan, tokens: StepTokens | None) -> None:
+        """Add a step that is over to the totals."""
+        stats, running = self._stats, self.running
+        prefill_seconds = decode_seconds = 0.0
+        # Prefill only queues programs. They are waited for while decoding, which is not its time.
+        if plan.chunks and not running.has_compiled:
+            prefill_seconds = self.prefilling.seconds + running.waited
+            self._num_prefilled += sum(count for _, count in plan.chunks)
+        # The time of the first tokens is not known apart from that of compiling.
+        if tokens is not None and not self.decoding.has_compiled:
+            decode_seconds = self.decoding.seconds - running.waited
+            stats.num_decode_tokens += int(tokens.num_new.sum())
+        stats.num_steps += 1
+        stats.prefill_seconds += prefill_seconds
+        stats.decode_seconds += decode_seconds
+        stats.schedule_seconds += self.scheduling.seconds
+        stats.postprocess_seconds += self.postprocessing.seconds
+        if not running.has_compiled:
+            stats.host_seconds += running.seconds - prefill_seconds - decode_seconds
+        stats.host_seconds += self.scheduling.seconds + self.postprocessing.seconds
+
+    def update_costs(self, scheduler: Scheduler) -> None:
+        """Give the scheduler the costs of preemption, from all that was measured so far."""
+        if self._num_prefilled:
+            seconds = self._stats.prefill_seconds / self._num_prefilled
+            scheduler.costs.seconds_per_token = seconds
+        if self._runner.slots.num_swapped_blocks:
+            seconds = self._runner.slots.swap_seconds / self._runner.slots.num_swapped_blocks
+            scheduler.costs.seconds_per_block = seconds
+
+
+class BlockMeter:
+    """Counts the blocks that are held after each step, and those that sharing saves.
+
+    Args:
+      stats: the totals.
+      scheduler: what knows the running sequences.
+      runner: what knows the free blocks.
+    """
+
+    def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):
+        self._stats = stats
+        self._scheduler = scheduler
+        self._runner = runner
+        self._num_saved = 0  # summed over steps, as is the next
+        self._num_unshared = 0
+
+    def count_step(self, plan: Plan, tokens: StepTokens | None) -> None:
+        """Count the blocks after a step, before its tokens are appended to the sequences."""
+        lengths = {sequence: sequence.num_computed for sequence in self._scheduler.residents}
+        if tokens is not None:
+            for sequence, num_new in zip(plan.decodes, tokens.num_new, strict=False):
+                lengths[sequence] += int(num_new)
+        block_size = self._scheduler.block_size
+        self.count(sum(num_blocks_needed(n, block_size) for n in lengths.values()))
+
+    def count(self, num_unshared: int) -> None:
+        """Count the blocks that are held, and those that would be if none were shared."""
+        num_held = self._scheduler.num_blocks - self._runner.slots.num_free
+        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_held)
+        self._num_saved += num_unshared - num_held
+        self._num_unshared += num_unshared
+        self._stats.sharing = self._num_saved / max(1, self._num_unshared)
