@@ -1,6 +1,7 @@
 """Generation as one pure function: for training loops, evals, and whatever else is jitted.
 
-The cache is made inside, large enough for every row to reach its full length, and gone afterwards.
+The cache is made inside, with blocks for every row at its full length, and gone afterwards. So a
+rollout saves no memory by its blocks: it takes as much as a contiguous cache of the same lengths.
 """
 
 import dataclasses
@@ -13,13 +14,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from paged_jax import sampling
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_int32
 from paged_jax.models.llama import Llama
 from paged_jax.runner import DecodeState, decode_steps
-from paged_jax.sampling import sample as sampling
-from paged_jax.sampling.sample import SlotSampling
+from paged_jax.sampling import SlotSampling
 
 
 class Rollout(NamedTuple):
@@ -51,6 +52,10 @@ def rollout(
     The weights are an argument like any other, so nothing has to be loaded or copied when they
     change. No gradient flows through a rollout: score its tokens with `model`, which does pass one.
 
+    What it does not save: the cache holds blocks for every row at its full length, T + N tokens,
+    whatever `num_tokens` and however early rows stop, and rows with the same prompt share none. An
+    `Engine` takes blocks only as sequences grow, and holds what prompts have in common once.
+
     Args:
       model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
       prompt_token_ids: integer [B, T], each row padded at its end.
@@ -64,9 +69,9 @@ def rollout(
         so rows with the same prompt differ, and a row's draws do not depend on the rows beside it.
       stop_token_ids: tokens that end a row; None for ``model.config.eos_token_ids``, () for none
         (static).
-      block_size: of the cache, see `PagedCache`.
-      cache_dtype: of K and V; on CPU, leave it at float32.
-      backend: of the attention, see `paged_attention`.
+      block_size: C, tokens in a block of the cache, see `PagedCache`.
+      cache_dtype: the dtype of K and V; on CPU, leave it at float32.
+      backend: the backend of the attention, see `paged_attention`.
 
     Returns:
       The tokens, their log-probabilities and how many there are in each row.
@@ -89,18 +94,9 @@ def rollout(
       >>> out.token_ids.shape, out.num_tokens.tolist()
       ((2, 6), [6, 6])
     """
-    prompt_token_ids, num_tokens = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
-    sizes = bind("rollout", prompt_token_ids=(prompt_token_ids, "BT"), num_tokens=(num_tokens, "B"))
     check_positive("rollout", max_tokens=max_tokens, block_size=block_size)
-    B, T = sizes["B"], sizes["T"]
-    if not B or not T:
-        raise ValueError(
-            f"rollout: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row for "
-            "each prompt, of at least one token."
-        )
-    prompt_token_ids, num_tokens = as_int32(
-        "rollout", prompt_token_ids=prompt_token_ids, num_tokens=num_tokens
-    )
+    prompt_token_ids, num_tokens = _as_prompts(prompt_token_ids, num_tokens)
+    B, T = prompt_token_ids.shape
     max_positions = model.config.max_position_embeddings
     if T + max_tokens > max_positions:
         raise ValueError(
@@ -141,17 +137,33 @@ def rollout(
     return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
 
 
+def _as_prompts(prompt_token_ids: jax.Array, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The prompts i32[B, T] and their lengths i32[B], unless they do not fit together."""
+    prompt_token_ids, num_tokens = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
+    sizes = bind("rollout", prompt_token_ids=(prompt_token_ids, "BT"), num_tokens=(num_tokens, "B"))
+    B, T = sizes["B"], sizes["T"]
+    if not B or not T:
+        raise ValueError(
+            f"rollout: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row for "
+            "each prompt, of at least one token."
+        )
+    prompt_token_ids, num_tokens = as_int32(
+        "rollout", prompt_token_ids=prompt_token_ids, num_tokens=num_tokens
+    )
+    return prompt_token_ids, num_tokens
+
+
 def _sampling(state: SlotSampling, **values: ArrayLike) -> SlotSampling:
-    """As `sampling.assign` writes it, for all rows at once and from values that may be traced."""
+    """What `sampling.write_slot` writes, for all rows at once; the values may be traced."""
     B = state.temperature.shape[0]
-    rows = {name: _rows(name, jnp.asarray(value), B) for name, value in values.items()}
+    rows = {name: _per_row(name, jnp.asarray(value), B) for name, value in values.items()}
     keys = jax.random.key_data(rows.pop("seed"))
     rows = {name: row.astype(getattr(state, name).dtype) for name, row in rows.items()}
     state = dataclasses.replace(state, **rows, keys=keys)
     return jax.vmap(sampling.settle)(state, jnp.arange(B, dtype=jnp.uint32))
 
 
-def _rows(name: str, value: jax.Array, num_rows: int) -> jax.Array:
+def _per_row(name: str, value: jax.Array, num_rows: int) -> jax.Array:
     """One value for each row."""
     if value.shape not in ((), (num_rows,)):
         raise ValueError(

@@ -1,15 +1,15 @@
 """Several decode steps in one program: the loop over tokens runs on the device.
 
-A sequence of n known tokens has n - 1 of them in the cache; the last one is fed to the next step,
-which draws the token after it. `decode_steps` does that again and again, for a batch of slots:
+A sequence of n known tokens has n - 1 of them in the cache; the last one is fed to the next decode
+step, which draws the token after it. `decode_steps` repeats that, for a batch of slots:
 
-    while steps are left and rows are running:
+    while decode steps are left and rows are running:
         reserve a place for each running row's token, copying shared blocks    (PagedCache)
         logits = model.decode(...)
         draw, note the tokens, and let the rows stop that have to              (sampling)
 
-`verify_steps` does it for tokens that somebody has guessed already: one pass of the model over all
-of them, then the same draws one after another for as long as they confirm the guesses.
+`verify_steps` does it for drafts, which are guesses of these tokens: one pass of the model over all
+of them, then the same draws one after another for as long as they confirm the drafts.
 
 Both are pure. The token drawn at a position depends on the logits, the seed, the sample and the
 position, so it is the same whichever of the two draws it, and in however many dispatches.
@@ -25,24 +25,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.llama import Llama
-from paged_jax.sampling import sample as sampling
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.sample import SlotSampling
+from paged_jax.sampling import SamplingParams, SlotSampling
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """All that the device knows about running sequences. Donate it as a whole.
+    """The device state: all that it knows about running sequences. Donate it as a whole.
 
     Attributes:
-      cache: the `PagedCache`: of each sequence, every token but the last.
-      sampling: the `SlotSampling`.
+      cache: K and V of each sequence's tokens, all but the last.
+      sampling: how the next token of each slot is drawn.
       token_ids: i32[S], the last known token of each slot, the next one to be fed.
       stop_ids: i32[S, X], tokens that end the slot's sequence, filled up with V, which is no token.
       max_lengths: i32[S], known tokens (prompt and generated) at which a sequence is complete.
@@ -116,10 +115,10 @@ class StepTokens(NamedTuple):
     ranks: jax.Array  # i32 [N, B], of the drawn token, 1 is the most probable; 0 if not asked for
     top_ids: jax.Array  # i32 [N, B, num_top], the most probable tokens
     top_logprobs: jax.Array  # f32 [N, B, num_top]
-    num_new: jax.Array  # i32 [B]
-    num_steps: jax.Array  # i32 [], the largest of num_new
+    num_new: jax.Array  # i32 [B], tokens drawn
+    num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
     num_free: jax.Array  # i32 [], free blocks in the pool
-    ok: jax.Array  # bool [], false where blocks did not suffice for a step, which did nothing
+    ok: jax.Array  # bool [], false where blocks were too few for a decode step, which did nothing
 
 
 def assign(
@@ -137,14 +136,14 @@ def assign(
     """Give a slot to a sequence. Called from the host; the cache is the caller's business.
 
     Args:
-      state: all but its cache is donated.
+      state: the state to change; all but its cache is donated.
       slot: the row to write, 0 <= slot < S.
-      params: of the request.
+      params: what the request asks for.
       token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
       num_prompt_tokens: how many of them are the prompt's.
-      seed, sample_index: of the random draws, see `sampling.assign`.
-      eos_token_ids: the model's end tokens; of no effect with ``params.ignore_eos``.
-      max_length: known tokens at which the sequence is complete.
+      seed, sample_index: what the random draws depend on, see `sampling.write_slot`.
+      eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
+      max_length: number of known tokens at which the sequence is complete.
 
     Returns:
       The new state. The end tokens come first among the slot's `stop_ids`, then
@@ -170,7 +169,7 @@ def assign(
             f"2**31, got {max_length}. A sequence that is complete needs no slot."
         )
     eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
-    new_sampling = sampling.assign(
+    new_sampling = sampling.write_slot(
         state.sampling,
         slot,
         params,
@@ -204,16 +203,16 @@ def _write_rows(rows, values, slot):
 def fork(
     state: DecodeState, parents: jax.Array, sample_indices: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-    """Make empty slots into copies of running ones, to go on from there in other ways.
+    """Make empty slots into copies of running ones, which continue from there in other ways.
 
     For tree search: blocks are shared until one of them writes, see `paged_jax.blocks.fork`. Pure;
     donate the state.
 
     Args:
-      state: the state.
+      state: the state to change.
       parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
-      sample_indices: i32[S], of the random draws of the children, by which they differ from their
-        parents and from each other. (Greedy ones do not differ.)
+      sample_indices: i32[S], the sample index of each child, by which its random draws differ from
+        its parent's and its siblings'. (Greedy ones do not differ.)
 
     Returns:
       `(state, ok)`. Where `ok`, bool[], is False the state is unchanged.
@@ -247,22 +246,23 @@ def decode_steps(
 ) -> tuple[StepTokens, DecodeState]:
     """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
 
-    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. It takes part no
-    more then, and keeps its blocks. The loop ends after `num_steps` steps, when every row has
-    stopped, before a step for which blocks do not suffice, and, if `leave_on_stop`, when any row
-    has stopped.
+    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. From then on it
+    takes no part, and keeps its blocks. The loop ends after `num_steps` decode steps, when every
+    row has stopped, before a step for which blocks do not suffice, and, if `leave_on_stop`, when
+    any row has stopped.
 
     Args:
       model: the model.
       state: of each slot, all known tokens but the last are in the cache.
       slots: i32[B], the distinct slots of the rows; a negative one leaves its row out.
-      num_steps: i32[], at most `max_steps` count.
-      leave_on_stop: bool[], as where somebody waits for the slot.
+      num_steps: i32[], the limit of decode steps; no more than `max_steps` are made.
+      leave_on_stop: bool[], whether the loop ends as soon as any row stops, which is worth it where
+        a request waits for the slot.
       max_steps: N, the size of the result (static).
       num_top: how many of the most probable tokens to report, with the ranks of the drawn ones
         (static); 0 reports neither.
       cascade: whether blocks that all rows begin with are read once, see `Llama.decode` (static).
-      backend: of the attention, see `paged_attention`.
+      backend: the backend of the attention, see `paged_attention`.
 
     Returns:
       The tokens and the new state. A slot that does not exist counts as blocks that do not suffice.
@@ -294,27 +294,27 @@ def decode_steps(
     leave_on_stop = jnp.asarray(leave_on_stop, jnp.bool_)
     is_row = slots >= 0
 
-    def is_to_go_on(carry: tuple[PagedCache, _Rows]) -> jax.Array:
-        rows = carry[1]
-        is_left = jnp.any(rows.is_running) & (rows.tokens.num_steps < num_steps)
-        has_stopped = jnp.any(is_row & ~rows.is_running)
-        return rows.tokens.ok & is_left & ~(leave_on_stop & has_stopped)
+    def is_to_go_on(carry: tuple[PagedCache, _Batch]) -> jax.Array:
+        batch = carry[1]
+        is_left = jnp.any(batch.is_running) & (batch.tokens.num_steps < num_steps)
+        has_stopped = jnp.any(is_row & ~batch.is_running)
+        return batch.tokens.ok & is_left & ~(leave_on_stop & has_stopped)
 
-    def step(carry: tuple[PagedCache, _Rows]) -> tuple[PagedCache, _Rows]:
-        cache, rows = carry
-        running = jnp.where(rows.is_running, slots, -1)
+    def step(carry: tuple[PagedCache, _Batch]) -> tuple[PagedCache, _Batch]:
+        cache, batch = carry
+        running = jnp.where(batch.is_running, slots, -1)
         # The barrier ties the weights to this step. Else XLA moves what it does to them out of the
         # loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
         weights, running = lax.optimization_barrier((model, running))
         logits, cache, ok = weights.decode(
-            cache, rows.token_ids, running, cascade=cascade, backend=backend
+            cache, batch.token_ids, running, cascade=cascade, backend=backend
         )
         positions = cache.lengths.at[_drop(slots, cache)].get(mode="fill", fill_value=0)
-        return cache, rows.draw(logits, positions, rows.is_running & ok, ok, num_top)
+        return cache, batch.draw(logits, positions, batch.is_running & ok, ok, num_top)
 
-    rows = _Rows.take(state, slots, max_steps, num_top)
-    cache, rows = lax.while_loop(is_to_go_on, step, (state.cache, rows))
-    return rows.put_back(state, cache)
+    batch = _Batch.take(state, slots, max_steps, num_top)
+    cache, batch = lax.while_loop(is_to_go_on, step, (state.cache, batch))
+    return batch.put_back(state, cache)
 
 
 def verify_steps(
@@ -327,62 +327,62 @@ def verify_steps(
     num_top: int = 0,
     backend: str | None = None,
 ) -> tuple[StepTokens, DecodeState]:
-    """Draw the tokens that `decode_steps` would, as many as somebody guessed, and one more.
+    """Draw the tokens that `decode_steps` would, as many as were guessed right, and one more.
 
     Speculative decoding, exact whatever the sampling: the model scores all drafts in one pass, the
-    token of each position is drawn as ever, and the first one that is not the draft is the last.
-    What the drafts after it have written leaves the cache again.
+    token of each position is drawn as in a decode step, and the first one that differs from its
+    draft is the last. The tokens of the drafts after it leave the cache again.
 
     Args:
       model, state, slots, num_top, backend: as for `decode_steps`.
       drafts: i32[B, T], guesses of each row's next tokens.
-      num_drafts: i32[B], how many of them count; 0 makes the row an ordinary step.
+      num_drafts: i32[B], how many of them count; 0 makes it an ordinary decode step of the row.
 
     Returns:
-      The tokens, N = T + 1, and the new state: as if `decode_steps` had drawn them. Not `ok`, and
-      nothing has changed, if blocks do not suffice for all drafts.
+      The tokens, N = T + 1, and the new state: as if `decode_steps` had drawn them. If blocks do
+      not suffice for all drafts, `ok` is False and nothing has changed.
 
     Raises:
       ValueError: `num_top` is out of range, or the shapes do not fit together.
 
     Cost: one pass over B * (T + 1) tokens, whose logits f32[B, T + 1, V] are held, and one draw for
-    each token of the row that got most.
+    each token of the row that draws most.
     """
     slots = _as_slots("verify_steps", slots)
     sizes = bind(
         "verify_steps", drafts=(drafts, "BT"), num_drafts=(num_drafts, "B"), slots=(slots, "B")
     )
     T = sizes["T"]
-    rows = _Rows.take(state, slots, T + 1, num_top)
+    batch = _Batch.take(state, slots, T + 1, num_top)
     starts = state.cache.lengths.at[_drop(slots, state.cache)].get(mode="fill", fill_value=0)
     # Known now: starts + 1. Nothing past the last token but one will ever be in the cache.
-    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(rows.max_lengths - starts - 2, 0, T))
-    fed = jnp.concatenate([rows.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
+    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(batch.max_lengths - starts - 2, 0, T))
+    fed = jnp.concatenate([batch.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)
     # The column after the last draft is never compared: no token is -1.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
-    def is_to_go_on(rows: _Rows) -> jax.Array:
-        return ok & jnp.any(rows.is_running)
+    def is_to_go_on(batch: _Batch) -> jax.Array:
+        return ok & jnp.any(batch.is_running)
 
-    def step(rows: _Rows) -> _Rows:
-        i = rows.tokens.num_steps
-        drawn = rows.draw(logits[:, i], starts + i + 1, rows.is_running, ok, num_top)
+    def step(batch: _Batch) -> _Batch:
+        i = batch.tokens.num_steps
+        drawn = batch.draw(logits[:, i], starts + i + 1, batch.is_running, ok, num_top)
         is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
         return dataclasses.replace(drawn, is_running=drawn.is_running & is_confirmed)
 
-    rows = dataclasses.replace(rows, tokens=rows.tokens._replace(ok=ok))
-    rows = lax.while_loop(is_to_go_on, step, rows)
+    batch = dataclasses.replace(batch, tokens=batch.tokens._replace(ok=ok))
+    batch = lax.while_loop(is_to_go_on, step, batch)
     if T:
-        ends = cache.lengths.at[_drop(slots, cache)].set(starts + rows.tokens.num_new, mode="drop")
+        ends = cache.lengths.at[_drop(slots, cache)].set(starts + batch.tokens.num_new, mode="drop")
         ends = jnp.where(ok, ends, cache.lengths)
         cache = paged_cache.truncate(cache, ends, max_tokens=T)
-    return rows.put_back(state, cache)
+    return batch.put_back(state, cache)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _Batch:
     """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
 
     sampling: SlotSampling  # of all S slots: what it counts is 5 * V bytes a slot, and not copied
@@ -394,7 +394,7 @@ class _Rows:
     tokens: StepTokens
 
     @classmethod
-    def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Rows":
+    def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
         B = slots.shape[0]
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
@@ -419,7 +419,7 @@ class _Rows:
         active: jax.Array,
         ok: jax.Array,
         num_top: int,
-    ) -> "_Rows":
+    ) -> "_Batch":
         """Draw a token for each active row from f32 [B, V]; rows that must stop run no more."""
         ids, logprobs, new_sampling = sampling.sample(
             logits, self.sampling, positions, active, self.slots

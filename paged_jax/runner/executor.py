@@ -15,7 +15,7 @@ from paged_jax.runner.decoding import DecodeState
 from paged_jax.runner.placement import in_auto_mode, placement_beside
 from paged_jax.runner.programs import Call, Structure, list_programs
 from paged_jax.runner.sizes import Sizes
-from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
 

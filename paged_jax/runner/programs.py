@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decoding
 from paged_jax.runner.sizes import Sizes
-from paged_jax.sampling import sample as sampling
 
 
 class Scores(NamedTuple):

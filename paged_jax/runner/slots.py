@@ -18,7 +18,7 @@ from paged_jax.cache.digests import digest_words
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.sizes import PUBLISH_WIDTH
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling import SamplingParams
 from paged_jax.scheduler.sequence import Sequence
 
 # Digests that the host remembers, for each block of the pool: the device is asked which of them are

@@ -1,1 +1,18 @@
 """From logits to tokens: what a user may ask for, the state of each slot, and the draw itself."""
+
+from paged_jax.sampling.keys import fold_in
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.sample import ranks, sample, top_logprobs
+from paged_jax.sampling.state import SlotSampling, settle, write_slot
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "SamplingParams",
+    "SlotSampling",
+    "fold_in",
+    "ranks",
+    "sample",
+    "settle",
+    "top_logprobs",
+    "write_slot",
+]

@@ -1,4 +1,4 @@
-"""What a user may ask of the choice of tokens: plain Python, checked when it is made."""
+"""How a request says that its tokens are chosen: plain Python, checked when it is made."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ class SamplingParams:
       frequency_penalty: subtracted once for each time that a token was generated before.
       repetition_penalty: divides the positive and multiplies the negative logits of tokens that
         are in the prompt or were generated.
-      seed: of the random draws, 0 to 2**63 - 1; None, or -1, lets the engine pick one.
+      seed: the seed of the random draws, 0 to 2**63 - 1; None, or -1, lets the engine pick one.
       stop: text that ends the output; one string or several, kept as a tuple.
       stop_token_ids: tokens that end the output, kept as a tuple.
       max_tokens: most tokens to generate; None is up to the longest context.
       min_tokens: tokens to generate before any stop token may appear.
-      ignore_eos: go on after the model's end-of-sequence token.
+      ignore_eos: continue after the model's end-of-sequence token.
       logprobs: how many of the most probable tokens to report at each position, beside the chosen
         one; None reports nothing.
       prompt_logprobs: the same for each position of the prompt but the first.

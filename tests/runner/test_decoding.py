@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
@@ -16,9 +17,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decoding
 from paged_jax.runner.decoding import DecodeState, decode_steps, verify_steps
-from paged_jax.sampling import sample as sampling
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.sample import SlotSampling
+from paged_jax.sampling import SamplingParams, SlotSampling
 from tests.support.decode_step import DecodeLoop
 from tests.support.tiny_model import BOS, CONFIG, EOS, save_tiny_model
 
@@ -123,7 +122,7 @@ def drawn(tokens) -> list[list[int]]:
 
 def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
     """What a loop on the host draws, each time from the plain forward over the whole sequence."""
-    state = sampling.assign(
+    state = sampling.write_slot(
         SlotSampling.create(1, V),
         0,
         sequence.params,

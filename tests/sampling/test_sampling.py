@@ -8,14 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.sample import (
-    SlotSampling,
-    assign,
-    filter_logits,
-    sample,
-    top_logprobs,
-)
+from paged_jax.sampling import SamplingParams, SlotSampling, sample, top_logprobs, write_slot
+from paged_jax.sampling.filters import filter_logits
 from tests.support import oracles_sampling as oracles
 
 # Nearly all tests share one program, of this size: it takes longer to compile than to run. 300
@@ -37,7 +31,7 @@ def slots(*params, prompts=None, outputs=None, seeds=None):
     """A state of NUM_SLOTS slots, of which the first ones have these params."""
     state = SlotSampling.create(NUM_SLOTS, VOCAB)
     for slot, one in enumerate(params):
-        state = assign(
+        state = write_slot(
             state,
             slot,
             one,
@@ -304,7 +298,7 @@ def test_sample_depends_on_seed_sample_index_and_position():
 
     def token(seed, sample_index, position):
         state = SlotSampling.create(NUM_SLOTS, VOCAB)
-        state = assign(state, 0, SamplingParams(), seed=seed, sample_index=sample_index)
+        state = write_slot(state, 0, SamplingParams(), seed=seed, sample_index=sample_index)
         return int(step(logits, state, [position])[0][0])
 
     # Seeds that differ in the upper half only, or in bit 62, are different seeds.
@@ -422,8 +416,8 @@ def test_sample_holds_stop_tokens_back_until_min_tokens():
     logits = np.array([[0.0, 3.0, 2.0, 1.0]] * 2, np.float32)
     state = SlotSampling.create(NUM_SLOTS, VOCAB)
     patient = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[2])
-    state = assign(state, 0, patient, seed=0, prompt_token_ids=[0, 0, 0], eos_token_ids=[1])
-    state = assign(state, 1, SamplingParams(temperature=0), seed=0, eos_token_ids=[1])
+    state = write_slot(state, 0, patient, seed=0, prompt_token_ids=[0, 0, 0], eos_token_ids=[1])
+    state = write_slot(state, 1, SamplingParams(temperature=0), seed=0, eos_token_ids=[1])
     tokens = []
     for position in (3, 4, 5):
         chosen, _, state = step(logits, state, [position] * 2)
@@ -545,7 +539,7 @@ def test_sample_and_assign_compile_once_for_all_params():
     step(logits, state)
     with jax.no_tracing():
         for slot, params in enumerate(MIXED):
-            state = assign(state, slot, params, seed=slot, prompt_token_ids=range(slot))
+            state = write_slot(state, slot, params, seed=slot, prompt_token_ids=range(slot))
             _, _, state = step(logits, state, [slot] * NUM_SLOTS, np.arange(NUM_SLOTS) != slot)
     # Over this whole file, whatever ran first.
     assert TRACES[(NUM_SLOTS, VOCAB), jnp.dtype(jnp.float32)] == 1
@@ -596,7 +590,7 @@ def test_assign_writes_its_slot_and_no_other():
     )
     fresh = jax.tree.map(np.array, SlotSampling.create(3, 6, max_logit_bias=2, max_stop_ids=2))
     state = SlotSampling.create(3, 6, max_logit_bias=2, max_stop_ids=2)
-    state = assign(state, 1, params, seed=1, prompt_token_ids=[0, 0], output_token_ids=[2, 2])
+    state = write_slot(state, 1, params, seed=1, prompt_token_ids=[0, 0], output_token_ids=[2, 2])
     for field in ("temperature", "top_k", "top_p", "min_p"):
         assert getattr(state, field)[1] == getattr(params, field)
     for field in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -606,7 +600,7 @@ def test_assign_writes_its_slot_and_no_other():
     assert state.prompt_mask[1].tolist() == [True] + [False] * 5
     assert state.output_counts[1].tolist() == [0, 0, 2, 0, 0, 0]
     # A later, plain request clears all of it.
-    state = assign(state, 1, SamplingParams(temperature=0), seed=0)
+    state = write_slot(state, 1, SamplingParams(temperature=0), seed=0)
     for name, before in vars(fresh).items():
         after = np.array(getattr(state, name))
         rows = [0, 2] if name == "keys" else [0, 1, 2]
@@ -638,8 +632,8 @@ def test_assign_writes_its_slot_and_no_other():
 def test_assign_refuses(change, message):
     state = SlotSampling.create(2, 10, max_logit_bias=2, max_stop_ids=2)
     arguments = {"slot": 0, "params": SamplingParams(), "seed": 0, **change}
-    with pytest.raises(ValueError, match=f"assign: {message}"):
-        assign(state, **arguments)
+    with pytest.raises(ValueError, match=f"write_slot: {message}"):
+        write_slot(state, **arguments)
     assert not state.temperature.is_deleted()
 
 

@@ -1,0 +1,183 @@
+"""From raw logits to the distribution that is drawn from: biases, penalties, and filters."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.dims import bind
+from paged_jax.sampling.state import SlotSampling
+
+
+def is_edited(
+    rows: SlotSampling, positions: jax.Array, active: jax.Array, vocab_size: int
+) -> jax.Array:
+    """Which active rows have a bias or hold stop tokens back, bool[B]."""
+    is_biased = jnp.any(rows.bias_ids < vocab_size, axis=1)
+    is_held = (positions < rows.held_until) & jnp.any(rows.held_ids < vocab_size, axis=1)
+    return active & (is_biased | is_held)
+
+
+def edit(
+    logits: jax.Array, rows: SlotSampling, positions: jax.Array, active: jax.Array
+) -> jax.Array:
+    """Add the biases and hold stop tokens back, f32[B, V]."""
+    vocab_size = logits.shape[1]
+    is_held = active & (positions < rows.held_until)
+    held_ids = jnp.where(is_held[:, None], rows.held_ids, vocab_size)
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    logits = logits.at[row, rows.bias_ids].add(rows.bias_values, mode="drop")
+    return logits.at[row, held_ids].set(-jnp.inf, mode="drop")
+
+
+def is_penalised(rows: SlotSampling, active: jax.Array) -> jax.Array:
+    """Which active rows have a penalty, bool[B]."""
+    return active & (
+        (rows.repetition_penalty != 1)
+        | (rows.frequency_penalty != 0)
+        | (rows.presence_penalty != 0)
+    )
+
+
+def penalise(z: jax.Array, rows: SlotSampling, slots: jax.Array) -> jax.Array:
+    """Apply the penalties, f32[B, V].
+
+    With neutral values every line returns its input bit for bit, so a row without penalties does
+    not see whether a neighbour has them.
+    """
+    is_prompt = rows.prompt_mask.at[slots].get(mode="clip")
+    counts = rows.output_counts.at[slots].get(mode="clip")
+    seen = counts > 0
+    r = rows.repetition_penalty[:, None]
+    z = jnp.where(is_prompt | seen, jnp.where(z > 0, z / r, z * r), z)
+    z = z - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    return z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
+
+
+def filter_logits(
+    logits: jax.Array,
+    *,
+    temperature: jax.Array,
+    min_p: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+) -> jax.Array:
+    """The distribution that `sample` draws from, as unnormalised log-probabilities.
+
+    Args:
+      logits: [S, V], after bias and penalties; no NaN and no +inf.
+      temperature: f32[S], > 0.
+      min_p: f32[S]; 0 is off.
+      top_k: i32[S]; 0 is off.
+      top_p: f32[S]; 1 is off. Refers to the mass that min_p and top_k leave. Sums are made in
+        float32, so a set whose mass is within some 1e-6 of top_p may count as either.
+
+    Returns:
+      f32[S, V]: -inf for dropped tokens, 0 for the most probable one, and in between the others.
+
+    Raises:
+      ValueError: shapes disagree (at trace time).
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.5, 0.125, 0.375]]))
+      >>> kept = filter_logits(logits, temperature=jnp.ones(1), min_p=jnp.zeros(1),
+      ...                      top_k=jnp.array([2]), top_p=jnp.ones(1))
+      >>> jnp.isfinite(kept).tolist()
+      [[True, False, True]]
+    """
+    per_row = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
+    bind("filter_logits", logits=(logits, "SV"), **{k: (a, "S") for k, a in per_row.items()})
+    z = logits.astype(jnp.float32)
+    largest = jnp.max(z, axis=1, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    # Relative to the largest before the division: no temperature can overflow then.
+    scaled = (z - largest) / temperature[:, None]
+    # In logarithms, because log(1) = 0 keeps exactly the largest and log(0) = -inf keeps all.
+    z = jnp.where(scaled >= jnp.log(min_p)[:, None], z, -jnp.inf)
+    # The cuts are searched among the logits: temperature does not change their order, but its
+    # rounding could merge neighbours.
+    z = when(jnp.any(top_k > 0), lambda z: _keep_top_k(z, top_k), z)
+    z = when(jnp.any(top_p < 1), lambda z: _keep_top_p(z, scaled, top_p), z)
+    return jnp.where(z == -jnp.inf, -jnp.inf, scaled)
+
+
+def _keep_top_k(z: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Set all but the top_k largest of each row to -inf; where top_k is 0, nothing."""
+    cut = _highest_cut(lambda cut: count(z >= cut) >= top_k, z.shape[0])
+    cut = jnp.where(top_k > 0, cut, -jnp.inf)[:, None]
+    return _keep_above(z, cut, top_k - count(z > cut))
+
+
+def _keep_top_p(z: jax.Array, scaled: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Set all but the smallest set with mass top_p to -inf; where top_p is 1, nothing."""
+    weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
+
+    def mass(keep):
+        return jnp.sum(jnp.where(keep, weights, 0.0), axis=1)
+
+    goal = top_p * jnp.sum(weights, axis=1)
+    cut = _highest_cut(lambda cut: mass(z >= cut) >= goal, z.shape[0])
+    # A goal that rounds to 0 is reached by the empty set: one token stays all the same.
+    cut = jnp.minimum(cut, jnp.max(z, axis=1))
+    cut = jnp.where(top_p < 1, cut, -jnp.inf)[:, None]
+    # Equal logits have equal weights, so the number of them that is needed is a quotient.
+    weight = jnp.max(jnp.where(z == cut, weights, 0.0), axis=1)
+    missing = jnp.ceil((goal - mass(z > cut)) / jnp.where(weight > 0, weight, 1.0))
+    return _keep_above(z, cut, jnp.maximum(missing, 1.0).astype(jnp.int32))
+
+
+def _highest_cut(is_enough: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
+    """The highest float32 for which is_enough still holds, f32[S]; -inf if it holds for none.
+
+    is_enough takes cuts f32[S, 1] and returns bool[S]; once false it stays false for higher cuts.
+    Both users sum non-negative terms in a fixed order, and rounding keeps such sums monotone.
+
+    Bisection over the bit patterns of float32: 32 passes over the row, and exact. Measured on 2 CPU
+    cores at S = 16, V = 49152: 3 to 6 ms, where jnp.sort takes 143 ms. lax.top_k takes 1.1 ms for
+    k = 20 and 2.7 ms for k = 256, but k would have to be a static bound, and top_p has none.
+    """
+
+    def as_float(order):
+        # The bits of negative floats count downwards; this flips them, and is its own inverse.
+        bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def step(_, bounds):
+        low, high = bounds
+        # The mean, rounded down, without the overflow of low + high.
+        middle = (low & high) + ((low ^ high) >> 1)
+        enough = is_enough(as_float(middle)[:, None])
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    infinity = 0x7F800000
+    # -inf is ~infinity in this order. Fewer than 2**32 floats lie between: 32 halvings.
+    low = jnp.full(num_rows, ~infinity, jnp.int32)
+    high = jnp.full(num_rows, infinity, jnp.int32)
+    return as_float(lax.fori_loop(0, 32, step, (low, high))[0])
+
+
+def _keep_above(z: jax.Array, cut: jax.Array, num_ties: jax.Array) -> jax.Array:
+    """Keep what exceeds cut f32[S, 1], and the first num_ties i32[S] of what equals it.
+
+    The cumulative sum (2.4 ms, as much as the search) is only made if a tie has to be broken.
+    """
+    # Rows that are not cut have no tie to break, which would cost the others that sum.
+    is_tie = (z == cut) & (cut > -jnp.inf)
+
+    def first_ties(is_tie):
+        rank = jnp.cumsum(is_tie, axis=1, dtype=jnp.int32)
+        return is_tie & (rank <= num_ties[:, None])
+
+    is_kept_tie = when(jnp.any(count(is_tie) > num_ties), first_ties, is_tie)
+    return jnp.where((z > cut) | is_kept_tie, z, -jnp.inf)
+
+
+def when(is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array):
+    """function(x) if is_needed, else x; decided at run time."""
+    return lax.cond(is_needed, function, lambda x: x, x)
+
+
+def count(mask: jax.Array) -> jax.Array:
+    """How many entries of each row are true, i32[S]."""
+    return jnp.sum(mask, axis=1, dtype=jnp.int32)

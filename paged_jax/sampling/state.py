@@ -1,0 +1,260 @@
+"""The sampling state of every slot, and how the host writes one slot of it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.checks import is_int
+from paged_jax.sampling.keys import fold_in
+from paged_jax.sampling.params import SamplingParams
+
+# vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
+# denormal floats, which some backends flush to zero.
+SMALLEST_TEMPERATURE = 1e-5
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "keys",
+        "bias_ids",
+        "bias_values",
+        "held_ids",
+        "held_until",
+        "prompt_mask",
+        "output_counts",
+    ),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class SlotSampling:
+    """The sampling state of every slot, on the device. Unused slots are greedy.
+
+    Attributes:
+      temperature: f32[S]; 0 is greedy.
+      top_k: i32[S]; 0 is off.
+      top_p: f32[S]; 1 is off.
+      min_p: f32[S]; 0 is off.
+      presence_penalty: f32[S].
+      frequency_penalty: f32[S].
+      repetition_penalty: f32[S]; 1 is off.
+      keys: u32[S, 2], threefry key data: the seed, folded with the sample index.
+      bias_ids: i32[S, max_logit_bias], filled up with V, which is no token.
+      bias_values: f32[S, max_logit_bias].
+      held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, filled up with V.
+      held_until: i32[S], the first position at which they may.
+      prompt_mask: bool[S, V], the tokens that are in the prompt.
+      output_counts: i32[S, V], how often each token was generated.
+
+    Memory: 5 bytes for each slot and token of the vocabulary, 0.6 MB a slot at V = 128,000.
+
+    Example:
+      >>> state = SlotSampling.create(num_slots=4, vocab_size=100)
+      >>> state.output_counts.shape
+      (4, 100)
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
+    keys: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    held_ids: jax.Array
+    held_until: jax.Array
+    prompt_mask: jax.Array
+    output_counts: jax.Array
+
+    @classmethod
+    def create(
+        cls, num_slots: int, vocab_size: int, max_logit_bias: int = 32, max_stop_ids: int = 16
+    ) -> "SlotSampling":
+        """All slots greedy, without penalties.
+
+        Args:
+          num_slots: S.
+          vocab_size: V.
+          max_logit_bias: most entries that a request's ``logit_bias`` may have.
+          max_stop_ids: most stop tokens that a request with ``min_tokens`` may have.
+
+        Raises:
+          ValueError: ``num_slots`` or ``vocab_size`` is not positive, or a maximum is negative.
+        """
+        sizes = {"num_slots": (num_slots, 1), "vocab_size": (vocab_size, 1)}
+        sizes |= {"max_logit_bias": (max_logit_bias, 0), "max_stop_ids": (max_stop_ids, 0)}
+        for name, (size, least) in sizes.items():
+            if not is_int(size) or size < least:
+                raise ValueError(
+                    f"SlotSampling.create: {name} must be an integer >= {least}, got {size!r}. "
+                    "Pass the size to allocate."
+                )
+        return cls(
+            temperature=jnp.zeros(num_slots, jnp.float32),
+            top_k=jnp.zeros(num_slots, jnp.int32),
+            top_p=jnp.ones(num_slots, jnp.float32),
+            min_p=jnp.zeros(num_slots, jnp.float32),
+            presence_penalty=jnp.zeros(num_slots, jnp.float32),
+            frequency_penalty=jnp.zeros(num_slots, jnp.float32),
+            repetition_penalty=jnp.ones(num_slots, jnp.float32),
+            keys=jnp.zeros((num_slots, 2), jnp.uint32),
+            bias_ids=jnp.full((num_slots, max_logit_bias), vocab_size, jnp.int32),
+            bias_values=jnp.zeros((num_slots, max_logit_bias), jnp.float32),
+            held_ids=jnp.full((num_slots, max_stop_ids), vocab_size, jnp.int32),
+            held_until=jnp.zeros(num_slots, jnp.int32),
+            prompt_mask=jnp.zeros((num_slots, vocab_size), jnp.bool_),
+            output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+        )
+
+
+def write_slot(
+    state: SlotSampling,
+    slot: int,
+    params: SamplingParams,
+    *,
+    seed: int,
+    sample_index: int = 0,
+    prompt_token_ids: Sequence[int] | np.ndarray = (),
+    output_token_ids: Sequence[int] | np.ndarray = (),
+    eos_token_ids: Sequence[int] = (),
+) -> SlotSampling:
+    """Let a slot sample as a request asks. Called from the host; one compiled program.
+
+    Args:
+      state: the state to change; donated.
+      slot: the row to write, 0 <= slot < S.
+      params: what the request asks for.
+      seed: the seed of the random draws, 0 to 2**63 - 1, used in place of ``params.seed``, which
+        may be None.
+      sample_index: which of the ``n`` samples this is.
+      prompt_token_ids: the tokens of the prompt, for the repetition penalty.
+      output_token_ids: the tokens generated already, when a preempted request comes back.
+      eos_token_ids: the model's end tokens, which ``params.min_tokens`` holds back together with
+        ``params.stop_token_ids``.
+
+    Returns:
+      The new state.
+
+    Raises:
+      ValueError: the slot, the seed or a token id is out of range, or there are more biases or
+        held-back stop tokens than the state has room for.
+
+    Cost: copies 5 * V bytes to the device, whatever the length of the prompt.
+
+    Example:
+      >>> state = SlotSampling.create(num_slots=2, vocab_size=8)
+      >>> state = write_slot(state, 1, SamplingParams(top_k=3), seed=0, prompt_token_ids=[5, 5, 2])
+      >>> state.top_k.tolist()
+      [0, 3]
+    """
+    num_slots, vocab_size = state.output_counts.shape
+    for name, value, bound in (
+        ("slot", slot, num_slots),
+        ("seed", seed, 2**63),
+        ("sample_index", sample_index, 2**31),
+    ):
+        if not is_int(value) or not 0 <= value < bound:
+            raise ValueError(
+                f"write_slot: {name} must be an integer in [0, {bound}), got {value!r}. "
+                f"Pass a {name} in that range."
+            )
+    bias = params.logit_bias or {}
+    held = (*eos_token_ids, *(params.stop_token_ids or ())) if params.min_tokens else ()
+    prompt = _token_ids("prompt_token_ids", prompt_token_ids, vocab_size)
+    output = _token_ids("output_token_ids", output_token_ids, vocab_size)
+    bias_ids = _token_ids("logit_bias", tuple(bias), vocab_size)
+    held_ids = _token_ids("stop_token_ids", held, vocab_size)
+    bias_values = _to_float32(list(bias.values()))
+    row = SlotSampling(
+        temperature=_row(params.temperature, np.float32),
+        top_k=_row(params.top_k, np.int32),
+        top_p=_row(params.top_p, np.float32),
+        min_p=_row(params.min_p, np.float32),
+        presence_penalty=_row(params.presence_penalty, np.float32),
+        frequency_penalty=_row(params.frequency_penalty, np.float32),
+        repetition_penalty=_row(params.repetition_penalty, np.float32),
+        # Both halves by hand: jax.random.key(seed) loses the upper one unless x64 is on.
+        keys=_row([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32),
+        bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
+        bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
+        held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
+        held_until=_row(min(len(prompt) + params.min_tokens, 2**31 - 1), np.int32),
+        prompt_mask=_row(np.bincount(prompt, minlength=vocab_size) > 0, np.bool_),
+        output_counts=_row(np.bincount(output, minlength=vocab_size), np.int32),
+    )
+    return _write_row(state, row, np.int32(slot), np.uint32(sample_index))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_row(
+    state: SlotSampling, row: SlotSampling, slot: jax.Array, sample_index: jax.Array
+) -> SlotSampling:
+    row = settle(row, sample_index)
+    return jax.tree.map(lambda array, value: array.at[slot].set(value), state, row)
+
+
+def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
+    """One row as `sample` reads it, from what a request says and the key of its seed.
+
+    Args:
+      row: arrays of a `SlotSampling` without their first axis, numbers as in `SamplingParams`.
+      sample_index: u32[], which of the ``n`` samples this is.
+    """
+    is_greedy = row.temperature < SMALLEST_TEMPERATURE
+    return dataclasses.replace(
+        row,
+        temperature=jnp.where(is_greedy, 0.0, row.temperature),
+        top_k=jnp.maximum(row.top_k, 0),
+        keys=fold_in(row.keys, sample_index),
+    )
+
+
+def _row(values: Any, dtype: Any) -> Any:
+    # Any, because a field is declared as jax.Array and the row still lies on the host.
+    if dtype == np.float32:
+        values = _to_float32(values)
+    return np.asarray(values, dtype)
+
+
+def _to_float32(values: Any) -> np.ndarray:
+    # What a Python float holds may round to infinity as float32, which would turn into NaN.
+    largest = np.finfo(np.float32).max
+    return np.clip(np.asarray(values, np.float64), -largest, largest).astype(np.float32)
+
+
+def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    array = np.asarray(ids, np.int64).reshape(-1)
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"write_slot: {name} must hold token ids in [0, {vocab_size}), got {outside[0]}. "
+            "Check that the tokenizer belongs to this model."
+        )
+    return array
+
+
+def _padded(name: str, values: np.ndarray, length: int, filler: int) -> Any:
+    if len(values) > length:
+        raise ValueError(
+            f"write_slot: {name} must have at most {length} entries, got {len(values)}. "
+            "Raise max_logit_bias or max_stop_ids in SlotSampling.create."
+        )
+    dtype = values.dtype if values.dtype == np.float32 else np.int32
+    padded = np.full(length, filler, dtype)
+    padded[: len(values)] = values
+    return padded
