@@ -44,7 +44,7 @@ from benchmarks.attention.programs import (
 from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment
 from paged_jax.kernels import triton
-from paged_jax.kernels.backend import Options
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.triton import tuning
 
 TABLE = Path(tuning.__file__).with_name("tuning.json")
@@ -117,26 +117,33 @@ def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuni
 
 
 def kernel_call(
-    inputs: Inputs, params: tuning.Params, options: Options, num_splits: int | None = None
+    inputs: Inputs,
+    params: tuning.Params,
+    options: Options,
+    *,
+    num_splits: int | None = None,
+    interpret: Interpret = False,
 ) -> JaxCall:
     """A Triton kernel with its parameters given."""
 
     def call(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
         _, pools, tables, lens, query_lens = inputs
+        args = AttentionArgs(q, pools, tables, lens, query_lens, None, layer)
         if isinstance(params, tuning.DecodeParams):
             return triton.decode(
-                q, pools, tables, lens, None, layer, options, params=params, num_splits=num_splits
+                args, options, params=params, num_splits=num_splits, interpret=interpret
             )[0]
-        assert query_lens is not None
-        return triton.prefill(
-            q, pools, tables, lens, query_lens, None, layer, options, params=params
-        )[0]
+        return triton.prefill(args, options, params=params, interpret=interpret)[0]
 
     return JaxCall(call, inputs)
 
 
 def tune(
-    job: Job, candidates: list[tuning.Params], rates: Rates, options: Options
+    job: Job,
+    candidates: list[tuning.Params],
+    rates: Rates,
+    options: Options,
+    interpret: Interpret = False,
 ) -> dict[tuning.Params, float]:
     """Time candidates on all cases of a job.
 
@@ -148,7 +155,9 @@ def tune(
     left = candidates
     for case in job.cases:
         inputs = make_inputs(case)
-        calls = {params: kernel_call(inputs, params, options) for params in left}
+        calls = {
+            params: kernel_call(inputs, params, options, interpret=interpret) for params in left
+        }
         timed = _time_calls(calls, case, inputs, rates)
         for params, taken in timed.items():
             seconds.setdefault(params, []).append(taken)
@@ -164,7 +173,7 @@ def tune_splits(
     times = {}
     for case in job.cases:
         inputs = make_inputs(case)
-        calls = {n: kernel_call(inputs, params, options, n) for n in (None, *_SPLITS)}
+        calls = {n: kernel_call(inputs, params, options, num_splits=n) for n in (None, *_SPLITS)}
         times[case] = _time_calls(calls, case, inputs, rates)
     return times
 

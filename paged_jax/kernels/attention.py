@@ -17,18 +17,17 @@ sequence. A traced layer that the pools do not have holds no tokens, and writes 
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from paged_jax import dims
-from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Pools, Problem, attend
 from paged_jax.kernels.checks import as_arrays, as_int32, check_pools, check_sharding, pool_letters
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
-from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
+from paged_jax.kernels.gradients import attend_differentiably
 
 
 def paged_attention(
@@ -66,7 +65,7 @@ def paged_attention(
         blocks.
       layer: which layer of the pools to read; a Python int or a traced scalar. In a traced layer
         that the pools do not have, all sequences are empty.
-      scale: of the scores, ``D ** -0.5`` if None (static).
+      scale: factor of the scores, ``D ** -0.5`` if None (static).
       sliding_window: attend to this many last tokens only, the query's own included (static).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
       k_scale, v_scale: f32 ``[L, P, K, C]``, what the numbers of a quantised pool are multiplied
@@ -98,19 +97,10 @@ def paged_attention(
       >>> out.shape
       (1, 4, 16)
     """
-    out, lse = _attend(
-        "paged_attention",
-        "decode",
-        differentiable_decode,
-        {"q": "BHD", "block_tables": "BM", "context_lens": "B"},
-        (q, block_tables, context_lens),
-        Pools(k_pool, v_pool, k_scale, v_scale),
-        sinks,
-        layer,
-        scale,
-        Options(sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret),
-        backend,
-    )
+    pools = Pools(k_pool, v_pool, k_scale, v_scale)
+    args = AttentionArgs(q, pools, block_tables, context_lens, None, sinks, layer)
+    call = _Call("paged_attention", "decode", backend, interpret)
+    out, lse = _attend(call, args, scale, sliding_window, soft_cap)
     return (out, lse) if return_lse else out
 
 
@@ -165,39 +155,63 @@ def paged_prefill_attention(
       >>> out.shape
       (1, 3, 4, 16)
     """
-    out, lse = _attend(
-        "paged_prefill_attention",
-        "prefill",
-        differentiable_prefill,
-        {"q": "BTHD", "block_tables": "BM", "context_lens": "B", "query_lens": "B"},
-        (q, block_tables, context_lens, query_lens),
-        Pools(k_pool, v_pool, k_scale, v_scale),
-        sinks,
-        layer,
-        scale,
-        Options(sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret),
-        backend,
-    )
+    pools = Pools(k_pool, v_pool, k_scale, v_scale)
+    args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
+    call = _Call("paged_prefill_attention", "prefill", backend, interpret)
+    out, lse = _attend(call, args, scale, sliding_window, soft_cap)
     return (out, lse) if return_lse else out
 
 
+class _Call(NamedTuple):
+    """Which of the two ops is called, and how it is run."""
+
+    function: str
+    op: Literal["decode", "prefill"]
+    backend: str | None
+    interpret: Interpret
+
+
+# Letters of the arguments, but for those of the pools.
+_LETTERS = {
+    "decode": {"q": "BHD", "block_tables": "BM", "context_lens": "B"},
+    "prefill": {"q": "BTHD", "block_tables": "BM", "context_lens": "B", "query_lens": "B"},
+}
+
+
 def _attend(
-    function: str,
-    op: str,
-    differentiable: Callable[..., tuple[jax.Array, jax.Array]],
-    letters: Mapping[str, str],
-    arrays: tuple[jax.Array, ...],  # q, then integers, as in letters
-    pools: Pools,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
+    call: _Call,
+    args: AttentionArgs,
     scale: float | None,
-    options: Options,
-    backend: str | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of either op, choose the backend and run it."""
-    named = as_arrays(function, **dict(zip(letters, arrays, strict=True)))
-    pools = jax.tree.map(jnp.asarray, pools)
-    sinks = None if sinks is None else jnp.asarray(sinks)
+    args, sizes = _checked(call, args)
+    default_scale: float = sizes["D"] ** -0.5
+    options = _checked_options(
+        call.function, default_scale if scale is None else scale, sliding_window, soft_cap
+    )
+    args = _bounded(args, sizes)
+
+    has_sinks = args.sinks is not None
+    problem = Problem.of(call.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
+    ops = Dispatch(call.function, problem, call.backend, call.interpret)
+    if not call.interpret:
+        check_arrays_are_on_its_device(call.function, call.backend, args.q)
+    if args.q.size == 0 or sizes["M"] == 0:
+        return _attend_to_nothing(args)
+    args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
+    if call.backend == "reference":  # JAX differentiates it by itself, to any order and either way
+        return attend(ops, args, options)
+    return attend_differentiably(ops, args, options)
+
+
+def _checked(call: _Call, args: AttentionArgs) -> tuple[AttentionArgs, dict[str, int]]:
+    """The arguments as arrays, integers as int32, and the sizes of their letters."""
+    function, letters = call.function, _LETTERS[call.op]
+    named = as_arrays(function, **{name: getattr(args, name) for name in letters})
+    pools = jax.tree.map(jnp.asarray, args.pools)
+    sinks = None if args.sinks is None else jnp.asarray(args.sinks)
     q = named["q"]
     shapes = {name: (array, letters[name]) for name, array in named.items()}
     shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0)
@@ -212,54 +226,43 @@ def _attend(
     for name, array in {"q": q, "sinks": sinks}.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
-    check_pools(function, pools, layer)
+    check_pools(function, pools, args.layer)
     check_sharding(function, (named, pools, sinks))
-    scale = sizes["D"] ** -0.5 if scale is None else scale
-    options = _checked_options(function, replace(options, scale=scale))
     del named["q"]
-    block_tables, *lens = as_int32(function, **named)
-    layer = jnp.asarray(layer, jnp.int32)
-    lens = _bounded(lens, layer, sizes)
-
-    problem = Problem.of(op, sizes, q.dtype, pools, options, has_sinks=sinks is not None)
-    run = Dispatch(function, problem, backend)
-    if not options.interpret:
-        check_arrays_are_on_its_device(function, backend, q)
-    if q.size == 0 or sizes["M"] == 0:
-        return _attend_to_nothing(op, q, sinks)
-    layer = jnp.clip(layer, 0, sizes["L"] - 1)
-    arguments = q, pools, block_tables, *lens, sinks, layer, options
-    if backend == "reference":  # JAX differentiates it by itself, to any order and either way
-        return run(*arguments)
-    return differentiable(run, *arguments)
+    block_tables, context_lens, *query_lens = as_int32(function, **named)
+    layer = jnp.asarray(args.layer, jnp.int32)
+    checked = AttentionArgs(
+        q, pools, block_tables, context_lens, query_lens[0] if query_lens else None, sinks, layer
+    )
+    return checked, sizes
 
 
-def _bounded(lens: list[jax.Array], layer: jax.Array, sizes: Mapping[str, int]) -> list[jax.Array]:
+def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
     """Context lengths within the table, 0 in a layer that is none, and chunks within them."""
-    context_lens, *query_lens = lens
-    is_layer = (layer >= 0) & (layer < sizes["L"])
-    context_lens = jnp.clip(context_lens, 0, jnp.where(is_layer, sizes["M"] * sizes["C"], 0))
-    return [
-        context_lens,
-        *(jnp.clip(n, 0, jnp.minimum(context_lens, sizes["T"])) for n in query_lens),
-    ]
+    is_layer = (args.layer >= 0) & (args.layer < sizes["L"])
+    longest = jnp.where(is_layer, sizes["M"] * sizes["C"], 0)
+    context_lens = jnp.clip(args.context_lens, 0, longest)
+    query_lens = args.query_lens
+    if query_lens is not None:
+        query_lens = jnp.clip(query_lens, 0, jnp.minimum(context_lens, sizes["T"]))
+    return args._replace(context_lens=context_lens, query_lens=query_lens)
 
 
-def _attend_to_nothing(
-    op: str, q: jax.Array, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """What there is to say without queries, or with tables without blocks."""
-    lse = jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
-    if op == "decode" and sinks is not None:
-        lse = jnp.broadcast_to(sinks.astype(lse.dtype)[None], lse.shape)
-    return jnp.zeros_like(q), lse
+def _attend_to_nothing(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+    """The result without queries, or with tables without blocks."""
+    lse = jnp.full(args.q.shape[:-1], -jnp.inf, jnp.float32)
+    if args.query_lens is None and args.sinks is not None:
+        lse = jnp.broadcast_to(args.sinks.astype(lse.dtype)[None], lse.shape)
+    return jnp.zeros_like(args.q), lse
 
 
-def _checked_options(function: str, options: Options) -> Options:
+def _checked_options(
+    function: str, scale: float, sliding_window: int | None, soft_cap: float | None
+) -> Options:
     """The options as Python numbers, which a program can be made for."""
-    scale = _static(function, "scale", options.scale, float)
-    window = _static(function, "sliding_window", options.sliding_window, operator.index)
-    soft_cap = _static(function, "soft_cap", options.soft_cap, float)
+    scale = _static(function, "scale", scale, float)
+    window = _static(function, "sliding_window", sliding_window, operator.index)
+    soft_cap = _static(function, "soft_cap", soft_cap, float)
     if not math.isfinite(scale):
         raise ValueError(f"{function}: scale must be finite, got {scale}.")
     if window is not None and not 1 <= window < 2**31:
@@ -269,7 +272,7 @@ def _checked_options(function: str, options: Options) -> Options:
         )
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
-    return replace(options, scale=scale, sliding_window=window, soft_cap=soft_cap)
+    return Options(scale, window, soft_cap)
 
 
 def _static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:

@@ -1,24 +1,26 @@
-"""What a backend takes and gives: the arrays and options that every kernel shares.
+"""What a backend takes and gives: the contract that all kernels keep.
 
-A backend is a module with these functions, of which it may lack any::
+A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. What it cannot do its
+`refusal` says in a sentence. Arguments have been checked before a backend sees them, and in
+attention ``layer`` is in 0..L - 1, ``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most
+``context_lens``.
 
-    decode(q, pools, block_tables, context_lens, sinks, layer, options) -> (out, lse)
-    prefill(q, pools, block_tables, context_lens, query_lens, sinks, layer, options) -> (out, lse)
-    write(pools, k, v, blocks, offsets, layer, options) -> pools
-    copy_blocks(pools, sources, targets, options) -> pools
-
-and ``refusal(problem)``, which says in a sentence why the backend cannot do what is asked, or
-returns None. Arguments have been checked before a backend sees them, and in attention ``layer`` is
-in 0..L - 1, ``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``.
+What a call means stands in its arrays and in `Options`. How a kernel is run, compiled or
+interpreted, is a property of the backend: see `PallasBackend`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+Op = Literal["decode", "prefill", "write", "copy_blocks"]
+
+# False, True, or the `jax.experimental.pallas.tpu.InterpretParams` of the TPU backend.
+Interpret = Any
 
 
 class Pools(NamedTuple):
@@ -43,47 +45,111 @@ class Pools(NamedTuple):
         return self.k_scale is not None
 
 
-@dataclass(frozen=True)
-class Options:
-    """What shapes the program of an attention kernel; hashable, a static argument of `jax.jit`.
+class AttentionArgs(NamedTuple):
+    """The arrays of a decode, one query for each sequence, or of a prefill, a chunk of them.
 
     Attributes:
-      scale: of the scores.
+      q: ``[B, H, D]`` in decode, ``[B, T, H, D]`` in prefill, floating point.
+      pools: the pools of all layers.
+      block_tables: i32 ``[B, M]``.
+      context_lens: i32 ``[B]``, tokens in each sequence.
+      query_lens: i32 ``[B]``, tokens in each chunk; None in decode.
+      sinks: floating point ``[H]``, or None.
+      layer: i32 ``[]``, the layer to read.
+    """
+
+    q: jax.Array
+    pools: Pools
+    block_tables: jax.Array
+    context_lens: jax.Array
+    query_lens: jax.Array | None
+    sinks: jax.Array | None
+    layer: int | jax.Array
+
+
+class WriteArgs(NamedTuple):
+    """The arrays of a write: K and V of N tokens, and their places.
+
+    Attributes:
+      pools: the pools of all layers.
+      k: ``[N, K, D]``, floating point.
+      v: the values, as the keys.
+      blocks: i32 ``[N]``; a token whose block is no block is dropped.
+      offsets: i32 ``[N]``, the place of each token in its block.
+      layer: i32 ``[]``; nothing is written where it is no layer.
+    """
+
+    pools: Pools
+    k: jax.Array
+    v: jax.Array
+    blocks: jax.Array
+    offsets: jax.Array
+    layer: int | jax.Array
+
+
+class CopyArgs(NamedTuple):
+    """The arrays of a copy of N blocks, in all layers.
+
+    Attributes:
+      pools: the pools of all layers.
+      sources: i32 ``[N]``.
+      targets: i32 ``[N]``, distinct, none of them a source; pairs of which either is no block are
+        left out.
+    """
+
+    pools: Pools
+    sources: jax.Array
+    targets: jax.Array
+
+
+@dataclass(frozen=True)
+class Options:
+    """What attention means besides its arrays; hashable, a static argument of `jax.jit`.
+
+    Attributes:
+      scale: factor of the scores.
       sliding_window: how many last tokens a query sees, its own included; None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
-      interpret: run Pallas kernels in the interpreter, on any platform. True, or the
-        `jax.experimental.pallas.tpu.InterpretParams` of the TPU backend.
     """
 
     scale: float = 1.0
     sliding_window: int | None = None
     soft_cap: float | None = None
-    interpret: Any = False
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The shapes, types and variants of a call: all that a backend needs to know to refuse it."""
+    """The shapes, types and variants of a call: all that a backend needs to know to refuse it.
 
-    op: str  # "decode", "prefill", "write" or "copy_blocks"
-    sizes: tuple[tuple[str, int], ...]  # letters of `paged_jax.dims` and their sizes
-    q_dtype: Any  # of the queries, or of the new keys and values
+    Attributes:
+      op: the op that is called.
+      sizes: letters of `paged_jax.dims` with their sizes.
+      q_dtype: type of the queries, or of the new keys and values.
+      pool_dtype: type of the pools.
+      has_sinks: whether attention sinks are given.
+      options: the options of attention.
+      lanes: last axis of the pools: D, or D padded to a multiple of 128.
+    """
+
+    op: Op
+    sizes: tuple[tuple[str, int], ...]
+    q_dtype: Any
     pool_dtype: Any
     has_sinks: bool
     options: Options
-    lanes: int  # last axis of the pools: D, or D padded to a multiple of 128
+    lanes: int
 
     @classmethod
     def of(
         cls,
-        op: str,
+        op: Op,
         sizes: Mapping[str, int],
         dtype: DTypeLike,
         pools: Pools,
         options: Options,
         *,
         has_sinks: bool = False,
-    ) -> "Problem":
+    ) -> Self:
         """A call over some pools, with queries, or new keys and values, of `dtype`."""
         return cls(
             op=op,
@@ -97,3 +163,65 @@ class Problem:
 
     def __getitem__(self, letter: str) -> int:
         return dict(self.sizes)[letter]
+
+
+class Backend(Protocol):
+    """What all backends have; hashable, and equal where they do the same.
+
+    Attributes:
+      platform: the only platform that its programs can be compiled for, as JAX names it, where it
+        is the first choice; None for any.
+    """
+
+    platform: ClassVar[str | None]
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Say in a sentence why the problem cannot be done; None where it can."""
+        ...
+
+
+@runtime_checkable
+class AttentionOps(Protocol):
+    """The ops of a backend that attends."""
+
+    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Attend with one query for each sequence: ``(out, lse)``, as `paged_attention`."""
+        ...
+
+    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Attend with a chunk of queries: ``(out, lse)``, as `paged_prefill_attention`."""
+        ...
+
+
+@runtime_checkable
+class WritingOps(Protocol):
+    """The ops of a backend that changes the pools, in place where they are donated."""
+
+    def write(self, args: WriteArgs) -> Pools:
+        """Write new tokens to their places, as `paged_write`."""
+        ...
+
+    def copy_blocks(self, args: CopyArgs) -> Pools:
+        """Copy blocks in all layers, as `paged_jax.kernels.copy_blocks`."""
+        ...
+
+
+@runtime_checkable
+class PallasBackend(Backend, Protocol):
+    """A backend written in Pallas, whose kernels can be run without their device."""
+
+    def interpreted(self, interpret: Interpret) -> Backend:
+        """The same backend, with its kernels run in Pallas' interpreter on any platform."""
+        ...
+
+
+def has_op(backend: Backend, op: Op) -> bool:
+    """Whether a backend has an op."""
+    return isinstance(backend, AttentionOps if op in ("decode", "prefill") else WritingOps)
+
+
+def attend(ops: AttentionOps, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Run the op that the arguments are for."""
+    if args.query_lens is None:
+        return ops.decode(args, options)
+    return ops.prefill(args, options)

@@ -6,70 +6,44 @@ program (`jax.lax.platform_dependent`): the same traced function can be compiled
 machine without one.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax import lax
 from jax.core import Tracer
 
 from paged_jax.kernels import mosaic_tpu, reference, triton, xla
-from paged_jax.kernels.backend import Problem
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    AttentionOps,
+    Backend,
+    CopyArgs,
+    Interpret,
+    Op,
+    Options,
+    PallasBackend,
+    Pools,
+    Problem,
+    WriteArgs,
+    WritingOps,
+    has_op,
+)
 
 _logger = logging.getLogger(__name__)
 
-
-class Backend(NamedTuple):
-    """Functions by the name of their op, and what they refuse; see `paged_jax.kernels.backend`.
-
-    Attributes:
-      ops: from ``"decode"``, ``"prefill"``, ``"write"`` and ``"copy_blocks"`` to functions.
-      refusal: says why a problem cannot be done, or returns None.
-      platform: the only one that its programs can be compiled for, as JAX names it; None for any.
-        There it is the first choice.
-    """
-
-    ops: Mapping[str, Callable[..., Any]]
-    refusal: Callable[[Problem], str | None]
-    platform: str | None = None
-
-
-class Choice(NamedTuple):
-    """A backend and why it was chosen."""
-
-    backend: str
-    reason: str
+Args = TypeVar("Args", AttentionArgs, WriteArgs, CopyArgs)
+Result = TypeVar("Result")
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "mosaic_tpu": Backend(
-        {"decode": mosaic_tpu.decode, "prefill": mosaic_tpu.prefill}, mosaic_tpu.refusal, "tpu"
-    ),
-    "reference": Backend(
-        {"decode": reference.decode, "prefill": reference.prefill}, reference.refusal
-    ),
-    "triton": Backend(
-        {
-            "decode": triton.decode,
-            "prefill": triton.prefill,
-            "write": triton.write,
-            "copy_blocks": triton.copy_blocks,
-        },
-        triton.refusal,
-        "cuda",
-    ),
-    "xla": Backend(
-        {
-            "decode": xla.decode,
-            "prefill": xla.prefill,
-            "write": xla.write,
-            "copy_blocks": xla.copy_blocks,
-        },
-        xla.refusal,
-    ),
+    "mosaic_tpu": mosaic_tpu.MosaicTpu(),
+    "reference": reference.Reference(),
+    "triton": triton.Triton(),
+    "xla": xla.Xla(),
 }
 
 # The platforms with kernels of their own. On the others, and for what these kernels refuse, XLA
@@ -78,18 +52,33 @@ _OWN_KERNELS = {
     backend.platform: name for name, backend in BACKENDS.items() if backend.platform is not None
 }
 
+# Those without kernels in Pallas that could be interpreted.
+_PLAIN = tuple(name for name, each in BACKENDS.items() if not isinstance(each, PallasBackend))
 
-def backends_of(op: str) -> tuple[str, ...]:
+
+class BackendChoice(NamedTuple):
+    """A backend and why it was chosen.
+
+    Attributes:
+      backend: name of the backend.
+      reason: the reason, in a phrase.
+    """
+
+    backend: str
+    reason: str
+
+
+def backends_of(op: Op) -> tuple[str, ...]:
     """Names of the backends that have an op."""
-    return tuple(name for name, backend in BACKENDS.items() if op in backend.ops)
+    return tuple(name for name, backend in BACKENDS.items() if has_op(backend, op))
 
 
-def backend_for(op: str, name: str | None) -> str | None:
+def backend_for(op: Op, name: str | None) -> str | None:
     """The backend asked for if it has an op, else None: what is best on the platform."""
     return name if name in backends_of(op) else None
 
 
-def choose_backend(problem: Problem, platform: str) -> Choice:
+def choose_backend(problem: Problem, platform: str) -> BackendChoice:
     """Say which backend ``backend=None`` takes on a platform, and why.
 
     Args:
@@ -98,13 +87,13 @@ def choose_backend(problem: Problem, platform: str) -> Choice:
     """
     name = _OWN_KERNELS.get(platform)
     if name is None:
-        return Choice("xla", f"there are no kernels of our own for {platform}")
-    if problem.op not in BACKENDS[name].ops:
-        return Choice("xla", f"{name} leaves {problem.op} to XLA")
+        return BackendChoice("xla", f"there are no kernels of our own for {platform}")
+    if not has_op(BACKENDS[name], problem.op):
+        return BackendChoice("xla", f"{name} leaves {problem.op} to XLA")
     why_not = BACKENDS[name].refusal(problem)
     if why_not is not None:
-        return Choice("xla", f"{name} cannot: {why_not}")
-    return Choice(name, f"these are the kernels for {platform}")
+        return BackendChoice("xla", f"{name} cannot: {why_not}")
+    return BackendChoice(name, f"these are the kernels for {platform}")
 
 
 def check_backend_runs_on(function: str, name: str | None, platform: str) -> None:
@@ -173,56 +162,81 @@ def backend_over_devices(function: str, name: str | None, platform: str) -> str:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """An op with its backend chosen, called with a backend's arguments, `Options` last.
+    """The ops of the backend that was asked for, or of the best one of each platform.
 
     Attributes:
       function: public name of the op, for messages.
       problem: the call.
-      backend: a backend's name, or None for the best one of the platform.
+      backend: name of a backend, or None for the best one of the platform.
+      interpret: how to interpret the kernels of `backend`, which is then one written in Pallas.
 
     Raises (when made):
-      ValueError: there is no such backend, or it does not have the op.
+      ValueError: there is no such backend, it does not have the op, or it has no kernels to
+        interpret.
       NotImplementedError: the backend asked for cannot do this, with its reason.
     """
 
     function: str
     problem: Problem
     backend: str | None
+    interpret: Interpret = False
 
     def __post_init__(self) -> None:
-        op, options = self.problem.op, self.problem.options
-        if options.interpret and self.backend in (None, "xla", "reference"):
+        if self.interpret and self.backend in (None, *_PLAIN):
             raise ValueError(
                 f"{self.function}: interpret needs a backend that is written in Pallas, got "
                 f"backend={self.backend!r}. Pass backend='triton' or 'mosaic_tpu'."
             )
         if self.backend is None:
             return
-        if self.backend not in backends_of(op):
-            names = ", ".join(map(repr, backends_of(op)))
+        names = backends_of(self.problem.op)
+        if self.backend not in names:
             raise ValueError(
-                f"{self.function}: backend must be None or one of {names}, got {self.backend!r}."
+                f"{self.function}: backend must be None or one of {', '.join(map(repr, names))}, "
+                f"got {self.backend!r}."
             )
         why_not = BACKENDS[self.backend].refusal(self.problem)
         if why_not is not None:
             raise NotImplementedError(f"{self.function}: {self.backend} cannot: {why_not}")
 
-    def __call__(self, *arguments: Any) -> Any:
-        op = self.problem.op
+    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Decode on the backend, or on that of the platform."""
+        return self._run(lambda each: partial(_attention(each).decode, options=options), args)
+
+    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Prefill on the backend, or on that of the platform."""
+        return self._run(lambda each: partial(_attention(each).prefill, options=options), args)
+
+    def write(self, args: WriteArgs) -> Pools:
+        """Write on the backend, or on that of the platform."""
+        return self._run(lambda each: _writing(each).write, args)
+
+    def copy_blocks(self, args: CopyArgs) -> Pools:
+        """Copy blocks on the backend, or on that of the platform."""
+        return self._run(lambda each: _writing(each).copy_blocks, args)
+
+    def _run(self, op_of: Callable[[Backend], Callable[[Args], Result]], args: Args) -> Result:
+        """Run an op, given as a function of the backend, with one branch for each platform."""
         if self.backend is not None:
-            return BACKENDS[self.backend].ops[op](*arguments)
-        *arrays, options = arguments
+            backend = BACKENDS[self.backend]
+            if self.interpret and isinstance(backend, PallasBackend):
+                backend = backend.interpreted(self.interpret)
+            return op_of(backend)(args)
         branches = {}
         for platform in _OWN_KERNELS:
             choice = choose_backend(self.problem, platform)
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, since %s", self.function, platform, choice.reason)
             else:
-                run = BACKENDS[choice.backend].ops[op]
-                branches[platform] = functools.partial(_run, run, options)
-        default = functools.partial(_run, BACKENDS["xla"].ops[op], options)
-        return lax.platform_dependent(*arrays, default=default, **branches)
+                branches[platform] = op_of(BACKENDS[choice.backend])
+        return lax.platform_dependent(args, default=op_of(BACKENDS["xla"]), **branches)
 
 
-def _run(function: Callable[..., Any], options: Any, *arrays: Any) -> Any:
-    return function(*arrays, options)
+def _attention(backend: Backend) -> AttentionOps:
+    assert isinstance(backend, AttentionOps)
+    return backend
+
+
+def _writing(backend: Backend) -> WritingOps:
+    assert isinstance(backend, WritingOps)
+    return backend

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.backend import AttentionArgs, AttentionOps, Options, Pools, attend
 from paged_jax.kernels.quantisation import wider_dtype
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
@@ -58,62 +58,36 @@ class Gradients(NamedTuple):
     sinks: jax.Array | None
 
 
-def differentiable_decode(
-    run: Callable[..., tuple[jax.Array, jax.Array]],
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
+def attend_differentiably(
+    ops: AttentionOps, args: AttentionArgs, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """Run a backend's decode so that `jax.grad` goes through it.
+    """Run a backend's decode or prefill so that `jax.grad` goes through it.
 
     Differentiable, once and in reverse, in q, sinks and floating-point pools, and through both
     results. Quantised pools have no gradient.
 
     Args:
-      run: the backend's ``decode``; hashable, since it is static.
-      q, pools, block_tables, context_lens, sinks, layer, options: its arguments, as in
-        `paged_jax.kernels.backend`.
+      ops: the backend; hashable, since it is static.
+      args: the arrays, as in `paged_jax.kernels.backend`; `query_lens` is None in decode.
+      options: the options of attention.
 
     Returns:
-      What `run` returns.
+      ``(out, lse)``, as the backend returns them.
 
     Raises:
       NotImplementedError: a gradient is asked for in a quantised pool or its scales.
     """
-    arrays = (q, pools, block_tables, context_lens, sinks, layer)
-    return _attend(run, decode_backward, options, *arrays)
+    return _attend(ops, options, args)
 
 
-def differentiable_prefill(
-    run: Callable[..., tuple[jax.Array, jax.Array]],
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """Run a backend's prefill so that `jax.grad` goes through it; as `differentiable_decode`."""
-    arrays = (q, pools, block_tables, context_lens, query_lens, sinks, layer)
-    return _attend(run, prefill_backward, options, *arrays)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(run, backward, options, *arrays):
-    """Arrays are q, pools, block_tables, context_lens, query_lens in prefill, sinks, layer."""
-    del backward
-    return run(*arrays, options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(ops: AttentionOps, options: Options, args: AttentionArgs):
+    return attend(ops, args, options)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("arrays", "out", "lse", "layer"),
+    data_fields=("args", "out", "lse", "layer"),
     meta_fields=("num_layers",),
 )
 @dataclass(frozen=True)
@@ -121,26 +95,26 @@ class _Residuals:
     """What the backward pass needs of the forward pass.
 
     Attributes:
-      arrays: those of `_attend`, except that pools with a gradient are cut down to one layer.
+      args: the arguments of the op, except that pools with a gradient are cut down to one layer.
       out, lse: the results.
-      layer: the layer, of all the pool's.
-      num_layers: of the pools if they have a gradient, else None.
+      layer: number of that layer among all of the pool.
+      num_layers: layers of the pools if they have a gradient, else None.
     """
 
-    arrays: tuple[Any, ...]
+    args: AttentionArgs
     out: jax.Array
     lse: jax.Array
-    layer: jax.Array
+    layer: int | jax.Array
     num_layers: int | None
 
 
-def _forward(run, backward, options, *arrays):
-    del backward
-    has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(arrays[1])]
-    q, pools, *lens, sinks, layer = custom_vjp_primal_tree_values(arrays)
-    out, lse = run(q, pools, *lens, sinks, layer, options)
+def _forward(ops: AttentionOps, options: Options, primals: AttentionArgs):
+    has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(primals.pools)]
+    args: AttentionArgs = custom_vjp_primal_tree_values(primals)
+    pools, layer = args.pools, args.layer
+    out, lse = attend(ops, args, options)
     if not any(has_gradient):
-        return (out, lse), _Residuals((q, pools, *lens, sinks, layer), out, lse, layer, None)
+        return (out, lse), _Residuals(args, out, lse, layer, None)
     if pools.is_quantised:
         raise NotImplementedError(
             f"paged attention: pools must be floating point for a gradient in them, got "
@@ -149,33 +123,37 @@ def _forward(run, backward, options, *arrays):
     # One layer: where the layers of a model take turns in writing to one pool and reading it, every
     # one of them would otherwise keep a pool of its own until the backward pass.
     kept = Pools(*(lax.dynamic_index_in_dim(pool, layer, keepdims=True) for pool in pools[:2]))
-    arrays = (q, kept, *lens, sinks, jnp.zeros_like(layer))
-    return (out, lse), _Residuals(arrays, out, lse, layer, pools.k.shape[0])
+    args = args._replace(pools=kept, layer=jnp.zeros_like(layer))
+    return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
 
 
-def _backward(run, backward, options, residuals, bars):
-    del run
+def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
+    del ops
     out_bar, lse_bar = (
         jnp.zeros_like(primal) if isinstance(bar, SymbolicZero) else bar
         for primal, bar in zip((residuals.out, residuals.lse), bars, strict=True)
     )
-    _, pools, *lens, _, _ = residuals.arrays
+    args, num_layers = residuals.args, residuals.num_layers
+    backward = decode_backward if args.query_lens is None else prefill_backward
     gradients = backward(
-        *residuals.arrays, options, residuals.out, residuals.lse, out_bar, lse_bar,
-        wants_pools=residuals.num_layers is not None,
+        args, options, residuals.out, residuals.lse, out_bar, lse_bar,
+        wants_pools=num_layers is not None,
     )  # fmt: skip
     pools_bar = None
-    if residuals.num_layers is not None:
-        pools_bar = Pools(
-            *(
-                _only_layer(pool, bar, residuals.layer, residuals.num_layers)
-                for pool, bar in zip(pools[:2], gradients[1:3], strict=True)
-            )
+    if num_layers is not None and gradients.k is not None and gradients.v is not None:
+        k_bar, v_bar = (
+            _only_layer(pool, bar, residuals.layer, num_layers)
+            for pool, bar in zip(args.pools[:2], (gradients.k, gradients.v), strict=True)
         )
-    return gradients.q, pools_bar, *(None for _ in lens), gradients.sinks, None
+        pools_bar = Pools(k_bar, v_bar)
+    # None stands for no gradient: in integers, in pools where it is not wanted, in absent sinks.
+    args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
+    return (args_bar,)
 
 
-def _only_layer(pool: jax.Array, bar: jax.Array, layer: jax.Array, num_layers: int) -> jax.Array:
+def _only_layer(
+    pool: jax.Array, bar: jax.Array, layer: int | jax.Array, num_layers: int
+) -> jax.Array:
     """A pool that is zero but for one layer, and there in the lanes beyond D too."""
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
     # Not by an update of zeros: XLA would make those of K and V once, and copy them.
@@ -187,12 +165,7 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def decode_backward(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
+    args: AttentionArgs,
     options: Options,
     out: jax.Array,
     lse: jax.Array,
@@ -202,9 +175,9 @@ def decode_backward(
     wants_pools: bool,
 ) -> Gradients:
     """The gradients of a decode: of a chunk of one token, as `prefill_backward`."""
+    args = args._replace(q=args.q[:, None], query_lens=jnp.minimum(args.context_lens, 1))
     gradients = prefill_backward(
-        q[:, None], pools, block_tables, context_lens, jnp.minimum(context_lens, 1), sinks, layer,
-        options, out[:, None], lse[:, None], out_bar[:, None], lse_bar[:, None],
+        args, options, out[:, None], lse[:, None], out_bar[:, None], lse_bar[:, None],
         wants_pools=wants_pools,
     )  # fmt: skip
     return gradients._replace(q=gradients.q[:, 0])
@@ -212,13 +185,7 @@ def decode_backward(
 
 @functools.partial(jax.jit, static_argnames=("options", "wants_pools"))
 def prefill_backward(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
+    args: AttentionArgs,
     options: Options,
     out: jax.Array,
     lse: jax.Array,
@@ -230,11 +197,13 @@ def prefill_backward(
     """The gradients of a prefill.
 
     Args:
-      q, pools, block_tables, context_lens, query_lens, sinks, layer, options: of the forward pass.
+      args, options: arguments of the forward pass.
       out, lse: its results.
       out_bar, lse_bar: the gradients in them. Where a row sees nothing they are not read.
       wants_pools: whether to build the gradients in the pools too.
     """
+    q, pools, block_tables, context_lens, query_lens, sinks, layer = args
+    assert query_lens is not None
     B, T, H, D = q.shape
     P, K, C = pools.k.shape[1:4]
     dtype = wider_dtype(q.dtype, jnp.float32)
@@ -254,7 +223,7 @@ def prefill_backward(
     # Where queries are bfloat16, so are the keys as a rule, and exact in the TF32 of GPUs.
     precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
     dot = functools.partial(jnp.einsum, precision=precision)
-    chunks, queries = _query_tile(B, T)
+    chunks, queries = _tile_sizes(B, T)
     tiles_a_chunk = -(-T // queries)
     # Chunks of like lengths share their loops. Rows past the batch are read as zero, so as empty.
     order = jnp.pad(jnp.argsort(context_lens), (0, -B % chunks), constant_values=B)
@@ -277,13 +246,13 @@ def prefill_backward(
     return lax.fori_loop(0, order.size // chunks * tiles_a_chunk, fold_queries, bars)
 
 
-def _query_tile(batch: int, num_queries: int) -> tuple[int, int]:
+def _tile_sizes(batch: int, num_queries: int) -> tuple[int, int]:
     """How many chunks, and how many queries of each, a tile has."""
     queries = min(num_queries, QUERIES)
     return min(batch, QUERIES // queries), queries
 
 
-class _Rows(NamedTuple):
+class _QueryTile(NamedTuple):
     """A tile of queries, those of a group as rows beside each other: R = T * G of them."""
 
     q: jax.Array  # [B, K, R, D], float32 at least, as the others
@@ -304,7 +273,7 @@ def _read_rows(
     query_lens: jax.Array,
     *,
     num_kv_heads: int,
-) -> _Rows:
+) -> _QueryTile:
     context_B, query_B = (
         lens.at[chunk_B].get(mode="fill", fill_value=0) for lens in (context_lens, query_lens)
     )
@@ -320,7 +289,7 @@ def _read_rows(
         return jnp.moveaxis(x, 2, 1).reshape(B, num_kv_heads, -1, *D)
 
     positions_BT = (context_B - query_B)[:, None] + token_T[None]
-    return _Rows(
+    return _QueryTile(
         q=read(q),
         out_bar=read(out_bar),
         lse=read(lse),
@@ -330,7 +299,7 @@ def _read_rows(
 
 
 def _fold_keys(
-    rows: _Rows,
+    rows: _QueryTile,
     pools: Pools,
     tables_BM: jax.Array,
     layer: int | jax.Array,
@@ -360,24 +329,24 @@ def _fold_keys(
         blocks_BM = jnp.take_along_axis(tables_BM, entries_BM, axis=1, mode="clip")
         # Entries past the tokens may be blocks of others; P is none.
         blocks_BM = jnp.where(entries_BM * C <= last_B[:, None], blocks_BM, P)
-        tokens_S = jnp.arange(tile, dtype=jnp.int32)
-        positions_BS = ((begin_B + index) * tile)[:, None] + tokens_S[None]
-        seen_BTS = positions_BS[:, None] <= rows.positions[..., None]
+        tokens_N = jnp.arange(tile, dtype=jnp.int32)
+        positions_BN = ((begin_B + index) * tile)[:, None] + tokens_N[None]
+        seen_BTN = positions_BN[:, None] <= rows.positions[..., None]
         if options.sliding_window is not None:
             window = options.sliding_window
-            seen_BTS &= positions_BS[:, None] > rows.positions[..., None] - window
+            seen_BTN &= positions_BN[:, None] > rows.positions[..., None] - window
         # What nobody sees may hold NaN, which a weight of zero would not remove.
-        is_seen = seen_BTS.any(axis=1)[:, None, :, None]
+        is_seen = seen_BTN.any(axis=1)[:, None, :, None]
         k, v = (
             jnp.where(is_seen, _gather(pool, scale, layer, blocks_BM, rows.q), 0)
             for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
         )
-        seen_BRS = jnp.repeat(seen_BTS, group, axis=1)
-        weights, scores_bar = _weights(rows, k, v, seen_BRS[:, None], options, dot)
-        q_bar += dot("bkrs,bksd->bkrd", scores_bar, k)
+        seen_BRN = jnp.repeat(seen_BTN, group, axis=1)
+        weights, scores_bar = _weights(rows, k, v, seen_BRN[:, None], options, dot)
+        q_bar += dot("bkrn,bknd->bkrd", scores_bar, k)
         if k_bar is not None:
-            k_bar = _add_blocks(k_bar, blocks_BM, dot("bkrs,bkrd->bksd", scores_bar, rows.q))
-            v_bar = _add_blocks(v_bar, blocks_BM, dot("bkrs,bkrd->bksd", weights, rows.out_bar))
+            k_bar = _add_blocks(k_bar, blocks_BM, dot("bkrn,bkrd->bknd", scores_bar, rows.q))
+            v_bar = _add_blocks(v_bar, blocks_BM, dot("bkrn,bkrd->bknd", weights, rows.out_bar))
         return q_bar, k_bar, v_bar
 
     num_steps = jnp.max(last_B // tile + 1 - begin_B)
@@ -385,14 +354,14 @@ def _fold_keys(
 
 
 def _weights(
-    rows: _Rows, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
+    rows: _QueryTile, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
 ) -> tuple[jax.Array, jax.Array]:
-    """The softmax's weights ``[B, K, R, S]``, and the gradient in q . k."""
-    capped = options.scale * dot("bkrd,bksd->bkrs", rows.q, k)
+    """The softmax's weights ``[B, K, R, N]``, and the gradient in q . k."""
+    capped = options.scale * dot("bkrd,bknd->bkrn", rows.q, k)
     if options.soft_cap is not None:
         capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)
     weights = jnp.where(seen, jnp.exp(capped - rows.lse[..., None]), 0)
-    weights_bar = dot("bkrd,bksd->bkrs", rows.out_bar, v)
+    weights_bar = dot("bkrd,bknd->bkrn", rows.out_bar, v)
     scores_bar = options.scale * weights * (weights_bar - rows.shift[..., None])
     if options.soft_cap is not None:
         scores_bar *= 1 - jnp.square(capped / options.soft_cap)
@@ -421,8 +390,8 @@ def _gather(
     return tokens.reshape(len(blocks_BM), K, -1, D)
 
 
-def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKSD: jax.Array) -> jax.Array:
+def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKND: jax.Array) -> jax.Array:
     """Add tokens to their blocks in ``[P, K, C, D]``; ids of P and beyond are dropped."""
     _, K, C, D = bar.shape
-    blocks = tokens_BKSD.reshape(len(blocks_BM), K, -1, C, D)
+    blocks = tokens_BKND.reshape(len(blocks_BM), K, -1, C, D)
     return bar.at[_blocks_and_heads(blocks_BM, K)].add(blocks, mode="drop")

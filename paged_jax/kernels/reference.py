@@ -5,89 +5,89 @@ against float64. JAX differentiates it as it stands.
 """
 
 import functools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.quantisation import wider_dtype
 
 
-def refusal(problem: Problem) -> str | None:
-    """Nothing is refused."""
-    del problem
-    return None
+@dataclass(frozen=True)
+class Reference:
+    """The backend ``"reference"``; it refuses nothing."""
+
+    platform: ClassVar[str | None] = None
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Nothing is refused."""
+        del problem
+        return None
+
+    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """One query for each sequence."""
+        return decode(args, options)
+
+    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """A chunk of queries for each sequence."""
+        return prefill(args, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def decode(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """One query per sequence: a chunk of one token, its last."""
-    query_lens = jnp.minimum(context_lens, 1)
-    out, lse = prefill(
-        q[:, None], pools, block_tables, context_lens, query_lens, sinks, layer, options
-    )
-    if sinks is not None:
+def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """One query for each sequence: a chunk of one token, its last."""
+    query_lens = jnp.minimum(args.context_lens, 1)
+    out, lse = prefill(args._replace(q=args.q[:, None], query_lens=query_lens), options)
+    if args.sinks is not None:
         # An empty sequence is a query all the same, and its softmax holds the sink; a padding row
         # of a chunk is no query.
-        lse = jnp.where(context_lens[:, None, None] > 0, lse, sinks.astype(lse.dtype)[None, None])
+        sinks = args.sinks.astype(lse.dtype)[None, None]
+        lse = jnp.where(args.context_lens[:, None, None] > 0, lse, sinks)
     return out[:, 0], lse[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def prefill(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries per sequence, causal."""
+def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """A chunk of queries for each sequence, causal."""
+    q, pools, block_tables, context_lens, query_lens, sinks, layer = args
+    assert query_lens is not None
     B, T, H, D = q.shape
     K, C = pools.k.shape[2:4]
     dtype = wider_dtype(q.dtype, jnp.float32)
     tokens_T = jnp.arange(T, dtype=jnp.int32)
     is_query_BT = tokens_T[None] < query_lens[:, None]
     query_positions = (context_lens - query_lens)[:, None, None] + tokens_T[None, :, None]
-    S = block_tables.shape[1] * C
-    key_positions = jnp.arange(S, dtype=jnp.int32)[None, None]
-    seen_BTS = is_query_BT[..., None] & (key_positions <= query_positions)
+    N = block_tables.shape[1] * C
+    key_positions = jnp.arange(N, dtype=jnp.int32)[None, None]
+    seen_BTN = is_query_BT[..., None] & (key_positions <= query_positions)
     if options.sliding_window is not None:
-        seen_BTS &= key_positions > query_positions - options.sliding_window
+        seen_BTN &= key_positions > query_positions - options.sliding_window
 
     # A token that nobody sees may hold NaN, which neither a weight nor a gradient of zero removes.
-    is_seen = seen_BTS.any(axis=1)[:, :, None, None]
-    k_BSKD, v_BSKD = (
+    is_seen = seen_BTN.any(axis=1)[:, :, None, None]
+    k_BNKD, v_BNKD = (
         jnp.where(is_seen, _gather(pool, scale, layer, block_tables, dtype)[..., :D], 0)
         for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
     )
 
     q_BTKGD = q.astype(dtype).reshape(B, T, K, H // K, D)
-    scores = options.scale * jnp.einsum("btkgd,bskd->btkgs", q_BTKGD, k_BSKD, precision="highest")
+    scores = options.scale * jnp.einsum("btkgd,bnkd->btkgn", q_BTKGD, k_BNKD, precision="highest")
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-    scores_BTHS = jnp.where(seen_BTS[:, :, None], scores.reshape(B, T, H, S), -jnp.inf)
+    scores_BTHN = jnp.where(seen_BTN[:, :, None], scores.reshape(B, T, H, N), -jnp.inf)
     if sinks is None:
         sinks = jnp.full(H, -jnp.inf, dtype)
     sinks_BTH = jnp.where(is_query_BT[..., None], sinks.astype(dtype)[None, None], -jnp.inf)
-    peak = jnp.maximum(jnp.max(scores_BTHS, axis=-1, initial=-jnp.inf), sinks_BTH)
+    peak = jnp.maximum(jnp.max(scores_BTHN, axis=-1, initial=-jnp.inf), sinks_BTH)
     peak = jax.lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
-    weights_BTHS = jnp.exp(scores_BTHS - peak[..., None])
-    total = jnp.sum(weights_BTHS, axis=-1) + jnp.exp(sinks_BTH - peak)
+    weights_BTHN = jnp.exp(scores_BTHN - peak[..., None])
+    total = jnp.sum(weights_BTHN, axis=-1) + jnp.exp(sinks_BTH - peak)
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
-    weights = (weights_BTHS / total[..., None]).reshape(B, T, K, H // K, S)
-    out = jnp.einsum("btkgs,bskd->btkgd", weights, v_BSKD, precision="highest")
+    weights = (weights_BTHN / total[..., None]).reshape(B, T, K, H // K, N)
+    out = jnp.einsum("btkgn,bnkd->btkgd", weights, v_BNKD, precision="highest")
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
     return out.reshape(B, T, H, D).astype(q.dtype), lse
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
-from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.backend import CopyArgs, Options, Pools, Problem, WriteArgs
 from paged_jax.kernels.checks import as_int32, check_pools, check_sharding, pool_letters
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 
@@ -84,14 +84,13 @@ def paged_write(
     if pools.is_quantised:
         k, v = _without_gradient(k), _without_gradient(v)
 
-    options = Options(interpret=interpret)
-    problem = Problem.of("write", sizes, k.dtype, pools, options)
-    run = Dispatch("paged_write", problem, backend)
+    problem = Problem.of("write", sizes, k.dtype, pools, Options())
+    ops = Dispatch("paged_write", problem, backend, interpret)
     if not interpret:
         check_arrays_are_on_its_device("paged_write", backend, pools.k)
     if not sizes["N"]:
         return pools
-    return run(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32), options)
+    return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
 
 
 def copy_blocks(
@@ -135,14 +134,13 @@ def copy_blocks(
     check_num_rows("copy_blocks", pools.k.shape)
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
-    options = Options(interpret=interpret)
-    problem = Problem.of("copy_blocks", sizes, pools.k.dtype, pools, options)
-    run = Dispatch("copy_blocks", problem, backend)
+    problem = Problem.of("copy_blocks", sizes, pools.k.dtype, pools, Options())
+    ops = Dispatch("copy_blocks", problem, backend, interpret)
     if not interpret:
         check_arrays_are_on_its_device("copy_blocks", backend, pools.k)
     if not sizes["N"]:
         return pools
-    return run(pools, sources, targets, options)
+    return ops.copy_blocks(CopyArgs(pools, sources, targets))
 
 
 @jax.custom_jvp

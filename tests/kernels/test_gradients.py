@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from paged_jax.kernels import reference, xla
-from paged_jax.kernels.backend import Options, Pools
-from paged_jax.kernels.gradients import differentiable_decode, differentiable_prefill
+from paged_jax.kernels.backend import AttentionArgs, Options, Pools, WriteArgs
+from paged_jax.kernels.gradients import attend_differentiably
 from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
-from paged_jax.kernels.xla import writing as scatter
+from paged_jax.kernels.reference import Reference
+from paged_jax.kernels.xla import Xla
 
+REFERENCE, XLA = Reference(), Xla()
 LAYER = 1
 NUM_LAYERS = 3
 
@@ -42,6 +43,12 @@ class Batch:
             for t, token in enumerate(sequence):
                 total[LAYER, table[t // C], :, t % C, : token.shape[-1]] += token
         return total
+
+
+def attend(backend, *args):
+    """Attend with the fields of `AttentionArgs` and the options, so that gradients go through."""
+    *args, options = args
+    return attend_differentiably(backend, AttentionArgs(*args), options)
 
 
 def lay_out(lengths, *, K=2, C=4, D=8, lanes=None, extra_width=2, shared_blocks=1) -> Batch:
@@ -129,8 +136,8 @@ def expected_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse
 
 def prefill_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse_bar):
     def total(q, pools, sinks):
-        out, lse = differentiable_prefill(
-            xla.prefill, q, pools, batch.block_tables, batch.context_lens,
+        out, lse = attend(
+            XLA, q, pools, batch.block_tables, batch.context_lens,
             jnp.asarray(query_lens, jnp.int32), sinks, LAYER, options,
         )  # fmt: skip
         return loss(out, lse, out_bar, lse_bar)
@@ -140,8 +147,8 @@ def prefill_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse_
 
 def decode_gradients(batch: Batch, q, sinks, options, out_bar, lse_bar):
     def total(q, pools, sinks):
-        out, lse = differentiable_decode(
-            xla.decode, q, pools, batch.block_tables, batch.context_lens, sinks, LAYER, options
+        out, lse = attend(
+            XLA, q, pools, batch.block_tables, batch.context_lens, None, sinks, LAYER, options
         )
         return loss(out, lse, out_bar, lse_bar)
 
@@ -231,14 +238,12 @@ def test_gradients_match_finite_differences(options) -> None:
         lengths = jnp.array([4, 3], jnp.int32), jnp.array([2, 3], jnp.int32)
 
         def prefill(q, pools, sinks):
-            out, lse = differentiable_prefill(
-                reference.prefill, q, pools, tables, *lengths, sinks, LAYER, options
-            )
+            out, lse = attend(REFERENCE, q, pools, tables, *lengths, sinks, LAYER, options)
             return out, jnp.where(lse == -jnp.inf, 0, lse)
 
         def decode(q, pools, sinks):
-            return differentiable_decode(
-                reference.decode, q[:, 0], pools, tables, lengths[0], sinks, LAYER, options
+            return attend(
+                REFERENCE, q[:, 0], pools, tables, lengths[0], None, sinks, LAYER, options
             )
 
         for op in (prefill, decode):
@@ -260,8 +265,8 @@ def test_gradients_ignore_padding() -> None:
     )
     lens = batch.context_lens, jnp.asarray(query_lens, jnp.int32)
     pullback = jax.vjp(
-        lambda q, pools, sinks: differentiable_prefill(
-            xla.prefill, q, pools, batch.block_tables, *lens, sinks, LAYER, options
+        lambda q, pools, sinks: attend(
+            XLA, q, pools, batch.block_tables, *lens, sinks, LAYER, options
         ),
         q, batch.pools, sinks,
     )[1]  # fmt: skip
@@ -335,8 +340,8 @@ def test_gradients_of_quantised_pools_are_those_of_what_they_hold(dtype) -> None
     sinks, query_lens, options = normal((4,), 4), [4, 5, 2], PLAIN
 
     def total(q, sinks):
-        out, lse = differentiable_prefill(
-            reference.prefill, q, pools, batch.block_tables, batch.context_lens,
+        out, lse = attend(
+            REFERENCE, q, pools, batch.block_tables, batch.context_lens,
             jnp.asarray(query_lens, jnp.int32), sinks, LAYER, options,
         )  # fmt: skip
         return loss(out, lse, out_bar, lse_bar)
@@ -352,8 +357,8 @@ def test_gradients_refuse_quantised_pools(dtype) -> None:
     batch, pools = quantised(lay_out([9, 12]), dtype)
 
     def total(pools):
-        return differentiable_decode(
-            reference.decode, normal((2, 4, 8), 1), pools, batch.block_tables, batch.context_lens,
+        return attend(
+            REFERENCE, normal((2, 4, 8), 1), pools, batch.block_tables, batch.context_lens, None,
             None, LAYER, PLAIN,
         )[0].sum()  # fmt: skip
 
@@ -371,11 +376,10 @@ def test_gradients_flow_through_merge() -> None:
     sinks, options = normal((4,), 4), PLAIN
 
     def total(q, pools, sinks):
-        run = functools.partial(differentiable_decode, xla.decode)
         first, rest = whole.block_tables[:, :2], whole.block_tables[:, 2:]
         parts = (
-            *run(q, pools, first, jnp.array([8]), None, LAYER, options),
-            *run(q, pools, rest, jnp.array([3]), sinks, LAYER, options),
+            *attend(XLA, q, pools, first, jnp.array([8]), None, None, LAYER, options),
+            *attend(XLA, q, pools, rest, jnp.array([3]), None, sinks, LAYER, options),
         )
         return loss(*merge_attention(*parts), out_bar, lse_bar)
 
@@ -392,9 +396,9 @@ def trained_layer(q, k, v, pools, layer, batch: Batch):
     blocks = jnp.asarray(batch.block_tables)[:, np.arange(N) // C].reshape(-1)
     offsets = jnp.tile(jnp.arange(N) % C, B)
     k, v = (x.reshape(B * N, *x.shape[2:]) for x in (k, v))
-    pools = scatter.write(pools, k, v, blocks, offsets, layer, PLAIN)
-    out, _ = differentiable_prefill(
-        xla.prefill, q, pools, batch.block_tables, batch.context_lens, batch.context_lens, None,
+    pools = XLA.write(WriteArgs(pools, k, v, blocks, offsets, layer))
+    out, _ = attend(
+        XLA, q, pools, batch.block_tables, batch.context_lens, batch.context_lens, None,
         layer, PLAIN,
     )  # fmt: skip
     return out, pools
@@ -464,9 +468,8 @@ def test_gradients_may_be_vmapped() -> None:
     def gradient(q, pools):
         def total(q, pools):
             return jnp.sum(
-                differentiable_decode(
-                    xla.decode, q, pools, batch.block_tables, batch.context_lens, None, LAYER,
-                    PLAIN,
+                attend(
+                    XLA, q, pools, batch.block_tables, batch.context_lens, None, None, LAYER, PLAIN
                 )[0] ** 2
             )  # fmt: skip
 
@@ -483,9 +486,8 @@ def memory(argnums, num_layers: int, num_blocks: int = 4096, width: int = 8):
     pools = Pools(*(jax.ShapeDtypeStruct(shape, jnp.float32),) * 2)
 
     def total(q, pools, tables, lens, layer):
-        return differentiable_decode(xla.decode, q, pools, tables, lens, None, layer, PLAIN)[
-            0
-        ].sum()
+        out, _ = attend(XLA, q, pools, tables, lens, None, None, layer, PLAIN)
+        return out.sum()
 
     compiled = (
         jax.jit(jax.grad(total, argnums))

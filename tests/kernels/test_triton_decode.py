@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.triton import decode, refusal, tiles, tuning
 from paged_jax.kernels.triton.decode import choose_num_splits
 from paged_jax.kernels.triton.tuning import DecodeParams
@@ -30,10 +30,10 @@ def run(
     num_splits: int | None = None,
     **options,
 ) -> tuple[np.ndarray, np.ndarray]:
-    options = Options(**({"scale": q.shape[-1] ** -0.5, "interpret": INTERPRET} | options))
+    args = AttentionArgs(q, batch.pools, batch.block_tables, batch.lengths, None, sinks, LAYER)
     out, lse = decode(
-        q, batch.pools, batch.block_tables, batch.lengths, sinks, LAYER, options,
-        params=params, num_splits=num_splits,
+        args, Options(**({"scale": q.shape[-1] ** -0.5} | options)),
+        interpret=INTERPRET, params=params, num_splits=num_splits,
     )  # fmt: skip
     return np.asarray(out), np.asarray(lse)
 
@@ -231,10 +231,9 @@ def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
 def test_decode_layer_may_be_traced() -> None:
     batch = PagedBatch.random([9, 20])
     q = queries((2, 2, 16))
-    attend = functools.partial(decode, options=Options(scale=0.25, interpret=INTERPRET))
-    out, _ = jax.jit(lambda layer: attend(
-        q, batch.pools, batch.block_tables, batch.lengths, None, layer
-    ))(jnp.int32(LAYER))  # fmt: skip
+    attend = functools.partial(decode, options=Options(scale=0.25), interpret=INTERPRET)
+    args = AttentionArgs(q, batch.pools, batch.block_tables, batch.lengths, None, None, LAYER)
+    out, _ = jax.jit(lambda layer: attend(args._replace(layer=layer)))(jnp.int32(LAYER))
     np.testing.assert_allclose(out, batch.expected_decode(q)[0], atol=1e-5)
 
 

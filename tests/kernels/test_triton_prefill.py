@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.backend import Options
+from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.triton.prefill import _cut_into_runs, prefill
 from paged_jax.kernels.triton.tuning import PrefillParams
 from tests.support.kernel_cases import Case
@@ -25,16 +25,13 @@ SINKS = np.array([0.3, -1.0, 2.5, -np.inf, 4.0, -3.0], np.float32)
 
 def attend(batch: PagedBatch, q, query_lens, *, params=SMALL, sinks=None, **options):
     """Run the kernel in the interpreter: ``(out, lse)``."""
-    static: dict[str, Any] = {
-        "scale": q.shape[-1] ** -0.5,
-        "interpret": jax.default_backend() != "gpu",
-        **options,
-    }
+    static: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, **options}
     pools = jax.tree.map(jnp.asarray, batch.pools)
-    out, lse = prefill(
-        q, pools, batch.block_tables, batch.lengths, np.asarray(query_lens, np.int32), sinks,
-        LAYER, Options(**static), params=params,
-    )  # fmt: skip
+    args = AttentionArgs(
+        q, pools, batch.block_tables, batch.lengths, np.asarray(query_lens, np.int32), sinks, LAYER
+    )
+    is_gpu = jax.default_backend() == "gpu"
+    out, lse = prefill(args, Options(**static), interpret=not is_gpu, params=params)
     assert out.dtype == q.dtype and lse.dtype == np.float32
     return np.asarray(out), np.asarray(lse)
 
@@ -199,12 +196,12 @@ def test_cut_into_runs_masks_what_it_must(window) -> None:
 
 def test_prefill_is_traced_once_for_all_layers() -> None:
     case = Case("prefill", T=5, K=2, D=16, P=8, M=2, dtype="float32")
-    q, *others, layer = case.shapes()
+    args = case.shapes()
 
-    def model(q, *others):
-        *others, layer = others
+    def model(args):
+        q = args.q
         for offset in range(3):
-            q, _ = prefill(q, *others, layer + offset, Options(scale=0.25))
+            q, _ = prefill(args._replace(q=q, layer=args.layer + offset), Options(scale=0.25))
         return q
 
-    assert str(jax.make_jaxpr(model)(q, *others, layer)).count("pallas_call[") == 1
+    assert str(jax.make_jaxpr(model)(args)).count("pallas_call[") == 1

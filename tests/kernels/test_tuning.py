@@ -195,8 +195,8 @@ def test_tune_times_what_agrees(tiny_jobs, capsys) -> None:
         "prefill": [PrefillParams(16, 16, 1, 1)],
     }
     for job in tiny_jobs:
-        options = Options(scale=1.0, interpret=True)
-        seconds = tune_kernels.tune(job, candidates[job.op], Rates(1.0, 1.0), options)
+        options = Options(scale=1.0)
+        seconds = tune_kernels.tune(job, candidates[job.op], Rates(1.0, 1.0), options, True)
         assert list(seconds) == candidates[job.op][:1]
         assert seconds[candidates[job.op][0]] > 0
     assert "DecodeParams(step_tokens=0, num_warps=1, num_stages=1): " in capsys.readouterr().out
@@ -204,9 +204,9 @@ def test_tune_times_what_agrees(tiny_jobs, capsys) -> None:
 
 @pytest.mark.slow
 def test_tune_drops_wrong_results(tiny_jobs, capsys) -> None:
-    wrong = Options(scale=3.0, interpret=True)
+    wrong = Options(scale=3.0)
     params: list[tuning.Params] = [DecodeParams(16, 1, 1)]
-    assert tune_kernels.tune(tiny_jobs[0], params, Rates(1.0, 1.0), wrong) == {}
+    assert tune_kernels.tune(tiny_jobs[0], params, Rates(1.0, 1.0), wrong, True) == {}
     assert "differs from the XLA backend" in capsys.readouterr().out
 
 

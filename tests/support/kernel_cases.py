@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    CopyArgs,
+    Op,
+    Options,
+    Pools,
+    Problem,
+    WriteArgs,
+    attend,
+)
 from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.quantisation import is_quantised
 
@@ -26,7 +35,7 @@ class Case:
       lanes: last dimension of the pools, D if None.
     """
 
-    op: str
+    op: Op
     backend: str | None = None
     B: int = 3
     T: int = 5
@@ -85,16 +94,20 @@ class Case:
         sizes |= {"H": self.K * self.G, "N": self.num_tokens}
         pools = self._pools(None)
         problem = Problem.of(self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks)
-        run = Dispatch(self.op, problem, self.backend)
+        ops = Dispatch(self.op, problem, self.backend)
 
         # Named for what it is in the compiled program.
         def op(*arrays: Any) -> Any:
-            return run(*arrays, options)
+            if self.op == "write":
+                return ops.write(WriteArgs(*arrays))
+            if self.op == "copy_blocks":
+                return ops.copy_blocks(CopyArgs(*arrays))
+            return attend(ops, AttentionArgs(*arrays), options)
 
         op.__name__ = self.op
         return op
 
-    def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
+    def shapes(self, sharding: Any = None) -> AttentionArgs | WriteArgs | CopyArgs:
         """What `function` takes, as `jax.ShapeDtypeStruct`, on a device where one is given."""
 
         def array(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -102,17 +115,17 @@ class Case:
 
         pools, layer, H, N = self._pools(sharding), array(), self.K * self.G, self.num_tokens
         if self.op == "copy_blocks":
-            return pools, array(N), array(N)
+            return CopyArgs(pools, array(N), array(N))
         if self.op == "write":
             new = array(N, self.K, self.D, dtype=self.dtype)
-            return pools, new, new, array(N), array(N), layer
+            return WriteArgs(pools, new, new, array(N), array(N), layer)
         sinks = array(H, dtype=jnp.float32) if self.has_sinks else None
         tables, lens = array(self.B, self.M), array(self.B)
         if self.op == "decode":
             q = array(self.B, H, self.D, dtype=self.dtype)
-            return q, pools, tables, lens, sinks, layer
+            return AttentionArgs(q, pools, tables, lens, None, sinks, layer)
         q = array(self.B, self.T, H, self.D, dtype=self.dtype)
-        return q, pools, tables, lens, lens, sinks, layer
+        return AttentionArgs(q, pools, tables, lens, lens, sinks, layer)
 
     def _pools(self, sharding: Any) -> Pools:
         shape = (self.L, self.P, self.K, self.C)

@@ -24,11 +24,46 @@ may be any number of them. The running softmax (Milakov and Gimelshein, 2018) is
 
 The pool is handed over whole, with the layer's number, and stays where it is. That takes a last
 axis of whole registers, 128 lanes: other arrays XLA lays out with the blocks innermost, and would
-copy all of them in front of every call (so do the compilers for v5e and v6e of jax 0.10.2 and
+copy all of them before every call (so do the compilers for v5e and v6e of jax 0.10.2 and
 0.12.0). The same holds for scales, which XLA gathers for the kernel: they are left in place if they
 are carried as ``[L, P, K * C]``, and are copied as ``[L, P, K, C]``.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
 from paged_jax.kernels.mosaic_tpu.attention import decode, prefill, refusal
 
-__all__ = ["decode", "prefill", "refusal"]
+__all__ = ["MosaicTpu", "decode", "prefill", "refusal"]
+
+
+@dataclass(frozen=True)
+class MosaicTpu:
+    """The backend ``"mosaic_tpu"``; writes and copies are left to XLA, which does them in place.
+
+    Attributes:
+      interpret: how to interpret its kernel, if at all.
+    """
+
+    interpret: Interpret = False
+
+    platform: ClassVar[str | None] = "tpu"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why this kernel cannot do what is asked, or None if it can."""
+        return refusal(problem)
+
+    def interpreted(self, interpret: Interpret) -> "MosaicTpu":
+        """The same backend, with its kernel interpreted."""
+        return MosaicTpu(interpret)
+
+    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """One query for each sequence."""
+        return decode(args, options, self.interpret)
+
+    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """A chunk of queries for each sequence."""
+        return prefill(args, options, self.interpret)

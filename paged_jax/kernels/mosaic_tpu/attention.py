@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
 from paged_jax.kernels.layout import LANES, in_whole_lanes
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
@@ -43,58 +43,42 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def decode(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
+    args: AttentionArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """One query per sequence, as `paged_jax.kernels.backend` says."""
+    """One query for each sequence."""
     # A chunk of one token, its last. That an empty sequence has a query too shows in its sink.
-    query_lens = jnp.ones_like(context_lens)
-    out, lse = prefill(
-        q[:, None], pools, block_tables, context_lens, query_lens, sinks, layer, options
-    )
+    query_lens = jnp.ones_like(args.context_lens)
+    args = args._replace(q=args.q[:, None], query_lens=query_lens)
+    out, lse = prefill(args, options, interpret)
     return out[:, 0], lse[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def prefill(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
+    args: AttentionArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries per sequence, causal, as `paged_jax.kernels.backend` says."""
-    rows = q, block_tables, context_lens, query_lens
-    attend = functools.partial(_attend, pools, sinks, layer, options)
-    B, M = block_tables.shape
+    """A chunk of queries for each sequence, causal; in parts where its tables are too many."""
+    B, M = args.block_tables.shape
     step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # a row has its two lengths there too
     if B <= step:
-        return attend(*rows)
-    parts = [attend(*(x[b : b + step] for x in rows)) for b in range(0, B, step)]
+        return _attend(args, options, interpret)
+    parts = []
+    for b in range(0, B, step):
+        rows = {
+            name: getattr(args, name)[b : b + step]
+            for name in ("q", "block_tables", "context_lens", "query_lens")
+        }
+        parts.append(_attend(args._replace(**rows), options, interpret))
     outs, lses = zip(*parts, strict=True)
     return jnp.concatenate(outs), jnp.concatenate(lses)
 
 
 def _attend(
-    pools: Pools,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
-    q: jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
+    args: AttentionArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
+    q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     B, T, H, D = q.shape
     *_, K, C, lanes = pools.k.shape
     tiling = choose_tiling(T, H // K, block_tables.shape[1], pools.k)
@@ -135,7 +119,7 @@ def _attend(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES,
         ),
-        interpret=options.interpret,
+        interpret=interpret,
         name="paged_attention",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),

@@ -3,9 +3,21 @@
 JAX has announced the end of that backend since 0.11. Nothing outside of this package knows of it.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import Problem
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    CopyArgs,
+    Interpret,
+    Options,
+    Pools,
+    Problem,
+    WriteArgs,
+)
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton import write as _write
@@ -13,7 +25,44 @@ from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import prefill
 from paged_jax.kernels.triton.write import copy_blocks, write
 
-__all__ = ["copy_blocks", "decode", "prefill", "refusal", "write"]
+__all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "write"]
+
+
+@dataclass(frozen=True)
+class Triton:
+    """The backend ``"triton"``.
+
+    Attributes:
+      interpret: how to interpret its kernels, if at all.
+    """
+
+    interpret: Interpret = False
+
+    platform: ClassVar[str | None] = "cuda"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why these kernels cannot do what is asked, or None if they can."""
+        return refusal(problem)
+
+    def interpreted(self, interpret: Interpret) -> "Triton":
+        """The same backend, with its kernels interpreted."""
+        return Triton(interpret)
+
+    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """One query for each sequence, in one launch or two."""
+        return decode(args, options, interpret=self.interpret)
+
+    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """A chunk of queries for each sequence, in one launch."""
+        return prefill(args, options, interpret=self.interpret)
+
+    def write(self, args: WriteArgs) -> Pools:
+        """Write new tokens, in one launch."""
+        return write(args, self.interpret)
+
+    def copy_blocks(self, args: CopyArgs) -> Pools:
+        """Copy blocks, in one launch."""
+        return copy_blocks(args, self.interpret)
 
 
 def refusal(problem: Problem) -> str | None:

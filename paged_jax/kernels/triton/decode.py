@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.quantisation import is_quantised, product_dtype
 from paged_jax.kernels.triton import tiles, tuning
 
@@ -40,23 +40,22 @@ _MAX_SPLITS = 128  # what one program of the merge holds in registers
 
 
 def decode(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
+    args: AttentionArgs,
     options: Options,
     *,
+    interpret: Interpret = False,
     params: tuning.DecodeParams | None = None,
     num_splits: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One query per sequence, as `paged_jax.kernels.backend` says, in one launch or two.
+    """One query for each sequence, in one launch or two.
 
     Args:
-      params: those of `paged_jax.kernels.triton.tuning` for this device and shape if None.
+      args, options: the call, as `paged_jax.kernels.backend` says.
+      interpret: how to interpret the kernel, if at all.
+      params: launch parameters; those of `tuning` for this device and shape if None.
       num_splits: parts to divide each sequence into; `choose_num_splits` if None.
     """
+    q, pools, block_tables = args[:3]
     B, H, D = q.shape
     K, C = pools.k.shape[2:4]
     device = tuning.device()
@@ -73,21 +72,18 @@ def decode(
         capacity = min(block_tables.shape[1] * C, options.sliding_window or math.inf)
         max_steps = math.ceil(capacity / params.step_tokens)
         num_splits = choose_num_splits(B, K, max_steps, device.num_cores)
-    return _decode(q, pools, block_tables, context_lens, sinks, layer, options, params, num_splits)
+    return _decode(args, options, params, num_splits, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "params", "num_splits"))
+@functools.partial(jax.jit, static_argnames=("options", "params", "num_splits", "interpret"))
 def _decode(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
+    args: AttentionArgs,
     options: Options,
     params: tuning.DecodeParams,
     num_splits: int,
+    interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
+    q, pools, block_tables, context_lens, _, sinks, layer = args
     B, H, D = q.shape
     K = pools.k.shape[2]
     words = pools._replace(k=tiles.as_words(pools.k), v=tiles.as_words(pools.v))
@@ -110,10 +106,10 @@ def _decode(
         compiler_params=plgpu.CompilerParams(
             num_warps=params.num_warps, num_stages=params.num_stages
         ),
-        interpret=options.interpret,
+        interpret=interpret,
         name="paged_decode",
     )(q, words, block_tables, context_lens, sinks, layers)
-    return (out, lse) if num_splits == 1 else _merge(out, lse, q.dtype, options.interpret)
+    return (out, lse) if num_splits == 1 else _merge(out, lse, q.dtype, interpret)
 
 
 def choose_num_splits(batch: int, kv_heads: int, max_steps: int, num_cores: int) -> int:
@@ -286,7 +282,7 @@ def _load_heads(
 
 
 def _merge(
-    partial_out: jax.Array, partial_lse: jax.Array, dtype: Any, interpret: Any
+    partial_out: jax.Array, partial_lse: jax.Array, dtype: Any, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     """Merge partial results f32 ``[B, H, splits, D]`` and their lse ``[B, H, splits]``."""
     B, H, num_splits, D = partial_out.shape

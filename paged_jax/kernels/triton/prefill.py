@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.quantisation import product_dtype
 from paged_jax.kernels.triton import tiles, tuning
 
@@ -37,21 +37,20 @@ _FEWEST_UNMASKED = 4
 
 
 def prefill(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
+    args: AttentionArgs,
     options: Options,
     *,
+    interpret: Interpret = False,
     params: tuning.PrefillParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries per sequence, as `paged_jax.kernels.backend` says, in one launch.
+    """A chunk of queries for each sequence, in one launch.
 
-    `params` are those of `paged_jax.kernels.triton.tuning` for this device and shape if None.
+    Args:
+      args, options: the call, as `paged_jax.kernels.backend` says.
+      interpret: how to interpret the kernel, if at all.
+      params: launch parameters; those of `tuning` for this device and shape if None.
     """
+    q, pools = args[:2]
     if params is None:
         K, C = pools.k.shape[2:4]
         params = tuning.prefill_params(
@@ -62,21 +61,14 @@ def prefill(
             q_dtype=q.dtype,
             pool_dtype=pools.k.dtype,
         )
-    return _prefill(q, pools, block_tables, context_lens, query_lens, sinks, layer, options, params)
+    return _prefill(args, options, params, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "params"))
+@functools.partial(jax.jit, static_argnames=("options", "params", "interpret"))
 def _prefill(
-    q: jax.Array,
-    pools: Pools,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    sinks: jax.Array | None,
-    layer: int | jax.Array,
-    options: Options,
-    params: tuning.PrefillParams,
+    args: AttentionArgs, options: Options, params: tuning.PrefillParams, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
+    q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     B, T, H, D = q.shape
     K = pools.k.shape[2]
     G = H // K
@@ -99,7 +91,7 @@ def _prefill(
         compiler_params=plgpu.CompilerParams(
             num_warps=params.num_warps, num_stages=params.num_stages
         ),
-        interpret=options.interpret,
+        interpret=interpret,
         name="paged_prefill",
     )(q, words, block_tables, context_lens, query_lens, sinks, layers)
 

@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.xla import writing as scatter
@@ -60,30 +60,15 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def write(
-    pools: Pools,
-    k: jax.Array,
-    v: jax.Array,
-    blocks: jax.Array,
-    offsets: jax.Array,
-    layer: int | jax.Array,
-    options: Options,
-) -> Pools:
-    """Write K and V of N tokens; shapes as in `paged_jax.kernels.backend`."""
-    return _write(options, pools, k, v, blocks, offsets, layer)
+@functools.partial(jax.jit, static_argnames="interpret")
+def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
+    """Write K and V of N tokens, in one launch."""
+    return _write(interpret, args)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _write(
-    options: Options,
-    pools: Pools,
-    k: jax.Array,
-    v: jax.Array,
-    blocks: jax.Array,
-    offsets: jax.Array,
-    layer: int | jax.Array,
-) -> Pools:
+def _write(interpret: Interpret, args: WriteArgs) -> Pools:
+    pools, k, v, blocks, offsets, layer = args
     N, K, D = k.shape
     lanes = pl.next_power_of_2(D)
     rows = max(min(_TILE // lanes, pl.next_power_of_2(N * K)), 1)
@@ -98,16 +83,16 @@ def _write(
         (jnp.reshape(layer, 1), blocks, offsets, k.reshape(N * K, D), v.reshape(N * K, D)),
         grid=(pl.cdiv(N * K, rows),),
         num_warps=_WRITE_WARPS,
-        interpret=options.interpret,
+        interpret=interpret,
     )
     return jax.tree.map(_from_words, written, pools)
 
 
 @_write.defjvp
-def _write_jvp(options, primals, tangents):
+def _write_jvp(interpret, primals, tangents):
     # A write is a scatter, and so is its derivative.
-    _, out_dot = jax.jvp(lambda *args: scatter.write(*args, options), primals, tangents)
-    return _write(options, *primals), out_dot
+    _, out_dot = jax.jvp(scatter.write, primals, tangents)
+    return _write(interpret, *primals), out_dot
 
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, pool_shape,
@@ -184,9 +169,10 @@ def _as_rows(pool: jax.Array) -> jax.Array:
     return rows if pool.dtype.itemsize > 1 else tiles.to_words(rows, jnp.uint16)
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: Options) -> Pools:
-    """Copy blocks in all layers and pools; shapes as in `paged_jax.kernels.backend`."""
+@functools.partial(jax.jit, static_argnames="interpret")
+def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
+    """Copy blocks in all layers and pools, in one launch."""
+    pools, sources, targets = args
     L, P = pools.k.shape[:2]
     views = jax.tree.map(lambda pool: tiles.to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
     copied = _call(
@@ -196,7 +182,7 @@ def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: O
         (sources, targets),
         grid=(*sources.shape, L),
         num_warps=_COPY_WARPS,
-        interpret=options.interpret,
+        interpret=interpret,
     )
     return jax.tree.map(_from_words, copied, pools)
 

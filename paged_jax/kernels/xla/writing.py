@@ -9,28 +9,18 @@ XLA's CPU backend cannot update an array of bfloat16 or fp8 in place (see `set_r
 pools in float32, float16 or int8.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import Options, Pools
+from paged_jax.kernels.backend import CopyArgs, Pools, WriteArgs
 from paged_jax.kernels.quantisation import quantise
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def write(
-    pools: Pools,
-    k: jax.Array,
-    v: jax.Array,
-    blocks: jax.Array,
-    offsets: jax.Array,
-    layer: int | jax.Array,
-    options: Options,
-) -> Pools:
-    """Scatter K and V of N tokens; shapes as in `paged_jax.kernels.backend`."""
-    del options
+@jax.jit
+def write(args: WriteArgs) -> Pools:
+    """Scatter K and V of N tokens."""
+    pools, k, v, blocks, offsets, layer = args
     L, P, _, C, _ = pools.k.shape
     is_kept = (blocks >= 0) & (blocks < P) & (offsets >= 0) & (offsets < C)
     is_kept &= (layer >= 0) & (layer < L)
@@ -60,14 +50,14 @@ def write(
     )
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def copy_blocks(pools: Pools, sources: jax.Array, targets: jax.Array, options: Options) -> Pools:
+@jax.jit
+def copy_blocks(args: CopyArgs) -> Pools:
     """Copy blocks in all layers, one at a time so that no temporary is large.
 
     The loop runs once per real copy. Copying one block for each slot in a single scatter instead
     would touch S blocks at every step, almost always for nothing.
     """
-    del options
+    pools, sources, targets = args
     L, P, K, C, _ = pools.k.shape
     is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
     (order,) = jnp.nonzero(is_copy, size=sources.size, fill_value=0)
