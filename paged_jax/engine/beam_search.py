@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import is_int, is_real
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.exclusive import ExclusiveUse

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine.arguments import check_arguments, program_sizes
 from paged_jax.engine.footprint import Footprint, footprint, resolve_kv_dtype, weight_bytes
 from paged_jax.engine.pool_size import most_useful_blocks

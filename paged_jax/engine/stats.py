@@ -3,7 +3,7 @@
 import dataclasses
 import time
 
-from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner import ModelRunner, StepTokens
 from paged_jax.scheduler.scheduler import Plan, Scheduler
 

@@ -1,0 +1,195 @@
+"""Blocks that are found by their content: full ones are published, and attached to other slots."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from paged_jax.cache import block_pool
+from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.blocks.tables import BlockTables, check_dtype
+from paged_jax.dims import bind
+
+
+def attach(
+    tables: BlockTables,
+    slot: ArrayLike,
+    digests: jax.Array,
+    token_ids: jax.Array,
+    num_blocks: ArrayLike,
+) -> tuple[BlockTables, jax.Array]:
+    """Start an empty slot with the blocks in which the beginning of its tokens is cached.
+
+    The longest prefix of the given blocks of which each is cached, with the same digest and the
+    same tokens, becomes the start of the slot. Held blocks are shared, free ones held again.
+
+    Args:
+      tables: the state; may be donated.
+      slot: i32[], the slot. Nothing is done if it is not empty or no slot.
+      digests: u32[N, 8], the digests of the full blocks of a sequence, N at most M. The digest
+          of a block must stand for all tokens from the beginning of the sequence to its end.
+      token_ids: i32[N, C], the tokens in each block.
+      num_blocks: i32[], how many of the N to look for; what follows is padding.
+
+    Returns:
+      `(tables, num_found)`. `num_found` is i32[], the number of blocks that were found; the slot
+      now holds `num_found * C` tokens. Costs a pass over the digests of the pool, and one over the
+      free queue.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit the tables, or there are more than M blocks.
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
+      >>> digests, tokens = jnp.ones((1, 8), jnp.uint32), jnp.array([[11, 12, 13, 14]])
+      >>> tables = publish(tables, jnp.array([0]), jnp.array([0]), digests, tokens)
+      >>> tables, num_found = attach(tables, 1, digests, tokens, 1)
+      >>> int(num_found), tables.block_tables.tolist(), tables.lengths.tolist()
+      (1, [[0, 1], [0, 4]], [6, 4])
+    """
+    digests, token_ids = _as_contents("attach", tables, digests, token_ids)
+    if len(digests) > tables.max_blocks_per_slot:
+        raise ValueError(
+            f"attach: digests must be at most M = {tables.max_blocks_per_slot}, got "
+            f"{len(digests)}. Leave out what a slot cannot hold."
+        )
+    slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
+    length = tables.lengths.at[slot].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
+    blocks, num_found = _find_prefix(tables.pool, digests, token_ids, limit)
+
+    # Where nothing was found, one past the last slot: the updates are dropped.
+    slot = jnp.where(num_found > 0, slot, tables.num_slots)
+    columns = jnp.arange(len(blocks), dtype=jnp.int32)
+    tables = replace(
+        tables,
+        pool=block_pool.revive(tables.pool, blocks),
+        block_tables=tables.block_tables.at[slot, columns].set(blocks, mode="drop"),
+        lengths=tables.lengths.at[slot].set(num_found * tables.block_size, mode="drop"),
+    )
+    return tables, num_found
+
+
+def publish(
+    tables: BlockTables,
+    slots: jax.Array,
+    columns: jax.Array,
+    digests: jax.Array,
+    token_ids: jax.Array,
+) -> BlockTables:
+    """Cache full blocks: let `attach` find them, while they are held and until they are reused.
+
+    Served one after the other. An entry is ignored if its slot does not exist (-1 is padding) or
+    holds no such block or not all of its tokens, if the block is cached already, or if another
+    block is cached under the digest.
+
+    Args:
+      tables: the state; may be donated.
+      slots: i32[N], the slot of each block.
+      columns: i32[N], its place in the slot: its tokens are those from position column * C on.
+      digests: u32[N, 8], see `attach`.
+      token_ids: i32[N, C], the tokens in each block.
+
+    Returns:
+      The tables. Costs a pass over the digests of the pool, and a comparison with N digests for
+      each entry that names a full block.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit the tables.
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
+      >>> digests, tokens = jnp.ones((2, 8), jnp.uint32), jnp.ones((2, 4), jnp.int32)
+      >>> tables = publish(tables, jnp.array([0, 0]), jnp.array([0, 1]), digests, tokens)
+      >>> tables.pool.is_cached.tolist()
+      [True, False, False, False]
+    """
+    digests, token_ids = _as_contents("publish", tables, digests, token_ids)
+    slots, columns = jnp.asarray(slots), jnp.asarray(columns)
+    bind("publish", digests=(digests[:, 0], "N"), slots=(slots, "N"), columns=(columns, "N"))
+    slots = check_dtype("publish", "slots", slots, jnp.int32)
+    columns = check_dtype("publish", "columns", columns, jnp.int32)
+    is_slot = (slots >= 0) & (slots < tables.num_slots)
+    slots = jnp.where(is_slot, slots, 0)
+    is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
+    blocks = tables.block_tables[slots, jnp.where(is_full, columns, 0)]
+    pool = tables.pool
+    is_known = block_pool.find(pool, digests, is_full) < tables.num_blocks
+    is_new = is_full & ~is_known & ~pool.is_cached[blocks]
+    is_taken = _serve_in_order(is_new, blocks, digests)
+    blocks = jnp.where(is_taken, blocks, tables.num_blocks)
+    return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
+
+
+def forget(tables: BlockTables) -> BlockTables:
+    """Let no block be found any more, as when the weights that made K and V have changed.
+
+    Args:
+      tables: the state; may be donated.
+
+    Example:
+      >>> tables = forget(BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4))
+      >>> bool(tables.pool.is_cached.any())
+      False
+    """
+    is_cached = jnp.zeros_like(tables.pool.is_cached)
+    return replace(tables, pool=replace(tables.pool, is_cached=is_cached))
+
+
+def _find_prefix(
+    pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Find the blocks of the longest cached prefix of the first `limit` i32[] entries.
+
+    Returns `(blocks, num_found)`: i32[N], P from the first miss on, and i32[]. A block that has
+    been found already is one: a slot holds no block twice.
+    """
+    size = len(digests)
+    index = jnp.arange(size, dtype=jnp.int32)
+    blocks = block_pool.find(pool, digests, index < limit)
+    known = pool.token_ids.at[blocks].get(mode="fill", fill_value=-1)
+    first = jnp.full(pool.num_blocks, size, jnp.int32).at[blocks].min(index, mode="drop")
+    is_first = first.at[blocks].get(mode="fill", fill_value=size) == index
+    is_hit = is_first & jnp.all(known == token_ids, axis=1)
+    num_found = jnp.min(jnp.where(is_hit, size, index), initial=size)
+    return jnp.where(index < num_found, blocks, pool.num_blocks), num_found
+
+
+@jax.jit
+def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) -> jax.Array:
+    """Which entries of `is_new` bool[N] to cache: those whose block and digest no earlier one took.
+
+    That depends on which of the earlier ones are cached, so it takes a loop.
+    """
+    order = jnp.nonzero(is_new, size=len(blocks), fill_value=0)[0].astype(jnp.int32)
+
+    def serve(i: jax.Array, is_taken: jax.Array) -> jax.Array:
+        entry = order[i]
+        is_same = (blocks == blocks[entry]) | jnp.all(digests == digests[entry][None], axis=1)
+        return is_taken.at[entry].set(~jnp.any(is_taken & is_same))
+
+    num_new = jnp.sum(is_new, dtype=jnp.int32)
+    return lax.fori_loop(jnp.int32(0), num_new, serve, jnp.zeros_like(is_new))
+
+
+def _as_contents(
+    function: str, tables: BlockTables, digests: ArrayLike, token_ids: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    digests, token_ids = jnp.asarray(digests), jnp.asarray(token_ids)
+    shape = [digests.shape[0] if digests.ndim else 0, block_pool.NUM_DIGEST_WORDS]
+    if list(digests.shape) != shape:
+        raise ValueError(
+            f"{function}: digests must have shape [N, {shape[1]}], got {list(digests.shape)}."
+        )
+    bind(
+        function,
+        pool=(tables.pool.token_ids, "PC"),
+        digests=(digests[:, 0], "N"),
+        token_ids=(token_ids, "NC"),
+    )
+    digests = check_dtype(function, "digests", digests, jnp.uint32)
+    return digests, check_dtype(function, "token_ids", token_ids, jnp.int32)

@@ -1,0 +1,152 @@
+"""Room for more tokens, with copies on write where a block is shared."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.cache import block_pool
+from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
+from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.checks import check_positive
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockCopies:
+    """The copies on write that the caller of `reserve` must make before it writes K and V.
+
+    Attributes:
+      source: i32[S], the block to copy for each slot, or P where there is nothing to copy.
+      target: i32[S], the block to copy it to, or P. Targets are distinct, and none is a source.
+    """
+
+    source: jax.Array
+    target: jax.Array
+
+
+def reserve(
+    tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int = 1
+) -> tuple[BlockTables, BlockCopies, jax.Array]:
+    """Make room for more tokens in every slot and advance the lengths by as much.
+
+    On an empty slot this allocates a prompt, on a running one it appends. A slot about to write
+    into a partly filled block that others hold too gets a block of its own in its place, and the
+    copy is reported. If all holders of such a block write, the last of them keeps it. What a slot
+    writes into is cached no longer (it can be, if the slot was truncated).
+
+    Args:
+      tables: the state; may be donated.
+      num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
+      max_tokens: upper bound on `num_tokens` (static). Work is in proportion to
+          S * ceil(max_tokens / C), whatever M and P are, beside one S x S comparison.
+
+    Returns:
+      `(tables, copies, ok)`. `ok` is bool[]. It is False, the state unchanged and `copies`
+      empty if the free blocks do not suffice for all slots together, if any slot would exceed
+      its M * C tokens, or if any `num_tokens` is negative or above `max_tokens`.
+
+    Raises:
+      ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
+
+    Example:
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, ok = reserve(tables, jnp.array([3, 0]), max_tokens=8)
+      >>> tables, ok = fork(tables, jnp.array([-1, 0]))
+      >>> tables, copies, ok = reserve(tables, jnp.array([1, 0]))
+      >>> copies.source.tolist(), copies.target.tolist(), tables.lengths.tolist()
+      ([0, 4], [1, 4], [4, 3])
+    """
+    num_tokens = as_slot_values("reserve", "num_tokens", num_tokens, jnp.int32, tables)
+    check_positive("reserve", max_tokens=max_tokens)
+    capacity = tables.max_blocks_per_slot * tables.block_size
+    max_tokens = min(max_tokens, capacity)
+
+    start = tables.lengths
+    end = start + jnp.clip(num_tokens, 0, max_tokens)
+    is_in_bounds = (num_tokens >= 0) & (num_tokens <= max_tokens) & (end <= capacity)
+    writes = _plan_shared_writes(tables, end > start)
+    columns_SW, is_taken_SW = _plan_columns(tables, end, writes.is_copy, max_tokens)
+    is_enough = jnp.sum(is_taken_SW, dtype=jnp.int32) <= tables.pool.num_free
+    ok = jnp.all(is_in_bounds) & is_enough
+
+    # From here on `ok` masks every update.
+    is_taken_SW &= ok
+    is_copy = writes.is_copy & ok
+    pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
+    shared = jnp.where(writes.is_last & ok, writes.block, tables.num_blocks)
+    pool = replace(pool, ref_counts=pool.ref_counts.at[shared].set(writes.refs_left, mode="drop"))
+    pool = block_pool.forget(pool, jnp.where(ok, writes.in_place, tables.num_blocks))
+    slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
+    # Only taken entries change; the others are sent past the end of their row and dropped.
+    columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
+    block_tables = tables.block_tables.at[slots[:, None], columns_SW].set(taken_SW, mode="drop")
+    copies = BlockCopies(
+        source=jnp.where(is_copy, writes.block, tables.num_blocks),
+        target=jnp.where(is_copy, taken_SW[:, 0], tables.num_blocks),
+    )
+    lengths = jnp.where(ok, end, start)
+    return replace(tables, pool=pool, block_tables=block_tables, lengths=lengths), copies, ok
+
+
+@dataclass(frozen=True)
+class _SharedWrites:
+    """What happens to the partly filled last blocks that slots write into.
+
+    All fields are [S]: the last block of the slot if the slot writes into this very block, else P;
+    the last block if others hold it too, else P; whether the slot must write into a copy of it,
+    whether it is the last of the slots that write into this block, and how many references the
+    block keeps.
+    """
+
+    in_place: jax.Array
+    block: jax.Array
+    is_copy: jax.Array
+    is_last: jax.Array
+    refs_left: jax.Array
+
+
+def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWrites:
+    """Decide for each slot of `is_writer` bool[S] whether it must copy its last block."""
+    num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
+    # Where the next token goes: a block that has begun, or P, with no references, if it begins one.
+    columns = tables.lengths // tables.block_size
+    last = tables.block_tables.at[slots, columns].get(mode="fill", fill_value=num_blocks)
+    refs = tables.pool.ref_counts.at[last].get(mode="fill", fill_value=0)
+    is_shared = is_writer & (refs > 1)
+    block = jnp.where(is_shared, last, num_blocks)
+
+    # Comparing all pairs of slots ranks the writers of a block without their contending for it.
+    # Down the columns, because XLA turns that into vector instructions on a CPU.
+    is_same_SS = block[:, None] == block[None, :]
+    num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
+    last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
+    is_last = is_shared & (last_writer == slots)
+    # If nobody else is left to hold the block, the last writer keeps it: no leak, one copy less.
+    is_kept = num_writers == refs
+    is_copy = is_shared & ~(is_last & is_kept)
+    return _SharedWrites(
+        in_place=jnp.where(is_writer & ~is_copy, last, num_blocks),
+        block=block,
+        is_copy=is_copy,
+        is_last=is_last,
+        refs_left=jnp.where(is_kept, 1, refs - num_writers),
+    )
+
+
+def _plan_columns(
+    tables: BlockTables, end: jax.Array, is_copy: jax.Array, max_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """List the table columns that each slot may write to, and which of them get a new block.
+
+    The first of the W columns is that of the next token. It gets a new block if the token is the
+    first of its block, or if the slot must copy the block that is there; every further column up
+    to length `end` gets one. Returns i32[S, W] and bool[S, W].
+    """
+    # W: only the first column can lie in a block that has begun, so max_tokens = 1 gives W = 1.
+    width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
+    ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
+    columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]
+    is_written_SW = columns_SW < num_blocks_needed(end, tables.block_size)[:, None]
+    is_begun_SW = columns_SW * tables.block_size < tables.lengths[:, None]
+    return columns_SW, is_written_SW & (is_copy[:, None] | ~is_begun_SW)
