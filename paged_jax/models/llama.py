@@ -9,8 +9,8 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.kernels import padded_head_dim
 from paged_jax.models import loading

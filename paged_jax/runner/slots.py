@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.cache.digests import digest_words
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.sizes import PUBLISH_WIDTH

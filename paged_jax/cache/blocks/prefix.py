@@ -42,6 +42,7 @@ def attach(
       ValueError: shapes or dtypes do not fit the tables, or there are more than M blocks.
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
       >>> digests, tokens = jnp.ones((1, 8), jnp.uint32), jnp.array([[11, 12, 13, 14]])
@@ -101,6 +102,7 @@ def publish(
       ValueError: shapes or dtypes do not fit the tables.
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
       >>> digests, tokens = jnp.ones((2, 8), jnp.uint32), jnp.ones((2, 4), jnp.int32)

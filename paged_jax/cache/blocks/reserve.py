@@ -50,6 +50,7 @@ def reserve(
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
 
     Example:
+      >>> from paged_jax.cache.blocks import fork
       >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, ok = reserve(tables, jnp.array([3, 0]), max_tokens=8)
       >>> tables, ok = fork(tables, jnp.array([-1, 0]))

@@ -34,6 +34,7 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
       ValueError: `parents` is not i32[S].
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(4, num_slots=3, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, _ = reserve(tables, jnp.array([7, 0, 0]), max_tokens=8)
       >>> tables, ok = fork(tables, jnp.array([-1, 0, 0]))
@@ -71,6 +72,7 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
       ValueError: `parents` is not i32[S].
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(4, num_slots=3, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, _ = reserve(tables, jnp.array([7, 3, 1]), max_tokens=8)
       >>> tables, ok = reorder(tables, jnp.array([1, 0, 0]))
@@ -107,6 +109,7 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
       ValueError: `mask` is not bool[S].
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, _ = reserve(tables, jnp.array([7, 2]), max_tokens=8)
       >>> tables = release(tables, jnp.array([True, False]))
@@ -131,6 +134,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
       ValueError: `lengths` is not i32[S] or `max_tokens` is not a positive integer.
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
       >>> tables, _, _ = reserve(tables, jnp.array([7, 2]), max_tokens=8)
       >>> tables = truncate(tables, jnp.array([4, 9]), max_tokens=4)

@@ -29,6 +29,7 @@ class BlockTables:
       block_size: C, the number of tokens in a block (static).
 
     Example:
+      >>> from paged_jax.cache.blocks import reserve
       >>> tables = BlockTables.create(
       ...     num_blocks=6, num_slots=3, max_blocks_per_slot=4, block_size=4
       ... )
