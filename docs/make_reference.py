@@ -9,6 +9,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -152,11 +153,18 @@ def _entry(path: str, thing: Any, level: int) -> Iterator[str]:
     yield f"```python\n{_signature(thing, tree)}\n```"
     yield from _prose(inspect.getdoc(thing) or "")
     if isinstance(tree, ast.ClassDef):
-        for node in tree.body:
+        for node in [node for each in _own_classes(thing) for node in _parse(each).body]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(node):
                 yield f"{'#' * (level + 1)} `{_last(path)}.{node.name}`"
                 yield f"```python\n{_header(node)}\n```"
                 yield from _prose(ast.get_docstring(node) or "")
+
+
+def _own_classes(thing: type) -> list[type]:
+    """A class, and its bases in this package up to the first that has an entry of its own."""
+    entries = [_load(path) for page in PAGES.values() for path in page.names]
+    bases = itertools.takewhile(lambda each: each not in entries, thing.__mro__[1:])
+    return [thing, *(each for each in bases if each.__module__.startswith("paged_jax."))]
 
 
 def _is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -177,9 +185,10 @@ def _parse(thing: Any) -> Any:
 def _signature(thing: Any, tree: Any) -> str:
     if not isinstance(tree, ast.ClassDef):
         return _header(tree)
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            return _header(node, name=tree.name)
+    for each in thing.__mro__:
+        for node in _parse(each).body if each.__module__.startswith("paged_jax.") else ():
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                return _header(node, name=tree.name)
     lines = inspect.getsource(sys.modules[thing.__module__]).splitlines()
     fields = [
         line

@@ -1,0 +1,224 @@
+"""Makes the parts of an engine from its arguments, and shows their state."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.engine.arguments import check_arguments, choose_cascade, program_sizes
+from paged_jax.engine.delivery import Delivery
+from paged_jax.engine.drafts import Drafter
+from paged_jax.engine.footprint import footprint, resolve_kv_dtype
+from paged_jax.engine.inputs import Inputs
+from paged_jax.engine.loading import find_eos_token_ids, load_tokenizer
+from paged_jax.engine.pool_size import choose_num_blocks
+from paged_jax.engine.postprocess import Postprocessor, draw_of
+from paged_jax.engine.recovery import ChangeGuard
+from paged_jax.engine.requests import RequestTable
+from paged_jax.engine.run import PlanRunner
+from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
+from paged_jax.kernels import backend_over_devices, check_backend_runs_on
+from paged_jax.models.llama import Llama
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
+from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
+from paged_jax.scheduler.sequence import Sequence
+
+# Speed of copies between host and device, until the first swap is measured.
+HOST_BYTES_PER_SECOND = 1e10
+
+
+class EngineParts:
+    """What an engine is made of. `Engine`, which explains the arguments, makes it run.
+
+    `__init__` is long because each argument goes from here to the part that it is for.
+
+    Attributes:
+      tokenizer: the tokenizer; None if there is none.
+      config: the configuration of the model.
+      block_size: C, tokens in a block.
+      num_blocks: P, blocks in the pool.
+      max_num_seqs: S, samples that run at once.
+      max_model_len: most tokens of a sequence, prompt included.
+      enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
+      delivery: where requests go that have made progress.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Llama | None = None,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float | None = None,
+        max_num_seqs: int = 16,
+        max_model_len: int | None = None,
+        max_chunk: int = 512,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        steps_per_dispatch: int = 8,
+        enable_prefix_caching: bool = True,
+        preemption: Preemption = "auto",
+        swap_space: float = 4.0,
+        num_speculative_tokens: int = 0,
+        cascade_attention: bool | None = None,
+        seed: int = 0,
+        backend: str | None = None,
+        sharding: Any = None,
+        on_compile: Callable[[str], None] | None = None,
+    ):
+        check_arguments(
+            "Engine",
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_chunk=max_chunk,
+            max_num_batched_tokens=max_num_batched_tokens,
+            steps_per_dispatch=steps_per_dispatch,
+            preemption=preemption,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        self.tokenizer = load_tokenizer(model, tokenizer)
+        if not isinstance(model, Llama):
+            model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
+        self.config = model.config
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.enable_prefix_caching = enable_prefix_caching
+        self._eos_token_ids = find_eos_token_ids(self.config, self.tokenizer)
+        sizes = program_sizes(
+            "Engine",
+            self.config,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_chunk=max_chunk,
+            max_num_batched_tokens=max_num_batched_tokens,
+            steps_per_dispatch=steps_per_dispatch,
+            num_speculative_tokens=num_speculative_tokens,
+            num_eos_token_ids=len(self._eos_token_ids),
+        )
+        self.max_model_len = sizes.max_model_len
+        weights = jax.tree.leaves(nnx.state(model))
+        device = next(iter(weights[0].devices()))
+        check_backend_runs_on("Engine", backend, device.platform)
+        if len(weights[0].sharding.device_set) > 1:
+            backend = backend_over_devices("Engine", backend, device.platform)
+        cache_dtype = resolve_kv_dtype(kv_dtype, weights[0].dtype, device.platform)
+        taken = footprint(
+            self.config,
+            sizes,
+            weights=_bytes_on(device, weights),
+            dtype=weights[0].dtype,
+            kv_dtype=cache_dtype,
+            platform=device.platform,
+        )
+        self.num_blocks = choose_num_blocks(
+            device, sizes, taken, num_blocks=num_blocks, memory_fraction=memory_fraction
+        )
+        self._inputs = Inputs(
+            tokenizer=self.tokenizer,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            # The last token that is drawn is never written.
+            max_length=min(self.max_model_len, self.num_blocks * block_size + 1),
+            seed=seed,
+        )
+        self._runner = ModelRunner(
+            model,
+            sizes,
+            self.num_blocks,
+            cache_dtype=cache_dtype,
+            cascade=choose_cascade(
+                cascade_attention,
+                self.config,
+                device.platform,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            backend=backend,
+            eos_token_ids=self._eos_token_ids,
+            draw_of=draw_of,
+            on_compile=on_compile,
+        )
+        self._scheduler = Scheduler(
+            max_num_seqs,
+            self.num_blocks,
+            block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_chunk=sizes.max_chunk,
+            max_steps=steps_per_dispatch,
+            enable_prefix_caching=enable_prefix_caching,
+            preemption=preemption,
+            costs=PreemptionCosts(
+                seconds_per_block=taken.block / HOST_BYTES_PER_SECOND,
+                max_swapped_blocks=int(swap_space * 2**30) // taken.block,
+            ),
+        )
+        self._connect(Drafter(num_speculative_tokens))
+
+    def _connect(self, drafter: Drafter) -> None:
+        """Make the parts of a step, around the runner and the scheduler."""
+        runner, scheduler = self._runner, self._scheduler
+        self._stats = EngineStats()
+        self._clock = StepClock(self._stats, runner)
+        self._blocks = BlockMeter(self._stats, scheduler, runner)
+        self._requests = RequestTable(scheduler, runner, drafter)
+        self._guard = ChangeGuard(self._requests.restart)
+        self._postprocessor = Postprocessor(
+            self.tokenizer, self._eos_token_ids, self._requests, self._stats
+        )
+        self._plan_runner = PlanRunner(
+            runner, scheduler, self._postprocessor, drafter, self._clock, self._stats
+        )
+        self.delivery = Delivery()
+
+    @property
+    def cache(self) -> PagedCache:
+        """The paged cache as it is now. The next step donates it: copy what must be kept."""
+        return self._runner.state.cache
+
+    @property
+    def model(self) -> Llama:
+        """The model with its weights as they are now."""
+        return self._runner.model
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        """The arrays of the model, in the order of the leaves of its ``nnx.state``."""
+        return list(self._runner.weights)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since the engine was built, as they are now."""
+        return totals(self._stats, self._runner, self._scheduler)
+
+    @property
+    def cache_use(self) -> float:
+        """The fraction of blocks that requests hold, 0 to 1; what is only cached is free."""
+        return 1 - self._runner.slots.num_free / self.num_blocks
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The samples that have not finished, the most senior first, for reading only.
+
+        Those with a ``slot`` are resident, the others wait. Valid until the next step.
+        """
+        return self._scheduler.sequences
+
+    @property
+    def num_cache_resets(self) -> int:
+        """How often all that was cached was given up: for new weights, or after a failure."""
+        return self._runner.slots.num_resets
+
+
+def _bytes_on(device: Any, arrays: list[jax.Array]) -> int:
+    shards = [shard for array in arrays for shard in array.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
