@@ -10,8 +10,7 @@ from flax import nnx
 
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import Rollout, rollout
-from paged_jax.runner import decoding
-from paged_jax.runner.decoding import DecodeState
+from paged_jax.runner import DecodeState, decode_state, decode_steps
 from paged_jax.sampling.params import SamplingParams
 from tests.support.tiny_model import BOS, CONFIG, save_tiny_model
 
@@ -59,7 +58,7 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
     _, cache, _ = jax.jit(Llama.prefill)(model, cache, PROMPTS, slots, NUM_TOKENS - 1)
     state = DecodeState.create(cache, CONFIG.vocab_size)
     for row, params in enumerate(ways):
-        state = decoding.assign(
+        state = decode_state.assign(
             state,
             row,
             params,
@@ -69,7 +68,7 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
             sample_index=row,
             max_length=99,
         )
-    steps = jax.jit(decoding.decode_steps, static_argnames="max_steps")
+    steps = jax.jit(decode_steps, static_argnames="max_steps")
     tokens, _ = steps(model, state, slots, N, max_steps=N)
 
     names = ("temperature", "top_k", "top_p", "min_p")

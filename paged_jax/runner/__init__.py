@@ -1,6 +1,7 @@
 """The device's side of the engine: the state, and the programs that change it."""
 
-from paged_jax.runner.decoding import DecodeState, StepTokens, decode_steps, verify_steps
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import StepTokens, decode_steps, verify_steps
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes

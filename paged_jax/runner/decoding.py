@@ -16,13 +16,10 @@ position, so it is the same whichever of the two draws it, and in however many d
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from paged_jax import sampling
@@ -31,77 +28,8 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.llama import Llama
-from paged_jax.sampling import SamplingParams, SlotSampling
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """The device state: all that it knows about running sequences. Donate it as a whole.
-
-    Attributes:
-      cache: K and V of each sequence's tokens, all but the last.
-      sampling: how the next token of each slot is drawn.
-      token_ids: i32[S], the last known token of each slot, the next one to be fed.
-      stop_ids: i32[S, X], tokens that end the slot's sequence, filled up with V, which is no token.
-      max_lengths: i32[S], known tokens (prompt and generated) at which a sequence is complete.
-
-    Example:
-      >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
-      ...                           head_dim=8, num_slots=3, max_blocks_per_slot=4)
-      >>> state = DecodeState.create(cache, vocab_size=32)
-      >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3, 7, 5],
-      ...                num_prompt_tokens=3, seed=0, max_length=9)
-      >>> state.token_ids.tolist(), state.max_lengths.tolist()
-      ([0, 5, 0], [0, 9, 0])
-    """
-
-    cache: PagedCache
-    sampling: SlotSampling
-    token_ids: jax.Array
-    stop_ids: jax.Array
-    max_lengths: jax.Array
-
-    @classmethod
-    def create(
-        cls,
-        cache: PagedCache,
-        vocab_size: int,
-        *,
-        max_stop_ids: int = 16,
-        max_logit_bias: int = 32,
-    ) -> "DecodeState":
-        """Return the state of slots that no sequence has been assigned to.
-
-        Args:
-          cache: the cache, which becomes part of the state.
-          vocab_size: V.
-          max_stop_ids: X; also the most that a request with ``min_tokens`` may have.
-          max_logit_bias: see `SlotSampling.create`.
-
-        Raises:
-          ValueError: a size is out of range.
-        """
-        S = cache.num_slots
-        return cls(
-            cache=cache,
-            sampling=SlotSampling.create(
-                S, vocab_size, max_logit_bias=max_logit_bias, max_stop_ids=max_stop_ids
-            ),
-            token_ids=jnp.zeros(S, jnp.int32),
-            stop_ids=jnp.full((S, max_stop_ids), vocab_size, jnp.int32),
-            max_lengths=jnp.zeros(S, jnp.int32),
-        )
-
-    @property
-    def num_slots(self) -> int:
-        """S, the number of slots."""
-        return self.cache.num_slots
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of tokens."""
-        return self.sampling.output_counts.shape[1]
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.sampling import SlotSampling
 
 
 class StepTokens(NamedTuple):
@@ -110,126 +38,15 @@ class StepTokens(NamedTuple):
     Row ``b`` drew ``token_ids[:num_new[b], b]``, and the other fields likewise; the rest is 0.
     """
 
-    token_ids: jax.Array  # i32 [N, B]
-    logprobs: jax.Array  # f32 [N, B], as `sampling.sample` gives them
-    ranks: jax.Array  # i32 [N, B], of the drawn token, 1 is the most probable; 0 if not asked for
+    token_ids: jax.Array  # i32 [N, B], the drawn tokens
+    logprobs: jax.Array  # f32 [N, B], their log-probabilities, see `sampling.sample`
+    ranks: jax.Array  # i32 [N, B], their ranks, 1 is the most probable; 0 if not asked for
     top_ids: jax.Array  # i32 [N, B, num_top], the most probable tokens
     top_logprobs: jax.Array  # f32 [N, B, num_top]
     num_new: jax.Array  # i32 [B], tokens drawn
     num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
     num_free: jax.Array  # i32 [], free blocks in the pool
     ok: jax.Array  # bool [], false where blocks were too few for a decode step, which did nothing
-
-
-def assign(
-    state: DecodeState,
-    slot: int,
-    params: SamplingParams,
-    *,
-    token_ids: Sequence[int] | np.ndarray,
-    num_prompt_tokens: int,
-    seed: int,
-    sample_index: int = 0,
-    eos_token_ids: Sequence[int] = (),
-    max_length: int,
-) -> DecodeState:
-    """Give a slot to a sequence. Called from the host; the cache is the caller's business.
-
-    Args:
-      state: the state to change; all but its cache is donated.
-      slot: the row to write, 0 <= slot < S.
-      params: what the request asks for.
-      token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
-      num_prompt_tokens: how many of them are the prompt's.
-      seed, sample_index: what the random draws depend on, see `sampling.write_slot`.
-      eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
-      max_length: number of known tokens at which the sequence is complete.
-
-    Returns:
-      The new state. The end tokens come first among the slot's `stop_ids`, then
-      ``params.stop_token_ids``; those for which there is no room do not end the sequence on the
-      device, so a caller that lets them through looks for them in what it gets, as it does for
-      stop strings.
-
-    Raises:
-      ValueError: a number is out of range, or there are more biases or held-back stop tokens than
-        the state has room for.
-
-    Cost: copies 5 * V bytes to the device. Two compiled programs serve all slots and lengths.
-    """
-    num_tokens = len(token_ids)
-    if not 1 <= num_prompt_tokens <= num_tokens:
-        raise ValueError(
-            f"assign: num_prompt_tokens must be in [1, {num_tokens}], the number of token_ids, "
-            f"got {num_prompt_tokens}. Pass the whole sequence."
-        )
-    if not num_tokens < max_length < 2**31:
-        raise ValueError(
-            f"assign: max_length must be above the {num_tokens} tokens that are known, and below "
-            f"2**31, got {max_length}. A sequence that is complete needs no slot."
-        )
-    eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
-    new_sampling = sampling.write_slot(
-        state.sampling,
-        slot,
-        params,
-        seed=seed,
-        sample_index=sample_index,
-        prompt_token_ids=token_ids[:num_prompt_tokens],
-        output_token_ids=token_ids[num_prompt_tokens:],
-        eos_token_ids=eos_token_ids,
-    )
-    room = state.stop_ids.shape[1]
-    stop_ids = np.full(room, state.vocab_size, np.int32)
-    wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
-    stop_ids[: len(wanted)] = wanted
-    rows = (state.token_ids, state.stop_ids, state.max_lengths)
-    values = (np.int32(token_ids[-1]), stop_ids, np.int32(max_length))
-    token_rows, stop_rows, max_lengths = _write_rows(rows, values, np.int32(slot))
-    return DecodeState(
-        cache=state.cache,
-        sampling=new_sampling,
-        token_ids=token_rows,
-        stop_ids=stop_rows,
-        max_lengths=max_lengths,
-    )
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_rows(rows, values, slot):
-    return jax.tree.map(lambda array, value: array.at[slot].set(value), rows, values)
-
-
-def fork(
-    state: DecodeState, parents: jax.Array, sample_indices: jax.Array
-) -> tuple[DecodeState, jax.Array]:
-    """Make empty slots into copies of running ones, which continue from there in other ways.
-
-    For tree search: blocks are shared until one of them writes, see `paged_jax.blocks.fork`. Pure;
-    donate the state.
-
-    Args:
-      state: the state to change.
-      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
-      sample_indices: i32[S], the sample index of each child, by which its random draws differ from
-        its parent's and its siblings'. (Greedy ones do not differ.)
-
-    Returns:
-      `(state, ok)`. Where `ok`, bool[], is False the state is unchanged.
-
-    Raises:
-      ValueError: `parents` or `sample_indices` is not i32[S].
-    """
-    bind("fork", parents=(parents, "S"), sample_indices=(sample_indices, "S"))
-    cache, ok = paged_cache.fork(state.cache, parents)
-    is_child = ok & (parents >= 0)
-    source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
-    rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
-    rows = jax.tree.map(lambda x: x[source], rows)
-    keys = jax.vmap(sampling.fold_in)(rows[0].keys, sample_indices)
-    keys = jnp.where(is_child[:, None], keys, rows[0].keys)
-    drawn = dataclasses.replace(rows[0], keys=keys)
-    return DecodeState(cache, drawn, *rows[1:]), ok
 
 
 def decode_steps(
@@ -253,7 +70,7 @@ def decode_steps(
 
     Args:
       model: the model.
-      state: of each slot, all known tokens but the last are in the cache.
+      state: the device state; all known tokens of each slot but the last are in the cache.
       slots: i32[B], the distinct slots of the rows; a negative one leaves its row out.
       num_steps: i32[], the limit of decode steps; no more than `max_steps` are made.
       leave_on_stop: bool[], whether the loop ends as soon as any row stops, which is worth it where
@@ -270,11 +87,13 @@ def decode_steps(
     Raises:
       ValueError: `max_steps` is not positive, `num_top` is out of range, or `slots` is not i32[B].
 
-    Cost: that of the steps. The pools and the sampling state are updated in place.
+    Cost: a pass of the model for each decode step. Pools and sampling state are updated in place.
 
     Example:
       >>> from flax import nnx
       >>> from paged_jax.models.config import LlamaConfig
+      >>> from paged_jax.runner.decode_state import assign
+      >>> from paged_jax.sampling import SamplingParams
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))
@@ -294,17 +113,17 @@ def decode_steps(
     leave_on_stop = jnp.asarray(leave_on_stop, jnp.bool_)
     is_row = slots >= 0
 
-    def is_to_go_on(carry: tuple[PagedCache, _Batch]) -> jax.Array:
+    def should_continue(carry: tuple[PagedCache, _Batch]) -> jax.Array:
         batch = carry[1]
         is_left = jnp.any(batch.is_running) & (batch.tokens.num_steps < num_steps)
         has_stopped = jnp.any(is_row & ~batch.is_running)
         return batch.tokens.ok & is_left & ~(leave_on_stop & has_stopped)
 
-    def step(carry: tuple[PagedCache, _Batch]) -> tuple[PagedCache, _Batch]:
+    def decode_step(carry: tuple[PagedCache, _Batch]) -> tuple[PagedCache, _Batch]:
         cache, batch = carry
         running = jnp.where(batch.is_running, slots, -1)
-        # The barrier ties the weights to this step. Else XLA moves what it does to them out of the
-        # loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
+        # The barrier ties the weights to this decode step. Else XLA moves what it does to them out
+        # of the loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
         weights, running = lax.optimization_barrier((model, running))
         logits, cache, ok = weights.decode(
             cache, batch.token_ids, running, cascade=cascade, backend=backend
@@ -313,7 +132,7 @@ def decode_steps(
         return cache, batch.draw(logits, positions, batch.is_running & ok, ok, num_top)
 
     batch = _Batch.take(state, slots, max_steps, num_top)
-    cache, batch = lax.while_loop(is_to_go_on, step, (state.cache, batch))
+    cache, batch = lax.while_loop(should_continue, decode_step, (state.cache, batch))
     return batch.put_back(state, cache)
 
 
@@ -362,17 +181,17 @@ def verify_steps(
     # The column after the last draft is never compared: no token is -1.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
-    def is_to_go_on(batch: _Batch) -> jax.Array:
+    def should_continue(batch: _Batch) -> jax.Array:
         return ok & jnp.any(batch.is_running)
 
-    def step(batch: _Batch) -> _Batch:
+    def draw_next(batch: _Batch) -> _Batch:
         i = batch.tokens.num_steps
         drawn = batch.draw(logits[:, i], starts + i + 1, batch.is_running, ok, num_top)
         is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
         return dataclasses.replace(drawn, is_running=drawn.is_running & is_confirmed)
 
     batch = dataclasses.replace(batch, tokens=batch.tokens._replace(ok=ok))
-    batch = lax.while_loop(is_to_go_on, step, batch)
+    batch = lax.while_loop(should_continue, draw_next, batch)
     if T:
         ends = cache.lengths.at[_drop(slots, cache)].set(starts + batch.tokens.num_new, mode="drop")
         ends = jnp.where(ok, ends, cache.lengths)
@@ -385,9 +204,9 @@ def verify_steps(
 class _Batch:
     """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
 
-    sampling: SlotSampling  # of all S slots: what it counts is 5 * V bytes a slot, and not copied
+    sampling: SlotSampling  # all S slots: its counts are 5 * V bytes a slot, and are not copied
     slots: jax.Array  # i32 [B], out of range where there is no row
-    token_ids: jax.Array  # i32 [B], last known
+    token_ids: jax.Array  # i32 [B], the last known token of each row
     stop_ids: jax.Array  # i32 [B, X]
     max_lengths: jax.Array  # i32 [B]
     is_running: jax.Array  # bool [B]
@@ -395,6 +214,7 @@ class _Batch:
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
+        """The rows of some slots, which have drawn nothing yet."""
         B = slots.shape[0]
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
@@ -455,6 +275,7 @@ class _Batch:
         )
 
     def put_back(self, state: DecodeState, cache: PagedCache) -> tuple[StepTokens, DecodeState]:
+        """What was drawn, and the state after it."""
         state = dataclasses.replace(
             state,
             cache=cache,

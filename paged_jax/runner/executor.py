@@ -10,8 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.llama import Llama, create_cache
-from paged_jax.runner import decoding, warmup
-from paged_jax.runner.decoding import DecodeState
+from paged_jax.runner import decode_state, warmup
+from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.placement import in_auto_mode, placement_beside
 from paged_jax.runner.programs import Call, Structure, list_programs
 from paged_jax.runner.sizes import Sizes
@@ -153,9 +153,9 @@ class Executor:
         self.wait_seconds += time.perf_counter() - start
 
     def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
-        """Write how the next tokens of a slot are drawn, see `decoding.assign`."""
+        """Write how the next tokens of a slot are drawn, see `decode_state.assign`."""
         with self._compiling(_ASSIGNMENT):
-            self._state = decoding.assign(self.state, slot, params, **arguments)
+            self._state = decode_state.assign(self.state, slot, params, **arguments)
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile the programs of `warmup.list_calls`. No slot may be in use.

@@ -1,6 +1,6 @@
 """The compiled programs of an engine, each ``(weights, state, ...) -> (state, result)``.
 
-The state, a `decoding.DecodeState`, is donated. The weights come as a flat list of arrays:
+The state, a `DecodeState`, is donated. The weights come as a flat list of arrays:
 flattening a Flax module, or hashing its graph, would cost more than a small model's step each time.
 """
 
@@ -119,7 +119,7 @@ class Structure(NamedTuple):
     """What a program depends on besides the shapes of its arguments.
 
     Attributes:
-      graphdef, treedef: the structure of a `Llama`: of its module, and of its weights.
+      graphdef, treedef: the structure of the module of a `Llama`, and that of its weights.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: the backend of the attention, see `paged_attention`.
       placement: where all results go. None is for one device, where nothing needs to be said.
@@ -140,8 +140,8 @@ def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
     """The programs of an engine, shared with all engines that have the same structure.
 
     Args:
-      structure: of the model.
-      sizes: of the engine.
+      structure: what the programs of a model depend on besides shapes.
+      sizes: what shapes the programs of this engine.
       num_top: how many of the most probable tokens are reported where a request asks for them.
     """
     jit = functools.partial(_jit, structure)

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from paged_jax.models.llama import Llama
 from paged_jax.runner.buckets import no_slots, pack, row_bucket
-from paged_jax.runner.decoding import DecodeState, StepTokens
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes

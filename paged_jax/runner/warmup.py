@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from paged_jax.runner.buckets import chunk_buckets, no_slots, prefill_rows, row_buckets
-from paged_jax.runner.decoding import DecodeState
+from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.programs import Call, Programs
 from paged_jax.runner.sizes import PUBLISH_WIDTH, Sizes
 

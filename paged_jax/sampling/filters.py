@@ -118,7 +118,7 @@ def _keep_top_p(z: jax.Array, scaled: jax.Array, top_p: jax.Array) -> jax.Array:
 
     goal = top_p * jnp.sum(weights, axis=1)
     cut = _highest_cut(lambda cut: mass(z >= cut) >= goal, z.shape[0])
-    # A goal that rounds to 0 is reached by the empty set: one token stays all the same.
+    # A goal that rounds to 0 is reached by the empty set: one token stays even so.
     cut = jnp.minimum(cut, jnp.max(z, axis=1))
     cut = jnp.where(top_p < 1, cut, -jnp.inf)[:, None]
     # Equal logits have equal weights, so the number of them that is needed is a quotient.

@@ -4,6 +4,7 @@ import jax
 
 
 def as_key(key_data: jax.Array) -> jax.Array:
+    """The key that `jax.random` draws with."""
     # Named, so that a user's jax_default_prng_impl does not change what a seed means.
     return jax.random.wrap_key_data(key_data, impl="threefry2x32")
 

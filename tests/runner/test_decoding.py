@@ -15,8 +15,7 @@ from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.runner import decoding
-from paged_jax.runner.decoding import DecodeState, decode_steps, verify_steps
+from paged_jax.runner import DecodeState, decode_state, decode_steps, verify_steps
 from paged_jax.sampling import SamplingParams, SlotSampling
 from tests.support.decode_step import DecodeLoop
 from tests.support.tiny_model import BOS, CONFIG, EOS, save_tiny_model
@@ -79,7 +78,7 @@ class Sequence:
     num_prompt_tokens: int | None = None
 
     def assign(self, state: DecodeState, slot: int) -> DecodeState:
-        return decoding.assign(
+        return decode_state.assign(
             state,
             slot,
             self.params,
@@ -235,7 +234,7 @@ def test_fork_goes_on_from_a_running_slot_in_other_ways(model, params) -> None:
     state = start(model, [sequence])
     tokens, state = run(model, state, [0, -1, -1, -1], num_steps=3)
     before = drawn(tokens)[0]
-    fork = jax.jit(decoding.fork, donate_argnames="state")
+    fork = jax.jit(decode_state.fork, donate_argnames="state")
     state, ok = fork(state, jnp.array([-1, 0, 0, -1]), jnp.array([0, 1, 2, 0]))
     tokens, state = run(model, state, [0, 1, 2, -1])
     assert ok
@@ -615,8 +614,8 @@ def test_decode_steps_refuses_wrong_shapes(model) -> None:
 
 def test_assign_compiles_once(model) -> None:
     state = start(model, [Sequence(PROMPTS[0])])
-    before = decoding._write_rows._cache_size()
+    before = decode_state._write_rows._cache_size()
     for slot, prompt in enumerate(PROMPTS):
         state = Sequence(prompt, PENALISED, seed=slot).assign(state, slot)
-    assert decoding._write_rows._cache_size() == before
+    assert decode_state._write_rows._cache_size() == before
     assert state.token_ids.tolist() == [prompt[-1] for prompt in PROMPTS]

@@ -10,7 +10,7 @@ from flax import nnx
 
 from paged_jax import Llama, PagedCache
 from paged_jax.models.config import LlamaConfig
-from paged_jax.runner.decoding import DecodeState, decode_steps
+from paged_jax.runner import DecodeState, decode_steps
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,

@@ -1,0 +1,196 @@
+"""All that the device knows about running sequences, and how sequences get there."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax import sampling
+from paged_jax.cache import paged_cache
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.dims import bind
+from paged_jax.sampling import SamplingParams, SlotSampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """The device state: all that it knows about running sequences. Donate it as a whole.
+
+    Attributes:
+      cache: K and V of each sequence's tokens, all but the last.
+      sampling: how the next token of each slot is drawn.
+      token_ids: i32[S], the last known token of each slot, the next one to be fed.
+      stop_ids: i32[S, X], tokens that end the slot's sequence, filled up with V, which is no token.
+      max_lengths: i32[S], known tokens (prompt and generated) at which a sequence is complete.
+
+    Example:
+      >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
+      ...                           head_dim=8, num_slots=3, max_blocks_per_slot=4)
+      >>> state = DecodeState.create(cache, vocab_size=32)
+      >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3, 7, 5],
+      ...                num_prompt_tokens=3, seed=0, max_length=9)
+      >>> state.token_ids.tolist(), state.max_lengths.tolist()
+      ([0, 5, 0], [0, 9, 0])
+    """
+
+    cache: PagedCache
+    sampling: SlotSampling
+    token_ids: jax.Array
+    stop_ids: jax.Array
+    max_lengths: jax.Array
+
+    @classmethod
+    def create(
+        cls,
+        cache: PagedCache,
+        vocab_size: int,
+        *,
+        max_stop_ids: int = 16,
+        max_logit_bias: int = 32,
+    ) -> "DecodeState":
+        """Return the state of slots that no sequence has been assigned to.
+
+        Args:
+          cache: the cache, which becomes part of the state.
+          vocab_size: V.
+          max_stop_ids: X; also the most that a request with ``min_tokens`` may have.
+          max_logit_bias: see `SlotSampling.create`.
+
+        Raises:
+          ValueError: a size is out of range.
+        """
+        S = cache.num_slots
+        return cls(
+            cache=cache,
+            sampling=SlotSampling.create(
+                S, vocab_size, max_logit_bias=max_logit_bias, max_stop_ids=max_stop_ids
+            ),
+            token_ids=jnp.zeros(S, jnp.int32),
+            stop_ids=jnp.full((S, max_stop_ids), vocab_size, jnp.int32),
+            max_lengths=jnp.zeros(S, jnp.int32),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S, the number of slots."""
+        return self.cache.num_slots
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of tokens."""
+        return self.sampling.output_counts.shape[1]
+
+
+def assign(
+    state: DecodeState,
+    slot: int,
+    params: SamplingParams,
+    *,
+    token_ids: Sequence[int] | np.ndarray,
+    num_prompt_tokens: int,
+    seed: int,
+    sample_index: int = 0,
+    eos_token_ids: Sequence[int] = (),
+    max_length: int,
+) -> DecodeState:
+    """Give a slot to a sequence. Called from the host; the cache is the caller's business.
+
+    Args:
+      state: the state to change; all but its cache is donated.
+      slot: the row to write, 0 <= slot < S.
+      params: what the request asks for.
+      token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
+      num_prompt_tokens: how many of them are the prompt's.
+      seed, sample_index: what the random draws depend on, see `sampling.write_slot`.
+      eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
+      max_length: number of known tokens at which the sequence is complete.
+
+    Returns:
+      The new state. The end tokens come first among the slot's `stop_ids`, then
+      ``params.stop_token_ids``; those for which there is no room do not end the sequence on the
+      device, so a caller that lets them through looks for them in what it gets, as it does for
+      stop strings.
+
+    Raises:
+      ValueError: a number is out of range, or there are more biases or held-back stop tokens than
+        the state has room for.
+
+    Cost: copies 5 * V bytes to the device. Two compiled programs serve all slots and lengths.
+    """
+    num_tokens = len(token_ids)
+    if not 1 <= num_prompt_tokens <= num_tokens:
+        raise ValueError(
+            f"assign: num_prompt_tokens must be in [1, {num_tokens}], the number of token_ids, "
+            f"got {num_prompt_tokens}. Pass the whole sequence."
+        )
+    if not num_tokens < max_length < 2**31:
+        raise ValueError(
+            f"assign: max_length must be above the {num_tokens} tokens that are known, and below "
+            f"2**31, got {max_length}. A sequence that is complete needs no slot."
+        )
+    eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
+    new_sampling = sampling.write_slot(
+        state.sampling,
+        slot,
+        params,
+        seed=seed,
+        sample_index=sample_index,
+        prompt_token_ids=token_ids[:num_prompt_tokens],
+        output_token_ids=token_ids[num_prompt_tokens:],
+        eos_token_ids=eos_token_ids,
+    )
+    room = state.stop_ids.shape[1]
+    stop_ids = np.full(room, state.vocab_size, np.int32)
+    wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
+    stop_ids[: len(wanted)] = wanted
+    rows = (state.token_ids, state.stop_ids, state.max_lengths)
+    values = (np.int32(token_ids[-1]), stop_ids, np.int32(max_length))
+    token_rows, stop_rows, max_lengths = _write_rows(rows, values, np.int32(slot))
+    return DecodeState(
+        cache=state.cache,
+        sampling=new_sampling,
+        token_ids=token_rows,
+        stop_ids=stop_rows,
+        max_lengths=max_lengths,
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_rows(rows, values, slot):
+    return jax.tree.map(lambda array, value: array.at[slot].set(value), rows, values)
+
+
+def fork(
+    state: DecodeState, parents: jax.Array, sample_indices: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """Make empty slots into copies of running ones, which continue from there in other ways.
+
+    For tree search: blocks are shared until one of them writes, see `paged_jax.blocks.fork`. Pure;
+    donate the state.
+
+    Args:
+      state: the state to change.
+      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
+      sample_indices: i32[S], the sample index of each child, by which its random draws differ from
+        its parent's and its siblings'. (Greedy ones do not differ.)
+
+    Returns:
+      `(state, ok)`. Where `ok`, bool[], is False the state is unchanged.
+
+    Raises:
+      ValueError: `parents` or `sample_indices` is not i32[S].
+    """
+    bind("fork", parents=(parents, "S"), sample_indices=(sample_indices, "S"))
+    cache, ok = paged_cache.fork(state.cache, parents)
+    is_child = ok & (parents >= 0)
+    source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
+    rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
+    rows = jax.tree.map(lambda x: x[source], rows)
+    keys = jax.vmap(sampling.fold_in)(rows[0].keys, sample_indices)
+    keys = jnp.where(is_child[:, None], keys, rows[0].keys)
+    drawn = dataclasses.replace(rows[0], keys=keys)
+    return DecodeState(cache, drawn, *rows[1:]), ok
