@@ -246,6 +246,17 @@ def test_prefix_caching_can_be_turned_off(model) -> None:
     assert engine.stats.num_queried_tokens == engine.stats.num_cached_tokens == 0
 
 
+def test_blocks_of_those_that_run_are_found_after_a_reset(engine) -> None:
+    request_id = engine.add_request(LONG, GREEDY)
+    engine.step()
+    engine.step()
+    [sequence] = engine.sequences
+    assert sequence.num_computed > 16, "its prompt could be found"
+    engine.reset_prefix_cache()
+    assert finish(engine).keys() == {request_id}
+    assert complete(engine, LONG).num_cached_tokens == 16
+
+
 def test_samples_share_blocks_and_the_savings_are_counted(engine) -> None:
     complete(engine, LONG, dataclasses.replace(SEEDED, n=4))
     assert 0.3 < engine.stats.sharing < 0.8
@@ -323,23 +334,30 @@ def test_update_params_refuses_other_shapes(engine) -> None:
 
 @pytest.mark.parametrize("part", ["prefill", "decode", "fork", "publish"])
 def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
-    params = dataclasses.replace(SEEDED, n=2, max_tokens=20)
+    """Neither at once nor later, where penalties count the tokens that there are already."""
+    params = dataclasses.replace(
+        SEEDED, n=2, max_tokens=20, logit_bias={9: 8.0, 10: 7.0}, frequency_penalty=1.0
+    )
     requests = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     expected = finish(engine)
     runner = engine._runner
     owner = runner if hasattr(runner, part) else runner.slots
-    original = getattr(owner, part)
+    original, failures = getattr(owner, part), []
 
     def fail(*args, **kwargs):
-        original(*args, **kwargs)
-        raise MemoryError
+        result = original(*args, **kwargs)
+        if not failures or any(s.num_prompt_tokens < len(s.token_ids) for s in engine.sequences):
+            failures.append(part)
+            raise MemoryError
+        return result
 
     again = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, fail)
-        with pytest.raises(MemoryError):
-            while engine.has_unfinished:
-                engine.step()
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                while engine.has_unfinished:
+                    engine.step()
     assert list(finish(engine).values()) == list(expected.values()) and len(again) == len(requests)
 
 

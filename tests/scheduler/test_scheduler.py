@@ -551,14 +551,33 @@ def test_who_has_the_worst_priority_is_preempted_first():
 
 
 def test_who_came_back_is_spared_until_it_has_progressed():
-    engine, (_, second, third) = make_full()
-    third.num_preemptions, third._length_before = 1, len(third.token_ids)
-    victim = engine.scheduler._victim([second, third])
-    assert victim is second
-    third.append([1])
-    assert engine.scheduler._victim([second, third]) is second, "third has more to lose"
-    second.append([1])
-    assert engine.scheduler._victim([second, third]) is third
+    """Though it would lose less: else the same one might be preempted again and again."""
+    engine = make_engine(
+        num_slots=2, num_blocks=40, max_chunk=2, enable_prefix_caching=False, preemption="recompute"
+    )
+    [long] = add(engine, 0, length=17, max_tokens=40, priority=1)
+    [short] = add(engine, 1, length=9, max_tokens=40, priority=1)
+    while len(long.token_ids) == 17:
+        engine.step()
+
+    def preempt(number: int) -> list[int]:
+        """How often either was preempted once a request that is preferred has its slot."""
+        add(engine, number, length=1, max_tokens=1, priority=0)
+        engine.step()
+        return [long.num_preemptions, short.num_preemptions]
+
+    assert preempt(2) == [0, 1], "it loses less"
+    engine.step()
+    assert 0 < short.num_computed < len(short.token_ids) - 1, "back, and not there yet"
+    assert short.num_computed < long.num_computed
+    assert preempt(3) == [1, 1]
+    num_tokens = len(long.token_ids)
+    while len(long.token_ids) == num_tokens:
+        engine.step()
+    assert short.num_computed < long.num_computed
+    assert preempt(4) == [1, 2], "both have got further"
+    engine.run()
+    check_outputs(engine)
 
 
 @pytest.mark.parametrize(

@@ -546,6 +546,7 @@ def test_keys_do_not_share_cached_blocks(locked) -> None:
     assert cached("second-key") == 0
     assert cached("first-key", cache_salt="mine") == 0
     assert cached("first-key", cache_salt="mine") > 0
+    assert cached("second-key", cache_salt="mine") == 0, "a salt is joined to that of the key"
 
 
 def test_nobody_gets_in_front_of_other_tenants(locked) -> None:
