@@ -1,0 +1,61 @@
+"""The list of programs: what engines share, and what `warmup` compiles."""
+
+import numpy as np
+import pytest
+
+from paged_jax.cache import PagedCache
+from paged_jax.runner import Sizes
+from paged_jax.runner.programs import Structure, list_programs
+from paged_jax.runner.warmup import list_calls
+
+SIZES = Sizes(
+    block_size=4,
+    num_slots=6,
+    max_model_len=32,
+    max_chunk=32,
+    max_steps=8,
+    num_drafts=0,
+    max_logit_bias=4,
+    max_stop_ids=4,
+)
+STRUCTURE = Structure(graphdef=None, treedef=None, cascade=False, backend=None)
+
+
+@pytest.mark.parametrize(("max_steps", "is_shared"), [(1, True), (3, True), (8, True), (9, False)])
+def test_limits_of_decode_steps_share_a_program(max_steps, is_shared) -> None:
+    one, other = (
+        list_programs(STRUCTURE, sizes, num_top=4)
+        for sizes in (SIZES, SIZES._replace(max_steps=max_steps))
+    )
+    assert (one == other) is is_shared
+    assert other.decode.static["max_steps"] >= max_steps
+
+
+def test_structures_share_no_program() -> None:
+    one, other = (
+        list_programs(structure, SIZES, num_top=4)
+        for structure in (STRUCTURE, STRUCTURE._replace(backend="xla"))
+    )
+    assert not {id(program.jitted) for program in one} & {id(program.jitted) for program in other}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_calls_name_each_program_once(num_drafts) -> None:
+    sizes = SIZES._replace(num_drafts=num_drafts)
+    cache = PagedCache.create(
+        num_layers=1, num_blocks=2, num_kv_heads=1, block_size=4, head_dim=8, num_slots=6,
+        max_blocks_per_slot=sizes.max_blocks_per_slot,
+    )  # fmt: skip
+    calls = list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.pools)
+    names = [call.name for call in calls]
+    assert len(set(names)) == len(names)
+    for kind, is_listed in (("decode", True), ("verification", num_drafts > 0)):
+        wanted = [f"{kind} of {rows} samples" for rows in (1, 2, 4, 6)]
+        wanted += [f"{kind} of {rows} samples with candidates" for rows in (1, 6)]
+        assert [name for name in names if name.startswith(kind)] == wanted * is_listed
+    wanted = ["1 x 16", "1 x 32"]
+    assert [name for name in names if name.startswith("prefill")] == [
+        f"prefill of {size} tokens" for size in wanted
+    ]
+    slots = [call.args[1] for call in calls if call.name.startswith("prefill")]
+    assert all(np.all(array == -1) for array in slots), "no slot changes"
