@@ -9,21 +9,21 @@ from paged_jax.server.errors import ApiError
 # A body with more mistakes is refused without looking at each.
 _MAX_MISTAKES = 100
 # Fields of OpenAI's API that this server accepts only with the values that change nothing.
-_NO_TOOLS = "as this server supports no tools"
-_NO_AUDIO = "as this server supports no audio"
+_NO_TOOLS = "as this server does not support tools"
+_NO_AUDIO = "as this server does not support audio"
 _UNSUPPORTED = {
     "tools": f"be null or empty, {_NO_TOOLS}",
     "tool_choice": f'be null, "none" or "auto", {_NO_TOOLS}',
     "tool_calls": f"be null or empty, {_NO_TOOLS}",
     "function_call": f"be null, {_NO_TOOLS}",
     "audio": f"be null, {_NO_AUDIO}",
-    "content": 'be a text or a list of {"type": "text"} parts, as this server supports no images '
-    "and no audio",
+    "content": 'be a text or a list of {"type": "text"} parts, as this server does not support '
+    "images or audio",
     "modalities": f'be null or ["text"], {_NO_AUDIO}',
-    "annotations": "be null or empty, as this server supports no annotations",
-    "refusal": "be null, as this server supports no refusals",
-    "response_format": 'be null or {"type": "text"}, as this server supports no other format',
-    "suffix": "be null or empty, as this server supports no text after the completion",
+    "annotations": "be null or empty, as this server does not support annotations",
+    "refusal": "be null, as this server does not support refusals",
+    "response_format": 'be null or {"type": "text"}, as this server does not support other formats',
+    "suffix": "be null or empty, as this server does not support text after the completion",
     "best_of": "be null or 1, as this server returns every sample",
     "store": "be null or false, as this server stores no answers",
     "service_tier": 'be null, "auto" or "default", as this server has one tier',
