@@ -1,7 +1,7 @@
-"""An engine for asyncio: requests from many tasks share it, and each task streams its own.
+"""Runs an engine for asyncio: requests of many tasks share it, and each task streams its own.
 
-The engine runs in a thread of its own, which alone touches it; tasks leave commands for it and are
-given outputs through queues of their own event loops.
+A thread runs the engine, and nothing else touches it. Tasks send commands to the thread, and get
+outputs through their own event loops.
 """
 
 import asyncio
@@ -20,25 +20,25 @@ from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 
-# A step that fails may have lacked memory for a moment.
+# Attempts at a step: one that fails may have lacked memory for a moment.
 _MAX_ATTEMPTS = 3
 
 _logger = logging.getLogger(__name__)
 
 
 class EngineClosedError(RuntimeError):
-    """The engine takes no requests: it was closed, or it has failed; the cause says how."""
+    """The engine takes no requests: it was closed, or it has failed, with what is the cause."""
 
 
 class AsyncEngine:
     """Runs an `Engine` in the background. Use it in an ``async with`` statement.
 
     Args:
-      engine: which nobody else uses from now on.
-      on_step: called as ``on_step(engine, requests)`` in the engine's thread, after each step with
-        the requests that got tokens or ended, and after each abort with that request. They are for
-        reading, until it returns; tasks get their outputs afterwards. The first exception in it is
-        logged, later ones are ignored.
+      engine: an engine that nothing else uses from now on.
+      on_step: function that is called as ``on_step(engine, requests)`` in the engine's thread,
+        after each step with the requests that got tokens or ended, and after each abort with that
+        request. It may read them until it returns; tasks get their outputs afterwards. Its first
+        exception is logged, later ones are ignored.
 
     Example:
       >>> async def main():
@@ -61,11 +61,11 @@ class AsyncEngine:
         self._engine = engine
         self._on_step = on_step
         self._is_on_step_reported = False
-        # What the thread shall do next; None asks it to stop.
+        # Calls that the thread makes between two steps; None stops it.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._thread: threading.Thread | None = None
-        # Commands are left only while the thread still looks for them.
+        # Held while a command is sent: only while the thread still reads them.
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: BaseException | None = None
@@ -73,10 +73,12 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
             raise RuntimeError(
-                "AsyncEngine: it must be closed, its last step over, before it is entered anew."
+                "AsyncEngine: it must be closed, its last step over, before it is entered again."
             )
         self._commands, self._failure = queue.SimpleQueue(), None
-        self._thread = threading.Thread(target=self._work, name="paged_jax engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_thread, name="paged_jax engine", daemon=True
+        )
         self._is_running = True
         self._thread.start()
         return self
@@ -85,10 +87,10 @@ class AsyncEngine:
         await self.close()
 
     async def close(self, timeout: float | None = None) -> None:
-        """End all requests where they stand, and stop the thread.
+        """End all requests as they stand, and stop the thread.
 
         Args:
-          timeout: seconds to wait for the step that runs; then the thread is left to itself. It
+          timeout: seconds to wait for the step that runs. After them the thread continues alone; it
             does not keep the process alive. Close again to wait longer.
         """
         if self._thread is None:
@@ -108,52 +110,52 @@ class AsyncEngine:
         final_only: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Complete a prompt: yield what there is whenever there is more, the last one finished.
+        """Complete a prompt: yield its output whenever it has new tokens; the last is finished.
 
-        A task that is cancelled, or that leaves the iteration, ends its request and frees its
-        blocks within a step.
+        A task that is cancelled, or that stops iterating, ends its request and frees its blocks
+        within a step.
 
         Args:
           prompt: a text or a dict, as for `Engine.add_request`.
           sampling_params: how tokens are chosen; by default as the model's authors recommend.
-          final_only: yield the finished output only, which costs less.
-          **options: request_id, priority, timeout, explain, as for `Engine.add_request`.
+          final_only: whether only the finished output is yielded, which costs less.
+          **options: request_id, priority, timeout and explain of `Engine.add_request`.
 
         Raises:
           ValueError: as `Engine.add_request`.
           EngineClosedError: the engine is closed, or has failed.
         """
         stream = _Stream(asyncio.get_running_loop(), is_final_only=final_only)
-        # The time until the thread gets to it is the request's, too.
+        # The request also waits until the thread adds it.
         options.setdefault("arrival_time", time.perf_counter())
         try:
             await self._call(self._add, stream, prompt, sampling_params, options)
             while not stream.is_done:
                 yield await stream.get()
         finally:
-            if not stream.is_done:  # nobody waits here: a cancelled task must not
+            if not stream.is_done:  # without waiting, which a cancelled task must not do
                 with contextlib.suppress(EngineClosedError):
-                    self._leave(_Command(self._end, (stream,)))
+                    self._send(_Command(self._cancel, (stream,)))
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread before it was closed."""
+        """The exception that ended the engine's thread; None if there was none."""
         return self._failure
 
     async def abort(self, request_id: str) -> None:
-        """End a request where it stands; whoever iterates over it gets what there is."""
+        """End a request as it stands; a task that iterates over it gets the tokens so far."""
         await self._call(self._abort, request_id)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Return ``function(engine)``, run between two steps: for stats, weights, the cache."""
+        """Return ``function(engine)``, called between two steps: for stats, weights, the cache."""
         return await self._call(function, self._engine)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         command = _Command(function, args, asyncio.get_running_loop())
-        self._leave(command)
+        self._send(command)
         return await command.future
 
-    def _leave(self, command: "_Command") -> None:
+    def _send(self, command: "_Command") -> None:
         with self._lock:
             if not self._is_running:
                 raise self._closed()
@@ -167,9 +169,9 @@ class AsyncEngine:
 
     # In the thread
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            while self._obey():
+            while self._drain_commands():
                 self._step()
         except BaseException as error:
             self._failure = error
@@ -181,7 +183,7 @@ class AsyncEngine:
                 command.refuse(self._closed())
         streams = dict(self._streams)
         if self._failure is not None:
-            # Told first: an engine that has failed may not even be able to end its requests.
+            # First of all: an engine that has failed may not even be able to end its requests.
             for stream in streams.values():
                 _call_in(stream.loop, functools.partial(stream.set, self._closed()))
             self._streams.clear()
@@ -190,7 +192,7 @@ class AsyncEngine:
                 self._abort(request_id)
 
     def _step(self) -> None:
-        """Run a step. The engine loses no request in one that fails, so it may try again."""
+        """Run a step. One that fails loses no request, so it is tried again."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 requests = self._engine.advance()
@@ -198,11 +200,11 @@ class AsyncEngine:
             except Exception:
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
-        self._tell(requests)
+        self._notify(requests)
         self._deliver(requests)
 
-    def _tell(self, requests: list[Request]) -> None:
-        """Let `on_step` know. Its mistakes are not the requests': they must go on."""
+    def _notify(self, requests: list[Request]) -> None:
+        """Call `on_step`. Its exceptions must not end the requests."""
         if self._on_step is None:
             return
         try:
@@ -212,8 +214,8 @@ class AsyncEngine:
                 _logger.exception("AsyncEngine: on_step failed. This is reported only once.")
             self._is_on_step_reported = True
 
-    def _obey(self) -> bool:
-        """Carry out what has been asked for, waiting where there is nothing to run; False: stop."""
+    def _drain_commands(self) -> bool:
+        """Run all commands, and wait for one if the engine is idle. False: the thread must stop."""
         while True:
             is_idle = not self._engine.has_unfinished
             try:
@@ -222,20 +224,22 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command.carry_out()
+            command.run()
 
     def _add(
         self, stream: "_Stream", prompt: Prompt, params: SamplingParams | None, options: Any
     ) -> None:
-        if stream.is_left:
+        if stream.is_cancelled:
             return
         stream.request_id = self._engine.add_request(prompt, params, **options)
         self._streams[stream.request_id] = stream
 
-    def _end(self, stream: "_Stream") -> None:
-        """A task has left; its request may not have been added yet, or have ended, and its id may
-        be another's by now."""
-        stream.is_left = True
+    def _cancel(self, stream: "_Stream") -> None:
+        """End the request of a task that takes no more outputs.
+
+        It may not have been added yet, or have ended, and its id may be another's by now.
+        """
+        stream.is_cancelled = True
         if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self._abort(stream.request_id)
@@ -243,20 +247,20 @@ class AsyncEngine:
     def _abort(self, request_id: str) -> None:
         request = self._engine.end(request_id)
         if request is not None:
-            self._tell([request])
+            self._notify([request])
             self._deliver([request])
 
     def _deliver(self, requests: list[Request]) -> None:
-        """Wake each loop once, for all of its tasks that get something: that is a system call."""
-        parcels: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        """Give tasks their outputs. Each loop is woken once, because that is a system call."""
+        updates: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request in requests:
             stream = self._streams.get(request.request_id)
             if stream is not None and (request.is_finished or not stream.is_final_only):
-                parcels.setdefault(stream.loop, []).append((stream, request.output()))
+                updates.setdefault(stream.loop, []).append((stream, request.output()))
                 if request.is_finished:
                     del self._streams[request.request_id]
-        for loop, parcel in parcels.items():
-            _call_in(loop, lambda parcel=parcel: [stream.set(item) for stream, item in parcel])
+        for loop, items in updates.items():
+            _call_in(loop, lambda items=items: [stream.set(item) for stream, item in items])
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
@@ -265,29 +269,29 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> No
 
 
 class _Stream:
-    """The way of one request's outputs from the engine's thread into an event loop.
+    """Carries the outputs of one request from the engine's thread into an event loop.
 
-    It holds one item: an output holds those before it, so a task that is slow to take them misses
-    nothing, and nothing piles up.
+    It holds the newest output only, which includes those before it. So a slow task misses nothing,
+    and outputs do not pile up.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_final_only: bool):
-        self.is_done = False  # the task has all of it
+        self.is_done = False  # the task has the last output
         self.is_final_only = is_final_only
-        # The thread's:
-        self.is_left = False
+        # For the thread alone:
+        self.is_cancelled = False
         self.request_id: str | None = None
         self.loop = loop
         self._newest: RequestOutput | Exception | None = None
         self._has_news = asyncio.Event()
 
     def set(self, item: RequestOutput | Exception) -> None:
-        """The newest output, or what has ended them. In the loop's thread."""
+        """Take the newest output, or the exception that ends them. In the loop's thread."""
         self._newest = item
         self._has_news.set()
 
     async def get(self) -> RequestOutput:
-        """The newest output, when there is one that was not taken."""
+        """Wait for an output that was not returned yet, and return the newest."""
         await self._has_news.wait()
         self._has_news.clear()
         item = self._newest
@@ -300,7 +304,7 @@ class _Stream:
 
 
 class _Command:
-    """A call for the thread to make, and perhaps somebody in an event loop who waits for it."""
+    """A call for the thread to make, and the future of the task that waits for it, if one does."""
 
     def __init__(
         self,
@@ -313,7 +317,7 @@ class _Command:
         self._loop = loop
         self.future: Any = None if loop is None else loop.create_future()
 
-    def carry_out(self) -> None:
+    def run(self) -> None:
         try:
             result = self._function(*self._args)
         except Exception as error:

@@ -1,8 +1,11 @@
-"""What a picture of the cache needs, as plain data: who holds which block, and what has changed.
+"""Describes an engine's cache as data: which samples hold which blocks, and what has changed.
 
-Call these between two steps, in the thread that runs the engine: through `AsyncEngine.call`, or in
-`on_step`. `dataclasses.asdict` makes JSON of all that they return. A beam search is not shown: it
-holds blocks, but is no request of the engine.
+`snapshot` describes one moment, `changes` what happened between two, `block_text` one block. They
+are for pages and tools: `dataclasses.asdict` makes JSON of all that they return. (Drawings of a
+cache without an engine, as text, are in `paged_jax.cache.picture`.)
+
+Call them between two steps, in the thread that runs the engine: through `AsyncEngine.call`, or in
+`on_step`. A beam search is not shown: it holds blocks, but is no request of the engine.
 """
 
 from dataclasses import dataclass
@@ -23,15 +26,15 @@ class ResidentSample:
 
     Attributes:
       request_id, sample: which one: the request, and the index among its samples.
-      num_samples: how many the request has, finished ones included.
-      slot: its row of the block tables.
-      priority: of the request; lower is served first.
-      num_prompt_tokens: how many of the tokens were given.
-      num_tokens: known, generated ones included.
-      num_computed: of these, in the cache.
-      num_preemptions: how often it lost its slot.
-      is_fork: whether its slot began as a copy of that of another sample.
-      block_ids: its blocks, in the order of its tokens.
+      num_samples: samples of the request, finished ones included.
+      slot: row of the block tables.
+      priority: rank of the request; lower is served first.
+      num_prompt_tokens: tokens that were given.
+      num_tokens: tokens that are known, generated ones included.
+      num_computed: tokens that are in the cache.
+      num_preemptions: times that the sample lost its slot.
+      is_fork: whether the slot began as a copy of that of another sample.
+      block_ids: the sample's blocks, in the order of its tokens.
       state: ``"prefill"`` while its prompt is computed, then ``"decode"``.
     """
 
@@ -74,20 +77,20 @@ class CacheMap:
     Attributes:
       block_size: tokens in a block.
       num_blocks: P, blocks in the pool.
-      ref_counts: of each block, how many samples hold it.
-      is_cached: of each block, whether it can be found in the prefix cache.
-      digests: of each block the name of its content there, 16 hex digits; ``""`` if not cached.
+      ref_counts: for each block, the number of samples that hold it.
+      is_cached: for each block, whether it can be found in the prefix cache.
+      digests: for each block, the name of its content there, 16 hex digits; ``""`` if not cached.
       sequences: samples that have a slot, the most senior first.
       waiting: the others that have not finished, the most senior first.
-      num_free: blocks that nobody holds, cached ones included.
-      num_used: blocks that somebody holds.
+      num_free: blocks that no sample holds, cached ones included.
+      num_used: blocks that a sample holds.
       num_shared: blocks that several samples hold.
-      num_cached_only: blocks that nobody holds and that can be found.
-      num_preemptions: since the engine was built.
-      num_queried_tokens: looked up in the prefix cache since then.
-      num_cached_tokens: of these, found.
+      num_cached_only: blocks that no sample holds and that can be found.
+      num_preemptions: preemptions since the engine was built.
+      num_queried_tokens: tokens looked up in the prefix cache since then.
+      num_cached_tokens: tokens found there.
       hit_rate: the fraction found, 0 to 1.
-      num_cache_resets: how often all that was cached was given up.
+      num_cache_resets: times that all that was cached was given up.
     """
 
     block_size: int
@@ -110,13 +113,13 @@ class CacheMap:
 
 @dataclass(frozen=True)
 class BlockText:
-    """What lies in a block, for one of its holders.
+    """The content of a block, for one of the samples that hold it.
 
     Attributes:
       request_id, sample: the holder; None for a block that is only cached.
       start: position of the first of the tokens in the holder's sequence; None without a holder.
-      token_ids: that lie there, from `start` on; fewer than block_size while it is not full.
-      text: these tokens decoded, special ones included; ``""`` without a tokenizer.
+      token_ids: tokens in the block, from `start` on; fewer than block_size while it is not full.
+      text: the text of these tokens, special ones included; ``""`` without a tokenizer.
       is_cached: whether the block can be found in the prefix cache.
     """
 
@@ -136,10 +139,11 @@ class CacheEvent:
       kind: ``"preempt"`` (a sample lost its slot), ``"admit"`` (one got a slot), ``"evict"``
         (cached blocks were taken for other tokens), ``"copy_on_write"`` (a sample was about to
         write into a block that others held, and got a copy), ``"finish"`` (one has ended).
-      request_id: whose sample it was; of an eviction, for whom; None if that is not known any more.
-      block_ids: those concerned: lost, got, evicted, given back; of a copy the source, where it is
-        known, and the copy.
-      text: the same in words.
+      request_id: the request of the sample; of an eviction, the one that got the blocks; None if
+        that is not known any more.
+      block_ids: the blocks that were lost, got, evicted or given back; of a copy the source, where
+        it is known, and the copy.
+      text: the event as a sentence.
     """
 
     kind: Literal["preempt", "admit", "evict", "copy_on_write", "finish"]
@@ -149,7 +153,7 @@ class CacheEvent:
 
 
 def snapshot(engine: Engine) -> CacheMap:
-    """Return who holds what, and who waits, now.
+    """Return which samples hold which blocks, and which samples wait, now.
 
     Costs one transfer from the device, of P digests and the block tables.
 
@@ -194,7 +198,7 @@ def snapshot(engine: Engine) -> CacheMap:
 
 
 def block_text(engine: Engine, block_id: int) -> list[BlockText]:
-    """Return what lies in a block: an entry for each holder, or one if it is only cached.
+    """Return the content of a block: an entry for each holder, or one if it is only cached.
 
     Empty if the block is free and not cached. Costs one transfer from the device.
 
@@ -238,7 +242,7 @@ def block_text(engine: Engine, block_id: int) -> list[BlockText]:
 def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
     """Return what happened between two maps of one engine, in the order in which a step does it.
 
-    What came and went between the two is not told, so take a map after every step to miss little.
+    A sample that came and went between the two leaves no event; a map after every step misses few.
 
     Example:
       >>> engine = Engine(num_blocks=8, max_num_seqs=2)

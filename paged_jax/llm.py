@@ -1,4 +1,4 @@
-"""Text in, text out, offline: `LLM`, with the names and meanings of vLLM's class."""
+"""Completes prompts offline: `LLM`, with the names and meanings of vLLM's class."""
 
 import contextlib
 import weakref
@@ -40,9 +40,9 @@ class LLM(Engine):
             ``cache_salt`` in a dict, the prompt shares cached blocks only where that is the same.
           sampling_params: for all prompts, or one for each; by default those of
             `get_default_sampling_params`.
-          priority: of each prompt; lower is served first.
+          priority: rank of each prompt; lower is served first.
           explain: whether outputs carry an `Explanation` of what they waited for.
-          use_tqdm: show progress on stderr if that is a terminal.
+          use_tqdm: whether progress is shown on stderr, if that is a terminal.
 
         Returns:
           One output for each prompt, in their order.
@@ -131,7 +131,7 @@ class LLM(Engine):
 
         Args:
           prompts: as for `generate`.
-          params: for all prompts.
+          params: what to search for, the same for all prompts.
 
         Returns:
           For each prompt, in their order, the ``params.beam_width`` best sequences.

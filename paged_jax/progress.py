@@ -1,4 +1,4 @@
-"""A bar that says how many requests are done, how fast tokens come, and how full the cache is."""
+"""A bar on a terminal: how many requests are done, how fast tokens come, how full the cache is."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ class Progress:
     """A bar on stderr around the running of some requests; use it in a ``with`` statement.
 
     Args:
-      engine: that runs them.
-      num_requests: how many there are.
-      disable: True shows nothing; None shows the bar on a terminal only.
+      engine: the engine that runs them.
+      num_requests: requests in all.
+      disable: whether nothing is shown; None shows the bar on a terminal only.
     """
 
     def __init__(self, engine: Engine, num_requests: int, *, disable: bool | None = None):
@@ -29,16 +29,16 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is a bar at all."""
+        """Whether there is a bar."""
         return not self._bar.disable
 
     def clear(self) -> None:
-        """Take the bar away, so that something else can be written; it comes back by itself."""
+        """Clear the bar, so that something else can be written; the next update shows it again."""
         if self.is_shown:
             self._bar.clear()
 
     def say(self, line: str) -> None:
-        """Show what is going on in front of the bar."""
+        """Show a line to the left of the bar."""
         self._bar.set_description_str(line)
 
     def update(self, is_finished: bool) -> None:

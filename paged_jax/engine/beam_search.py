@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import is_int, is_real
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.exclusive import ExclusiveUse
@@ -153,7 +153,7 @@ def beam_search(
     for search in searches:
         _check_fits(engine, search)
     with parts.running():
-        _Batch(engine, parts, params, num_end_ids=len(end_ids)).run(searches)
+        _SearchBatch(engine, parts, params, num_end_ids=len(end_ids)).run(searches)
     return [search.output(engine.tokenizer) for search in searches]
 
 
@@ -223,8 +223,7 @@ class _Search:
         """Most blocks that the beams hold: they share full ones of the prompt, maybe no others."""
         num_prompt = len(self.prompt_token_ids)
         num_common = num_prompt // block_size
-        # The last token that is generated is never fed.
-        num_each = num_blocks_needed(num_prompt + self.max_tokens - 1, block_size)
+        num_each = num_blocks_needed(num_cached_tokens_at(num_prompt + self.max_tokens), block_size)
         return num_common + self.params.beam_width * (num_each - num_common)
 
     def last_token(self, beam: _Beam) -> int:
@@ -310,7 +309,7 @@ class _Search:
         )
 
 
-class _Batch:
+class _SearchBatch:
     """The searches that run at once, in the slots of an idle engine."""
 
     def __init__(

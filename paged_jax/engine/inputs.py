@@ -1,4 +1,4 @@
-"""From what a caller passes to a `Request`: prompts encoded, every mistake refused beforehand."""
+"""Makes requests of what callers pass: checks and encodes prompts, and refuses every mistake."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -28,11 +28,11 @@ class Inputs:
     """What a model and its engine accept.
 
     Attributes:
-      tokenizer: None accepts token ids only.
-      vocab_size: V of the model.
+      tokenizer: the tokenizer; without one, only token ids are accepted.
+      vocab_size: V, tokens that the model knows.
       max_model_len: most tokens of a sequence, prompt included.
-      max_length: the same where a request names no bound: what the pool can hold.
-      seed: of the engine, for requests that bring none.
+      max_length: most tokens of a sequence that names no bound: what the pool can hold.
+      seed: the engine's seed, for requests that bring none.
     """
 
     tokenizer: Tokenizer | None
@@ -55,14 +55,14 @@ class Inputs:
         """Check a prompt and its parameters, and make a request of them.
 
         Args:
-          request_id: its name.
-          arrival: how many requests came before it; picks its seed and its turn.
+          request_id: name of the request.
+          arrival: number of requests before it, which picks its seed and its turn.
           prompt: a text, or a dict with ``prompt`` or ``prompt_token_ids``, and perhaps
             ``cache_salt``, a text: requests share cached blocks only where their salts agree.
           params: how its tokens are chosen.
-          priority: lower is served first.
-          arrival_time: of a monotonic clock, in seconds.
-          timeout: seconds after which the request ends where it stands.
+          priority: rank of the request: lower is served first.
+          arrival_time: seconds of a monotonic clock.
+          timeout: seconds after which the request ends as it stands.
 
         Raises:
           ArgumentError: naming the field and the bound.
@@ -87,7 +87,7 @@ class Inputs:
         if most is None:
             most = max(1, self.max_length - len(token_ids))
         max_tokens = min(most, room)
-        # A first word keeps the space in front of it, unless only a start token precedes it.
+        # A first word keeps the space before it, unless only a start token precedes it.
         continues_text = self.tokenizer is not None and not all(
             self.tokenizer.is_special(token_id) for token_id in token_ids
         )
@@ -107,7 +107,7 @@ class Inputs:
             priority=priority,
             deadline=None if timeout is None else arrival_time + timeout,
             cache_salt=salt,
-            # Of the first token nothing is known.
+            # The first token has no log-probability.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.engine.arguments import check_arguments, choose_cascade, program_sizes
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter
@@ -128,8 +129,9 @@ class EngineParts:
             tokenizer=self.tokenizer,
             vocab_size=self.config.vocab_size,
             max_model_len=self.max_model_len,
-            # The last token that is drawn is never written.
-            max_length=min(self.max_model_len, self.num_blocks * block_size + 1),
+            max_length=min(
+                self.max_model_len, length_with_cached_tokens(self.num_blocks * block_size)
+            ),
             seed=seed,
         )
         self._runner = ModelRunner(
