@@ -9,15 +9,14 @@ Call them between two steps, in the thread that runs the engine: through `AsyncE
 """
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import jax
 import numpy as np
 
 from paged_jax.engine.engine import Engine
+from paged_jax.scheduler import Sequence
 from paged_jax.scheduler.outputs import WaitReason
-from paged_jax.scheduler.request import Request
-from paged_jax.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -269,11 +268,11 @@ _Sample = ResidentSample | WaitingSample
 
 def _resident(sequence: Sequence, block_ids: list[int]) -> ResidentSample:
     assert sequence.slot is not None
-    request = cast(Request, sequence.request)
+    request = sequence.request
     return ResidentSample(
         request_id=request.request_id,
         sample=sequence.index,
-        num_samples=len(request.samples),
+        num_samples=len(request.sequences),
         slot=sequence.slot,
         priority=request.priority,
         num_prompt_tokens=sequence.num_prompt_tokens,

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import sampling
+from paged_jax.cache.sizes import num_cached_tokens_at
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_int32
@@ -107,9 +108,11 @@ def rollout(
     model = jax.tree.map(lax.stop_gradient, model)
     config = model.config
     slots = jnp.arange(B, dtype=jnp.int32)
-    # The last token that is drawn is never written.
     cache = model.create_cache(
-        num_slots=B, max_length=T + max_tokens - 1, block_size=block_size, dtype=cache_dtype
+        num_slots=B,
+        max_length=num_cached_tokens_at(T + max_tokens),
+        block_size=block_size,
+        dtype=cache_dtype,
     )
     num_tokens = jnp.clip(num_tokens, 1, T)
     if T > 1:

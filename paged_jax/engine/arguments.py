@@ -4,14 +4,14 @@
 same mistakes in the same words.
 """
 
-from typing import Any, get_args
+from typing import Any
 
 from paged_jax.checks import check_positive
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
-from paged_jax.scheduler.scheduler import Preemption
+from paged_jax.scheduler import check_step_limits
 
 
 def check_arguments(
@@ -47,17 +47,13 @@ def check_arguments(
     given = {name: value for name, value in optional.items() if value is not None}
     check_positive(function, max_num_seqs=max_num_seqs, **sizes, **given)
     _check_memory_fraction(function, memory_fraction, num_blocks)
-    if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
-        raise ValueError(
-            f"{function}: max_num_batched_tokens must be at least max_num_seqs = {max_num_seqs}, "
-            f"so that all can decode, got {max_num_batched_tokens}."
-        )
-    for name, value, choices in (
-        ("preemption", preemption, get_args(Preemption)),
-        ("kv_dtype", kv_dtype, ("auto", *KV_DTYPES)),
-    ):
-        if value not in choices:
-            raise ValueError(f"{function}: {name} must be {', '.join(choices)}, got {value!r}.")
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max_num_seqs
+    check_step_limits(
+        function, max_num_batched_tokens, max_num_seqs, preemption, slots_name="max_num_seqs"
+    )
+    if kv_dtype not in (choices := ("auto", *KV_DTYPES)):
+        raise ValueError(f"{function}: kv_dtype must be {', '.join(choices)}, got {kv_dtype!r}.")
 
 
 def _check_memory_fraction(

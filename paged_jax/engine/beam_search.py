@@ -34,8 +34,8 @@ from paged_jax.engine.inputs import Prompt
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import slot_of
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler.request import Request
-from paged_jax.scheduler.sequence import Sequence as SlotUser
+from paged_jax.scheduler import Completion, Request
+from paged_jax.scheduler import Sequence as SlotUser
 
 # Lengths to this power stay far within the range of float.
 _MAX_LENGTH_PENALTY = 10.0
@@ -352,6 +352,7 @@ class _SearchBatch:
                 index,
                 search.prompt_token_ids,
                 len(search.prompt_token_ids) + search.max_tokens,
+                Completion(search.request.params, None),
             )
             user.slot = slot
             search.slot_users.append(user)

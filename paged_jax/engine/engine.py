@@ -24,9 +24,8 @@ from paged_jax.engine.parts import EngineParts
 from paged_jax.engine.weight_swap import place_like
 from paged_jax.models.llama import Llama
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler.history import History
+from paged_jax.scheduler import History, Request
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.scheduler.request import Request
 
 
 class Engine(EngineParts):

@@ -1,15 +1,13 @@
 """Lends the parts of an idle engine to a search that fills slots and blocks by itself."""
 
 import contextlib
-from typing import Any
 
 from paged_jax.engine.inputs import Inputs
 from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import BlockMeter, EngineStats
 from paged_jax.runner import ModelRunner
-from paged_jax.scheduler.scheduler import Scheduler
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler import Scheduler, Sequence
 
 
 class ExclusiveUse:
@@ -50,8 +48,7 @@ class ExclusiveUse:
         """Begin the slot of a sequence with the blocks of its prompt that are cached."""
         if not self._scheduler.enable_prefix_caching:
             return
-        request: Any = sequence.request
-        sequence.chain = self._requests.prefix_chain(request)
+        sequence.chain = self._requests.prefix_chain(sequence.request)
         sequence.num_computed = self.runner.slots.attach(sequence)
         self._scheduler.stats.num_queried_tokens += len(sequence.token_ids) - 1
         self._scheduler.stats.num_cached_tokens += sequence.num_computed

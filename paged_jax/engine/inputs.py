@@ -9,8 +9,8 @@ import numpy as np
 from paged_jax.checks import ArgumentError, is_int, is_real
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler import Completion, Request, Sequence
 from paged_jax.scheduler.outputs import RequestMetrics
-from paged_jax.scheduler.request import Request, Sample
 
 Prompt = str | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -91,7 +91,7 @@ class Inputs:
         continues_text = self.tokenizer is not None and not all(
             self.tokenizer.is_special(token_id) for token_id in token_ids
         )
-        return Request(
+        request = Request(
             request_id=request_id,
             arrival=arrival,
             prompt=text,
@@ -99,10 +99,6 @@ class Inputs:
             params=params,
             seed=self._seed(arrival) if params.seed is None else params.seed,
             max_tokens=max_tokens,
-            samples=[
-                Sample(i, params, self.tokenizer, continues_text=continues_text)
-                for i in range(params.n)
-            ],
             metrics=RequestMetrics(arrival_time=arrival_time),
             priority=priority,
             deadline=None if timeout is None else arrival_time + timeout,
@@ -110,6 +106,17 @@ class Inputs:
             # The first token has no log-probability.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
+        request.sequences = [
+            Sequence(
+                request,
+                index,
+                list(token_ids),
+                max_length=len(token_ids) + max_tokens,
+                completion=Completion(params, self.tokenizer, continues_text=continues_text),
+            )
+            for index in range(params.n)
+        ]
+        return request
 
     def _seed(self, arrival: int) -> int:
         sequence = np.random.SeedSequence([self.seed, arrival])

@@ -25,8 +25,7 @@ from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
-from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler import Preemption, PreemptionCosts, Scheduler, Sequence
 
 # Speed of copies between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10

@@ -1,25 +1,23 @@
-"""Turns what a step has drawn into samples: tokens, text, log-probabilities, finish reasons."""
+"""Turns what a step has drawn into tokens, text, log-probabilities and ends of sequences."""
 
 import math
 import time
-from typing import Any, cast
+from typing import Any
 
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import EngineStats
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import Draw, Scores, StepTokens
+from paged_jax.scheduler import Request, Sequence, StepPlan
 from paged_jax.scheduler.outputs import Logprob
-from paged_jax.scheduler.request import Request, Sample
-from paged_jax.scheduler.scheduler import Plan
-from paged_jax.scheduler.sequence import Sequence
 
 
 class Postprocessor:
-    """Appends tokens to samples, and ends those that stop.
+    """Appends tokens to sequences, and ends those that stop.
 
     Args:
       tokenizer: decodes single tokens beside their log-probabilities; None leaves them empty.
-      eos_token_ids: tokens that end a sample.
+      eos_token_ids: tokens that end a sequence.
       requests: the requests that have not finished.
       stats: the totals.
     """
@@ -36,8 +34,8 @@ class Postprocessor:
         self._requests = requests
         self._stats = stats
 
-    def postprocess(self, plan: Plan, tokens: StepTokens | None) -> list[Request]:
-        """Give samples what a step has drawn for them.
+    def postprocess(self, plan: StepPlan, tokens: StepTokens | None) -> list[Request]:
+        """Give sequences what a step has drawn for them.
 
         Args:
           plan: what the step ran.
@@ -48,14 +46,14 @@ class Postprocessor:
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
-            sample_of(sequence).end("abort", "deadline")
+            sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)  # which the scheduler has let go already
-            touched[request_of(sequence)] = None
+            touched[sequence.request] = None
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in enumerate(plan.decodes):
                 self.take_row(sequence, tokens, row, now)
-                touched[request_of(sequence)] = None
+                touched[sequence.request] = None
         for request in touched:
             if request.is_finished:
                 self._requests.remove(request)
@@ -63,50 +61,47 @@ class Postprocessor:
         return list(touched)
 
     def take_row(self, sequence: Sequence, tokens: StepTokens, row: int, now: float) -> None:
-        """Give a sequence and its sample the tokens of a row, and finish it where it stops."""
-        request, sample = request_of(sequence), sample_of(sequence)
-        if sample.finish_reason is not None:
+        """Give a sequence the tokens of a row, and finish it where it stops."""
+        request = sequence.request
+        if sequence.is_finished:
             return  # another row of its request has just ended all of them
         try:
-            token_ids = self.append_tokens(request, sample, tokens, row)
+            num_tokens = self.append_tokens(sequence, tokens, row)
         except FloatingPointError as error:
             self._requests.end(request, "error", str(error))
             return
-        if not token_ids:
+        if not num_tokens:
             return
-        sequence.append(token_ids)
-        self._stats.num_generated_tokens += len(token_ids)
+        sequence.advance(num_tokens)
+        self._stats.num_generated_tokens += num_tokens
         if request.metrics.first_token_time is None:
             request.mark(first_token_time=now)
             self._stats.num_prompt_tokens += sequence.num_prompt_tokens - request.num_cached_tokens
             if not self._stats.first_token_seconds:
                 self._stats.first_token_seconds = now - request.metrics.arrival_time
-        if sample.finish_reason is not None:
+        if sequence.is_finished:
             self._requests.finish(sequence)
 
-    def append_tokens(
-        self, request: Request, sample: Sample, tokens: StepTokens, row: int
-    ) -> list[int]:
-        """Append the tokens of a row to a sample, up to the one that stops it.
+    def append_tokens(self, sequence: Sequence, tokens: StepTokens, row: int) -> int:
+        """Append the tokens of a row to a sequence, up to the one that stops it.
 
         Args:
-          request: the request of the sample.
-          sample: one that has not finished.
+          sequence: one that has not finished.
           tokens: what a dispatch of decoding has drawn.
-          row: the row of the sample in `tokens`.
+          row: the row of the sequence in `tokens`.
 
         Returns:
-          The tokens that were appended.
+          The number of tokens that were appended.
 
         Raises:
-          FloatingPointError: the model gave NaN for one of them; the sample keeps those before it.
+          FloatingPointError: the model gave NaN for one of them; those before it are kept.
         """
-        appended: list[int] = []
+        request, num_appended = sequence.request, 0
         for step in range(int(tokens.num_new[row])):
             token_id = int(tokens.token_ids[step, row])
             logprob = float(tokens.logprobs[step, row])
             if math.isnan(logprob):
-                num_tokens = len(request.prompt_token_ids) + len(sample.token_ids)
+                num_tokens = len(sequence.token_ids)
                 raise FloatingPointError(
                     f"the model gave NaN for request {request.request_id} after {num_tokens} "
                     "tokens. Its weights may be damaged, or overflow in their dtype."
@@ -119,17 +114,13 @@ class Postprocessor:
                     tokens.top_logprobs[step, row],
                     request.params.logprobs,
                 )
-            sample.append(
-                token_id,
-                logprob,
-                eos_token_ids=self._eos_token_ids,
-                max_tokens=request.max_tokens,
-                candidates=candidates,
+            sequence.append(
+                token_id, logprob, eos_token_ids=self._eos_token_ids, candidates=candidates
             )
-            appended.append(token_id)
-            if sample.finish_reason is not None:
+            num_appended += 1
+            if sequence.is_finished:
                 break
-        return appended
+        return num_appended
 
     def append_prompt_logprobs(
         self, request: Request, scores: Scores, *, start: int, count: int
@@ -173,17 +164,7 @@ class Postprocessor:
         return self._tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
 
 
-def request_of(sequence: Sequence) -> Request:
-    """The request that a sequence belongs to."""
-    return cast(Request, sequence.request)
-
-
-def sample_of(sequence: Sequence) -> Sample:
-    """The sample that a sequence stands for."""
-    return request_of(sequence).samples[sequence.index]
-
-
 def draw_of(sequence: Sequence) -> Draw:
     """How the tokens of a sequence are drawn."""
-    request = request_of(sequence)
+    request = sequence.request
     return Draw(request.params, request.seed, sequence.index)

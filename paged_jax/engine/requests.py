@@ -6,13 +6,11 @@ import time
 from paged_jax.cache.digests import PrefixChain, root_digest
 from paged_jax.engine.drafts import Drafter
 from paged_jax.runner import ModelRunner
-from paged_jax.scheduler.request import Request
-from paged_jax.scheduler.scheduler import Scheduler
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler import Request, Scheduler, Sequence
 
 
 class RequestTable:
-    """Requests from their arrival to their end, and the sequences that the scheduler has of them.
+    """Requests from their arrival to their end.
 
     Args:
       scheduler, runner, drafter: what a request leaves when it ends.
@@ -44,7 +42,8 @@ class RequestTable:
         Raises:
           ValueError: the scheduler refuses it; nothing has changed then.
         """
-        self._scheduler.add(self._sequences_of(request))
+        self._name_blocks(request)
+        self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
         self.num_added += 1
 
@@ -57,8 +56,8 @@ class RequestTable:
         """End a request that has not finished by itself, and free its slots and blocks."""
         for sequence in self._scheduler.abort(self._runner.slots, request):
             self._drafter.drop(sequence)
-        for sample in request.samples:
-            sample.end(finish_reason, stop_reason)
+        for sequence in request.sequences:
+            sequence.completion.end(finish_reason, stop_reason)
         self.remove(request)
 
     def remove(self, request: Request) -> None:
@@ -81,8 +80,10 @@ class RequestTable:
                 self.remove(request)
         self._runner.reset()
         self._drafter.clear()
-        sequences = [self._sequences_of(request) for request in self.unfinished.values()]
-        self._scheduler.restart([sequence for group in sequences for sequence in group])
+        for request in self.unfinished.values():
+            self._name_blocks(request)
+        sequences = [s for request in self.unfinished.values() for s in request.sequences]
+        self._scheduler.restart([s for s in sequences if not s.is_finished])
 
     def note_new_weights(self) -> bool:
         """Take note that the weights were replaced; return whether requests are unfinished."""
@@ -110,21 +111,9 @@ class RequestTable:
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
-    def _sequences_of(self, request: Request) -> list[Sequence]:
-        """What the scheduler sees of the samples of a request that have not finished."""
+    def _name_blocks(self, request: Request) -> None:
+        """Let the prefix cache find the blocks of a request, under the weights of now."""
         # Log-probabilities of a prompt need all of it computed.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
-        sequences = []
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                sequence = Sequence(
-                    request,
-                    sample.index,
-                    [*request.prompt_token_ids, *sample.token_ids],
-                    len(request.prompt_token_ids) + request.max_tokens,
-                    self.prefix_chain(request) if is_cached else None,
-                    request.history,
-                )
-                sequence.num_prompt_tokens = len(request.prompt_token_ids)
-                sequences.append(sequence)
-        return sequences
+        for sequence in request.sequences:
+            sequence.chain = self.prefix_chain(request) if is_cached else None

@@ -5,13 +5,10 @@ import time
 import numpy as np
 
 from paged_jax.engine.drafts import Drafter
-from paged_jax.engine.postprocess import Postprocessor, request_of
+from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.stats import EngineStats, StepClock
 from paged_jax.runner import ModelRunner, StepTokens
-from paged_jax.scheduler.history import describe_match
-from paged_jax.scheduler.request import Request
-from paged_jax.scheduler.scheduler import Plan, Scheduler
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler import Request, Scheduler, Sequence, StepPlan, describe_match
 
 
 class PlanRunner:
@@ -42,7 +39,7 @@ class PlanRunner:
         self._clock = clock
         self._stats = stats
 
-    def run(self, plan: Plan) -> StepTokens | None:
+    def run(self, plan: StepPlan) -> StepTokens | None:
         """Run all of a plan, and return the tokens drawn, a row for each of its decodes."""
         self._note_start(plan)
         with self._clock.prefilling:
@@ -53,10 +50,10 @@ class PlanRunner:
             self._runner.check()
         return tokens
 
-    def _note_start(self, plan: Plan) -> None:
+    def _note_start(self, plan: StepPlan) -> None:
         now = time.perf_counter()
         for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.decodes]:
-            request = request_of(sequence)
+            request = sequence.request
             if request.metrics.first_scheduled_time is None:
                 request.mark(first_scheduled_time=now)
                 request.num_cached_tokens = sequence.num_computed
@@ -72,20 +69,20 @@ class PlanRunner:
             len(request.prompt_token_ids), request.num_cached_tokens, self._scheduler.block_size
         )
 
-    def _prefill(self, plan: Plan) -> None:
+    def _prefill(self, plan: StepPlan) -> None:
         scored = [chunk for chunk in plan.chunks if _is_scored(chunk[0])]
         self._runner.prefill([chunk for chunk in plan.chunks if not _is_scored(chunk[0])])
         for sequence, count in scored:
             scores = self._runner.score(sequence, count)
             self._postprocessor.append_prompt_logprobs(
-                request_of(sequence), scores, start=sequence.num_computed, count=count
+                sequence.request, scores, start=sequence.num_computed, count=count
             )
         for sequence, count in plan.chunks:
             sequence.advance(count)
             self._runner.slots.publish(sequence)
 
-    def _decode(self, plan: Plan) -> StepTokens:
-        with_top = any(request_of(s).params.logprobs is not None for s in plan.decodes)
+    def _decode(self, plan: StepPlan) -> StepTokens:
+        with_top = any(s.request.params.logprobs is not None for s in plan.decodes)
         num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
         drafts = self._drafter.drafts(
             plan.decodes, self._scheduler.max_num_batched_tokens - num_planned
@@ -106,4 +103,4 @@ class PlanRunner:
 
 def _is_scored(sequence: Sequence) -> bool:
     """Whether the log-probabilities of its prompt are asked for, which the first sample gets."""
-    return request_of(sequence).prompt_logprobs is not None and sequence.index == 0
+    return sequence.request.prompt_logprobs is not None and sequence.index == 0

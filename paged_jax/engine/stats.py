@@ -5,7 +5,7 @@ import time
 
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner import ModelRunner, StepTokens
-from paged_jax.scheduler.scheduler import Plan, Scheduler
+from paged_jax.scheduler import Scheduler, StepPlan
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ class StepClock:
         self.decoding = Stopwatch(runner)
         self.postprocessing = Stopwatch(runner)
 
-    def count_step(self, plan: Plan, tokens: StepTokens | None) -> None:
+    def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
         """Add a step that is over to the totals."""
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
@@ -168,9 +168,9 @@ class BlockMeter:
         self._num_saved = 0  # summed over steps, as is the next
         self._num_unshared = 0
 
-    def count_step(self, plan: Plan, tokens: StepTokens | None) -> None:
+    def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
         """Count the blocks after a step, before its tokens are appended to the sequences."""
-        lengths = {sequence: sequence.num_computed for sequence in self._scheduler.residents}
+        lengths = {sequence: sequence.num_computed for sequence in self._scheduler.running}
         if tokens is not None:
             for sequence, num_new in zip(plan.decodes, tokens.num_new, strict=False):
                 lengths[sequence] += int(num_new)

@@ -19,7 +19,7 @@ from paged_jax.runner.executor import Executor, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.slots import Draw, Slots, slot_of
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler.request import Sequence
 
 
 class ModelRunner:
@@ -38,7 +38,7 @@ class ModelRunner:
 
     Attributes:
       sizes: what shapes the programs.
-      slots: the scheduler's `Memory`.
+      slots: the scheduler's `BlockMemory`.
     """
 
     def __init__(

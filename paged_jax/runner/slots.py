@@ -1,4 +1,4 @@
-"""Which sequence has which slot, on the device: the `Memory` that the scheduler drives.
+"""Which sequence has which slot, on the device: the `BlockMemory` that the scheduler drives.
 
 Nothing here decides what runs. Tokens of sequences are the host's; should an engine step be cut
 short, `reset` forgets all slots, and every sequence can be computed again from its tokens.
@@ -19,7 +19,7 @@ from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.sizes import PUBLISH_WIDTH
 from paged_jax.sampling import SamplingParams
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler import Sequence
 
 # Digests that the host remembers, for each block of the pool: the device is asked which of them are
 # still cached when they are more.

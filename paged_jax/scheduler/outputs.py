@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Literal
 
-# Why a sequence is not resident. "turn": behind another that waits; "fork": for the prompt that it
-# shares with another sample; "same prefix": for a resident that is just computing its next block.
+# Why a sequence does not run. "turn": it stands behind others in line; "fork": another sample is to
+# compute the prompt; "same prefix": a running sequence is computing its next block.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
+# What blocks were taken away for, and what the next candidate was spared for.
+PreemptionReason = Literal["decode", "prefill", "priority"]
+PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +26,15 @@ class CompletionOutput:
 
     Attributes:
       index: which of the ``n`` samples this is.
-      text: the generated text so far, which goes on where the prompt ends, space in front
-        included. Without the stop string or stop token, unless it was asked for.
+      text: the generated text so far. It continues the prompt, leading space included, and leaves
+        out the stop string or stop token, unless it was asked for.
       token_ids: the generated tokens; an end-of-sequence token that stopped it is the last.
-      cumulative_logprob: sum over the tokens, in nats, under the model's own distribution.
-      logprobs: for each token the chosen one and the most probable ones; None if not asked for.
+      cumulative_logprob: sum of the tokens' log-probabilities in nats, under the model's own
+        distribution.
+      logprobs: for each token itself and the most probable ones; None if not asked for.
       finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (the asked-for tokens or
         the context are used up), ``"abort"`` (by the caller or a deadline), ``"error"``, or None
-        while it is running.
+        before it ends.
       stop_reason: the stop string or stop token id that ended it, None for end of sequence;
         ``"deadline"`` where that aborted it; what went wrong after an error.
     """
@@ -46,7 +50,14 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened, in seconds of a monotonic clock; None until they do."""
+    """When things happened, in seconds of a monotonic clock; None until they do.
+
+    Attributes:
+      arrival_time: when the request arrived.
+      first_scheduled_time: when the first step that it takes part in began to run.
+      first_token_time: when its first token was drawn.
+      finished_time: when its last sample ended.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -62,16 +73,21 @@ class Wait:
       reason: what it waited for: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,
         ``"same prefix"``, ``"fork"`` or ``"preempted"``.
       start: seconds from the arrival of the request.
-      seconds: how long it took; so far, if it goes on.
-      detail: the same as a sentence, with the numbers of the moment when it began.
-      sample: the index of the sample.
+      seconds: how long it took; so far, if it is not over.
+      detail: the reason as a sentence, with its numbers.
+      sample: index of the sample.
+      numbers: the numbers of the sentence by name, as they were when the wait began.
+      other_request: id of the request that computes the same prefix; None if there is none, or if
+        another sample of this request does.
     """
 
     reason: WaitReason
     start: float
     seconds: float
-    detail: str
+    detail: str = ""
     sample: int = 0
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    other_request: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +95,32 @@ class PreemptionNote:
     """A moment in which a sample lost its slot and its blocks to others.
 
     Attributes:
-      seconds: from the arrival of the request.
+      seconds: when it happened, from the arrival of the request.
       kind: ``"recompute"``: the blocks were released; ``"swap"``: they were copied to host memory.
-      num_tokens: whose K and V were in them: lost or held.
-      detail: why it came to that, and why it was this sample.
-      sample: the index of the sample.
+      num_tokens: tokens whose K and V were in these blocks.
+      detail: a sentence: why blocks were needed, and why it was this sample that lost them.
+      sample: index of the sample.
+      reason: what needed the blocks: the next tokens of running samples (``"decode"``), prompts
+        that were being computed (``"prefill"``), or a request of better ``"priority"``.
+      numbers: the numbers of the sentence by name, as they were at that moment.
+      other_request: id of the request of better priority, None for other reasons.
+      spared_request: id of the request whose sample would have been the next to lose its blocks;
+        None if there was no other.
+      advantage: what that one was spared for: its better ``"priority"``, no ``"progress"`` since
+        it came back, the higher ``"cost"``, the earlier ``"arrival"``, or the lower ``"index"`` of
+        the sample.
     """
 
     seconds: float
     kind: Literal["recompute", "swap"]
     num_tokens: int
-    detail: str
+    detail: str = ""
     sample: int = 0
+    reason: PreemptionReason = "decode"
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    other_request: str | None = None
+    spared_request: str | None = None
+    advantage: PreemptionAdvantage | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +130,9 @@ class Explanation:
     ``dataclasses.asdict`` makes JSON of it.
 
     Attributes:
-      waits: in the order in which they began.
-      preemptions: in the order of time.
-      num_cached_tokens: of the prompt, found in the prefix cache.
+      waits: the waits of all samples, in the order in which they began.
+      preemptions: the preemptions of all samples, in the order of time.
+      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
       prefix_match: where the match in the prefix cache ended and why, in a sentence; None until
         the request runs.
     """
@@ -118,16 +148,16 @@ class RequestOutput:
     """Everything about one request, so far.
 
     Attributes:
-      request_id: its name; where none was given, its number.
-      prompt: the text; None if the request was given as token ids.
-      prompt_token_ids: what the model read.
+      request_id: the request's name; its number where none was given.
+      prompt: the prompt's text; None if the request was given as token ids.
+      prompt_token_ids: the tokens that the model read.
       outputs: one for each of the ``n`` samples.
-      finished: whether all of them are complete.
-      metrics: its times.
-      num_cached_tokens: of the prompt, found in the prefix cache.
-      prompt_logprobs: for each token of the prompt, the first (None) included, it and the most
-        probable ones; None if not asked for.
-      explanation: why it waited, where its prefix match ended; None if not asked for.
+      finished: whether all samples are complete.
+      metrics: the times of the request.
+      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+      prompt_logprobs: for each token of the prompt itself and the most probable ones, None for the
+        first token; None if not asked for.
+      explanation: why the request waited, and where its prefix match ended; None if not asked for.
     """
 
     request_id: str

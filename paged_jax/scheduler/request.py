@@ -1,147 +1,42 @@
-"""A request and its samples while they run: plain Python, no arrays."""
+"""A request and its sequences, one for each sample, while they run: plain Python, no arrays."""
 
 import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
 
-from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
+from paged_jax.cache.digests import PrefixChain
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.history import History
-from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged_jax.scheduler.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    WaitReason,
+)
 
 
-class Sample:
-    """One continuation of a prompt: its tokens, its text, and whether it has stopped.
-
-    Args:
-      index: which of the prompt's samples this is.
-      params: of the request.
-      tokenizer: None leaves the text empty.
-      continues_text: see `Tokenizer.decode`; true where the prompt has any text.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        *,
-        continues_text: bool = False,
-    ):
-        self.index = index
-        self.params = params
-        self.token_ids: list[int] = []
-        self.cumulative_logprob = 0.0
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None:
-            self._detokenizer = Detokenizer(
-                tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                continues_text=continues_text,
-            )
-        self._text = ""
-        self._num_final = 0  # characters that no stop string can take back any more
-
-    def append(
-        self,
-        token_id: int,
-        logprob: float,
-        *,
-        eos_token_ids: frozenset[int],
-        max_tokens: int,
-        candidates: dict[int, Logprob] | None = None,
-    ) -> None:
-        """Take the next token, and stop if it is a stop token, completes a stop string, or is
-        the last one allowed."""
-        self.token_ids.append(token_id)
-        self.cumulative_logprob += logprob
-        if self.logprobs is not None and candidates is not None:
-            self.logprobs.append(candidates)
-
-        num_tokens = len(self.token_ids)
-        may_stop = num_tokens > self.params.min_tokens
-        if may_stop and token_id in eos_token_ids and not self.params.ignore_eos:
-            self.finish_reason = "stop"
-        elif may_stop and token_id in (self.params.stop_token_ids or ()):
-            self.finish_reason, self.stop_reason = "stop", token_id
-        is_stop_token = self.finish_reason is not None
-        if self.finish_reason is None and num_tokens >= max_tokens:
-            self.finish_reason = "length"
-
-        if self._detokenizer is not None:
-            # As in vLLM, what stops the text is not part of it, be it a string or a token.
-            if not is_stop_token or self.params.include_stop_str_in_output:
-                self._text += self._detokenizer.push(token_id)
-            if self.finish_reason is not None:
-                self._text += self._detokenizer.finish()
-        if may_stop:
-            self._find_stop_string()
-        self._release_text()
-
-    def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
-        """Stop here, for a reason that does not lie in the tokens, unless it has stopped before."""
-        if self.finish_reason is not None:
-            return
-        self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        if self._detokenizer is not None:
-            self._text += self._detokenizer.finish()
-        self._release_text()
-
-    def output(self) -> CompletionOutput:
-        """What is final so far."""
-        return CompletionOutput(
-            index=self.index,
-            text=self._text[: self._num_final],
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-    def _find_stop_string(self) -> None:
-        found = [(self._text.find(s, self._num_final), s) for s in self.params.stop or ()]
-        found = [(at, s) for at, s in found if at >= 0]
-        if found:
-            at, stop = min(found, key=lambda pair: pair[0])
-            keep = at + len(stop) if self.params.include_stop_str_in_output else at
-            self._text = self._text[:keep]
-            self.finish_reason, self.stop_reason = "stop", stop
-
-    def _release_text(self) -> None:
-        """Count as final what is not the beginning of a stop string."""
-        held = 0
-        if self.finish_reason is None:
-            for stop in self.params.stop or ():
-                longest = min(len(stop) - 1, len(self._text) - self._num_final)
-                held = max(
-                    held,
-                    next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0),
-                )
-        self._num_final = max(self._num_final, len(self._text) - held)
-
-
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Request:
     """One prompt and what is asked of it.
 
     Attributes:
-      request_id: its name.
-      arrival: how many requests came before it.
+      request_id: its name; unique among the requests that are not finished.
+      arrival: how many requests came before it; ranks equal priorities.
       prompt: the text; None if it was given as token ids.
-      prompt_token_ids: what the model reads.
+      prompt_token_ids: the tokens that the model reads.
       params: how tokens are chosen.
-      seed: of its random draws.
-      max_tokens: of each sample, with the context taken into account.
-      samples: one for each continuation.
+      seed: seed of its random draws.
+      max_tokens: most tokens of each sample, with the context taken into account.
       metrics: its times.
       priority: lower is served first.
-      deadline: on the clock of the metrics; None for never.
+      deadline: when it expires, on the clock of the metrics; None for never.
       cache_salt: it shares cached blocks only with requests that have the same.
-      num_cached_tokens: of the prompt, found in the prefix cache.
+      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
       prompt_logprobs: as in `RequestOutput`; grows while the prompt is computed.
-      history: of its waits, for the explanation of the outputs; None if nobody asked.
+      history: its waits and preemptions; None if no explanation was asked for.
+      sequences: one for each sample, in their order.
     """
 
     request_id: str
@@ -151,19 +46,19 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: int
-    samples: list[Sample]
     metrics: RequestMetrics
-    priority: int
-    deadline: float | None
-    cache_salt: str
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     history: History | None = None
+    sequences: list["Sequence"] = field(default_factory=list, repr=False)
 
     @property
     def is_finished(self) -> bool:
-        """Whether all samples are complete."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+        """Whether all samples have ended."""
+        return all(sequence.is_finished for sequence in self.sequences)
 
     def mark(self, **times: float) -> None:
         """Note when something happened, unless it was noted before."""
@@ -176,7 +71,7 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[sample.output() for sample in self.samples],
+            outputs=[sequence.output() for sequence in self.sequences],
             finished=self.is_finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
@@ -184,4 +79,129 @@ class Request:
             explanation=(
                 None if self.history is None else self.history.explanation(self.num_cached_tokens)
             ),
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request: its tokens, how many of them are in the cache, and its text.
+
+    Attributes:
+      request: the request, which all of its sequences share.
+      index: which sample this is.
+      token_ids: prompt and generated tokens.
+      max_length: number of tokens at which it is complete; above the number of the prompt's.
+      completion: the text of the generated tokens, and why they ended.
+      chain: names its full blocks for the prefix cache; None if it takes no part in that.
+      num_computed: how many of the tokens are in the cache, or in its copy in host memory.
+      slot: its row of the block tables; None unless it runs.
+      is_swapped: whether its blocks are in host memory.
+      host_blocks: what `BlockMemory` keeps there, so that it is freed with the sequence.
+      is_fork: whether its slot began as a copy of that of another sample.
+      waits_for: why it does not run; empty if it does.
+      num_preemptions: how often it was preempted.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int] = field(repr=False)
+    max_length: int
+    completion: Completion = field(repr=False)
+    chain: PrefixChain | None = field(default=None, repr=False)
+    num_computed: int = field(default=0, init=False)
+    slot: int | None = field(default=None, init=False)
+    is_swapped: bool = field(default=False, init=False)
+    host_blocks: Any = field(default=None, init=False, repr=False)
+    is_fork: bool = field(default=False, init=False)
+    waits_for: WaitReason = field(default="", init=False)
+    num_preemptions: int = field(default=0, init=False)
+
+    @property
+    def seniority(self) -> tuple[int, int, int]:
+        """Ranks sequences: the smaller, the more senior."""
+        return self.request.priority, self.request.arrival, self.index
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """How many of the tokens were generated."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_prefill(self) -> int:
+        """How many tokens prefill still has to put into the cache."""
+        return len(self.token_ids) - 1 - self.num_computed
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of the full blocks of its tokens, computed when asked for."""
+        return [] if self.chain is None else self.chain.digests(self.token_ids)
+
+    @property
+    def history(self) -> History | None:
+        """Where its waits are noted; None if no explanation was asked for."""
+        return self.request.history
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for any reason."""
+        return self.completion.finish_reason is not None
+
+    def append(
+        self,
+        token_id: int,
+        logprob: float,
+        *,
+        eos_token_ids: frozenset[int],
+        candidates: dict[int, Logprob] | None = None,
+    ) -> None:
+        """Append a generated token to tokens and text, and end the sequence if that stops it.
+
+        The number of computed tokens stays; `advance` counts it.
+
+        Args:
+          token_id: the token.
+          logprob: its log-probability, in nats.
+          eos_token_ids: tokens that end a sequence, unless its parameters ignore them.
+          candidates: the token and the most probable ones, where they are asked for.
+        """
+        self.token_ids.append(token_id)
+        self.completion.append(
+            token_id,
+            logprob,
+            num_tokens=self.num_generated,
+            is_last=len(self.token_ids) >= self.max_length,
+            eos_token_ids=eos_token_ids,
+            candidates=candidates,
+        )
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens that are now in the cache: those of a chunk, or one for each that decode
+        has drawn, as each decode step puts the token before into the cache."""
+        self.num_computed += num_tokens
+        assert self.num_prefill >= 0, "the last known token is left to decode"
+
+    def restart(self) -> None:
+        """Keep the tokens, and forget all that was computed of them."""
+        self.num_computed = 0
+        self.slot = None
+        self.is_swapped, self.host_blocks = False, None
+        self.is_fork = False
+        self.num_preemptions = 0
+
+    def output(self) -> CompletionOutput:
+        """What is final so far."""
+        completion = self.completion
+        return CompletionOutput(
+            index=self.index,
+            text=completion.text,
+            token_ids=self.token_ids[self.num_prompt_tokens :],
+            cumulative_logprob=completion.cumulative_logprob,
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
         )

@@ -1,7 +1,6 @@
 """`Answer`: how an endpoint reads a request's body and writes its answer, whole or as a stream."""
 
 import dataclasses
-import re
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -12,12 +11,11 @@ from pydantic import BaseModel
 
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.reasons import describe_preemption, describe_wait, name_request
 from paged_jax.server import schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service
-
-_REQUEST_ID = re.compile(r"request ((?:gen|cmpl|chatcmpl)-[0-9a-f]+-\d+)")
 
 # The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
 _LOWEST = -9999.0
@@ -112,17 +110,40 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 def explanation(output: RequestOutput) -> dict[str, Any] | None:
     """Why the request waited, was preempted, and was cached as far as it was.
 
-    Names of other requests are none of the client's business.
+    Other requests are not named, as their names are none of the client's business.
     """
     if output.explanation is None:
         return None
-    told = dataclasses.asdict(output.explanation)
-    for entry in (*told["waits"], *told["preemptions"]):
-        entry["detail"] = _REQUEST_ID.sub(
-            lambda match: match[0] if match[1] == output.request_id else "another request",
-            entry["detail"],
-        )
-    return told
+
+    def name(request_id: str) -> str:
+        is_own = request_id == output.request_id
+        return name_request(request_id) if is_own else "another request"
+
+    told = output.explanation
+    return {
+        "waits": [
+            {
+                "reason": wait.reason,
+                "start": wait.start,
+                "seconds": wait.seconds,
+                "detail": describe_wait(wait, name),
+                "sample": wait.sample,
+            }
+            for wait in told.waits
+        ],
+        "preemptions": [
+            {
+                "seconds": note.seconds,
+                "kind": note.kind,
+                "num_tokens": note.num_tokens,
+                "detail": describe_preemption(note, name),
+                "sample": note.sample,
+            }
+            for note in told.preemptions
+        ],
+        "num_cached_tokens": told.num_cached_tokens,
+        "prefix_match": told.prefix_match,
+    }
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:

@@ -143,7 +143,7 @@ class Metrics:
         """
         self.reading = reading
         for request in requests:
-            num_tokens = sum(len(sample.token_ids) for sample in request.samples)
+            num_tokens = sum(sequence.num_generated for sequence in request.sequences)
             self._observe_tokens(request, num_tokens, reading.time)
             if request.is_finished:
                 self._observe_end(request, num_tokens)
@@ -163,7 +163,7 @@ class Metrics:
         self._generation_tokens.inc(num_tokens - (before.num_tokens if before else 0))
         if before is not None and num_tokens > before.num_tokens:
             # Each of the n samples got an equal share of the tokens in this time.
-            per_sample = (num_tokens - before.num_tokens) / len(request.samples)
+            per_sample = (num_tokens - before.num_tokens) / len(request.sequences)
             for _ in range(max(1, round(per_sample))):
                 histograms["inter_token_latency_seconds"].observe(
                     (now - before.time) / max(1, per_sample)
@@ -172,7 +172,7 @@ class Metrics:
 
     def _observe_end(self, request: Request, num_tokens: int) -> None:
         histograms, metrics = self._histograms, request.metrics
-        reason = request.samples[0].finish_reason or "abort"
+        reason = request.sequences[0].completion.finish_reason or "abort"
         self._success.labels(self._model_name, reason).inc()
         histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
         histograms["request_generation_tokens"].observe(num_tokens)
@@ -180,7 +180,7 @@ class Metrics:
         if end is None:
             return
         histograms["e2e_request_latency_seconds"].observe(end - metrics.arrival_time)
-        per_sample = num_tokens / len(request.samples)
+        per_sample = num_tokens / len(request.sequences)
         if first is not None and per_sample > 1:
             histograms["request_time_per_output_token_seconds"].observe(
                 (end - first) / (per_sample - 1)

@@ -426,7 +426,7 @@ def test_automatic_ids_step_aside(engine) -> None:
     ("options", "message"),
     [
         ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
-        ({"preemption": "drop"}, "preemption must be auto, recompute, swap, got 'drop'"),
+        ({"preemption": "drop"}, "preemption must be auto, recompute or swap, got 'drop'"),
     ],
 )
 def test_bad_options_are_refused(model, options, message) -> None:

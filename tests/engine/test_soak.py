@@ -18,7 +18,7 @@ import pytest
 
 from paged_jax import Engine, Llama, RequestOutput, SamplingParams
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler.request import Sequence
 from tests.support.workload import Job, check_empty, play
 
 SCALE = 16

@@ -10,7 +10,7 @@ from paged_jax import LLM, AsyncEngine, Engine, RequestOutput, SamplingParams
 from paged_jax.scheduler.history import History
 from paged_jax.scheduler.outputs import Explanation
 from paged_jax.scheduler.scheduler import Scheduler
-from tests.support.fake_memory import FakeEngine, FakeRequest, make_sequences
+from tests.support.fake_memory import FakeEngine, make_request
 from tests.support.tiny_model import BOS, SIZES
 
 C = SIZES["block_size"]
@@ -150,11 +150,11 @@ def scheduled(requests: list[tuple[int, int]], num_slots: int = 4, **options) ->
     engine, histories = FakeEngine(scheduler, num_slots, eos=None), []
     for number, (length, priority) in enumerate(requests):
         prompt = [1 + (number + 3 * i) % 20 for i in range(length)]
-        request = FakeRequest(str(number), number, priority)
-        sequences = make_sequences(request, prompt, max_tokens=9)
         histories.append(History(0.0))
-        sequences[0].history = histories[-1]
-        scheduler.add(sequences)
+        request = make_request(
+            number, prompt, max_tokens=9, priority=priority, history=histories[-1]
+        )
+        scheduler.add(request.sequences)
         engine.step()
     engine.run()
     explanations = [history.explanation(0) for history in histories]

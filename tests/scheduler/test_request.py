@@ -1,4 +1,4 @@
-"""A sample's text: what is final, what is held back, and what stops it. No arrays here."""
+"""A sequence's text: what is final, what is held back, and what stops it. No arrays here."""
 
 import dataclasses
 
@@ -8,8 +8,9 @@ from tokenizers import decoders
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.outputs import Logprob, RequestMetrics
-from paged_jax.scheduler.request import Request, Sample
+from paged_jax.scheduler.request import Request, Sequence
 
 EOS = 0
 
@@ -32,164 +33,23 @@ def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
     return ids
 
 
-def feed(sample: Sample, token_ids: list[int], max_tokens: int = 100) -> list[str]:
-    """Append tokens until the sample stops; the text that is final after each."""
+def feed(sequence: Sequence, token_ids: list[int]) -> list[str]:
+    """Append tokens until the sequence stops; the text that is final after each."""
     texts = []
     for token_id in token_ids:
-        assert sample.finish_reason is None
-        sample.append(token_id, -0.5, eos_token_ids=frozenset([EOS]), max_tokens=max_tokens)
-        texts.append(sample.output().text)
-        if sample.finish_reason is not None:
+        assert not sequence.is_finished
+        sequence.append(token_id, -0.5, eos_token_ids=frozenset([EOS]))
+        texts.append(sequence.output().text)
+        if sequence.is_finished:
             break
     for earlier, later in zip(texts, texts[1:], strict=False):
         assert later.startswith(earlier), "text was taken back"
     return texts
 
 
-def start(tokenizer: Tokenizer | None, **params) -> Sample:
-    return Sample(2, SamplingParams(**params), tokenizer)
-
-
-def test_append_collects_tokens_until_max_tokens(tokenizer) -> None:
-    sample = start(tokenizer)
-    assert feed(sample, ids_of(tokenizer, "a", "b", "c", "d"), max_tokens=3) == ["a", "ab", "abc"]
-    output = sample.output()
-    assert output.index == 2
-    assert output.token_ids == ids_of(tokenizer, "a", "b", "c")
-    assert output.cumulative_logprob == -1.5
-    assert (output.finish_reason, output.stop_reason) == ("length", None)
-    assert output.logprobs is None
-
-
-def test_output_is_a_snapshot(tokenizer) -> None:
-    sample = start(tokenizer, logprobs=0)
-    feed(sample, ids_of(tokenizer, "a"))
-    before = sample.output()
-    feed(sample, ids_of(tokenizer, "b"))
-    assert before.token_ids == ids_of(tokenizer, "a")
-    assert before.text == "a"
-
-
-def test_end_of_sequence_stops_without_a_reason_or_a_text(tokenizer) -> None:
-    for skip_special_tokens in (True, False):
-        sample = start(tokenizer, skip_special_tokens=skip_special_tokens)
-        assert feed(sample, [*ids_of(tokenizer, "a"), EOS])[-1] == "a"
-        output = sample.output()
-        assert (output.finish_reason, output.stop_reason) == ("stop", None)
-        assert output.token_ids[-1] == EOS
-
-
-def test_end_of_sequence_that_is_also_a_stop_token_has_no_reason(tokenizer) -> None:
-    sample = start(tokenizer, stop_token_ids=[EOS])
-    feed(sample, [EOS])
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
-
-
-def test_end_of_sequence_is_ignored_on_request(tokenizer) -> None:
-    sample = start(tokenizer, ignore_eos=True, skip_special_tokens=False)
-    [a] = ids_of(tokenizer, "a")
-    assert feed(sample, [EOS, a], max_tokens=2)[-1] == "</s>a"
-    assert sample.finish_reason == "length"
-
-
-def test_stop_token_wins_over_max_tokens(tokenizer) -> None:
-    [a] = ids_of(tokenizer, "a")
-    sample = start(tokenizer, stop_token_ids=[a])
-    feed(sample, [a], max_tokens=1)
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", a)
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "ba")])
-def test_stop_token_is_in_the_text_only_on_request(tokenizer, include, text) -> None:
-    a, b = ids_of(tokenizer, "a", "b")
-    sample = start(tokenizer, stop_token_ids=[a], include_stop_str_in_output=include)
-    assert feed(sample, [b, a, b])[-1] == text
-    assert sample.output().token_ids == [b, a]
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abEND")])
-@pytest.mark.parametrize("tokens", [["END"], ["E", "N", "D"]], ids=["one token", "three tokens"])
-def test_stop_string_ends_the_text(tokenizer, tokens, include, text) -> None:
-    sample = start(tokenizer, stop="END", include_stop_str_in_output=include)
-    texts = feed(sample, ids_of(tokenizer, "a", "b", *tokens, "c"))
-    assert texts[-1] == text
-    assert set(texts[1:-1]) <= {"ab"}, "the beginning of a stop string is held back"
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", "END")
-
-
-def test_stop_string_wins_over_max_tokens(tokenizer) -> None:
-    sample = start(tokenizer, stop="END")
-    feed(sample, ids_of(tokenizer, "END"), max_tokens=1)
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", "END")
-
-
-def test_held_back_text_is_released_when_it_is_no_stop_string(tokenizer) -> None:
-    sample = start(tokenizer, stop="END")
-    texts = feed(sample, ids_of(tokenizer, "a", "E", "N", "E", "x"))
-    assert texts == ["a", "a", "a", "aEN", "aENEx"]
-
-
-def test_held_back_text_is_released_at_the_end(tokenizer) -> None:
-    sample = start(tokenizer, stop="END")
-    assert feed(sample, ids_of(tokenizer, "a", "E", "N"), max_tokens=3)[-1] == "aEN"
-    assert sample.finish_reason == "length"
-    sample = start(tokenizer, stop="END")
-    assert feed(sample, [*ids_of(tokenizer, "a", "E", "N"), EOS])[-1] == "aEN"
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
-
-
-def test_stop_string_that_overlaps_itself_is_found(tokenizer) -> None:
-    sample = start(tokenizer, stop="aab")
-    assert feed(sample, ids_of(tokenizer, "a", "a", "a", "b"))[-1] == "a"
-    assert sample.stop_reason == "aab"
-
-
-def test_earliest_of_several_stop_strings_wins(tokenizer) -> None:
-    sample = start(tokenizer, stop=["he", "t", "x"])
-    assert feed(sample, ids_of(tokenizer, "a", " the"))[-1] == "a "
-    assert sample.stop_reason == "t"
-
-
-def test_min_tokens_holds_stops_off(tokenizer) -> None:
-    a, b = ids_of(tokenizer, "a", "b")
-    for params in ({"stop_token_ids": [a]}, {"stop": "a"}):
-        sample = start(tokenizer, min_tokens=2, **params)
-        feed(sample, [b, a, b, a, b])
-        assert sample.token_ids == [b, a, b, a]
-        assert sample.output().text == "bab"
-
-
-def test_half_a_character_is_held_back(tokenizer) -> None:
-    first, second, a = ids_of(tokenizer, "<0xC3>", "<0xA9>", "a")
-    sample = start(tokenizer)
-    assert feed(sample, [a, first, second]) == ["a", "a", "a\u00e9"]
-
-
-def test_half_a_character_at_the_end_is_shown_as_such(tokenizer) -> None:
-    first, a = ids_of(tokenizer, "<0xC3>", "a")
-    sample = start(tokenizer)
-    assert feed(sample, [a, first], max_tokens=2)[-1] == "a\ufffd"
-    sample = start(tokenizer)
-    assert feed(sample, [a, first, EOS])[-1] == "a\ufffd"
-
-
-def test_without_a_tokenizer_there_is_no_text() -> None:
-    sample = start(None, stop_token_ids=[7])
-    assert feed(sample, [5, 7]) == ["", ""]
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", 7)
-
-
-def test_logprobs_are_kept_where_asked_for(tokenizer) -> None:
-    candidates = {3: Logprob(-0.5, 1, " the")}
-    for params, expected in (({"logprobs": 1}, [candidates]), ({}, None)):
-        sample = start(tokenizer, **params)
-        sample.append(3, -0.5, eos_token_ids=frozenset(), max_tokens=9, candidates=candidates)
-        assert sample.output().logprobs == expected
-
-
-def request(num_prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
+def make_request(num_prompt_tokens: int = 3, max_tokens: int = 100, n: int = 1) -> Request:
     params = SamplingParams(n=n, max_tokens=max_tokens)
-    return Request(
+    request = Request(
         request_id="0",
         arrival=0,
         prompt=None,
@@ -197,25 +57,175 @@ def request(num_prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
         params=params,
         seed=0,
         max_tokens=max_tokens,
-        samples=[Sample(i, params, None) for i in range(n)],
         metrics=RequestMetrics(arrival_time=1.0),
-        priority=0,
-        deadline=None,
-        cache_salt="",
     )
+    length = num_prompt_tokens + max_tokens
+    request.sequences = [
+        Sequence(request, i, [1] * num_prompt_tokens, length, Completion(params, None))
+        for i in range(n)
+    ]
+    return request
 
 
-def test_is_finished_when_all_samples_are() -> None:
-    some = request(3, 2, n=2)
-    for number, sample in enumerate(some.samples):
+def start(tokenizer: Tokenizer | None, max_length: int = 103, **params) -> Sequence:
+    """The third sequence of a prompt of three tokens."""
+    completion = Completion(SamplingParams(**params), tokenizer)
+    return Sequence(make_request(), 2, [1] * 3, max_length, completion)
+
+
+def ends(sequence: Sequence) -> tuple[str | None, str | int | None]:
+    output = sequence.output()
+    return output.finish_reason, output.stop_reason
+
+
+def test_append_collects_tokens_until_max_tokens(tokenizer) -> None:
+    sequence = start(tokenizer, max_length=6)
+    assert feed(sequence, ids_of(tokenizer, "a", "b", "c", "d")) == ["a", "ab", "abc"]
+    output = sequence.output()
+    assert output.index == 2
+    assert output.token_ids == ids_of(tokenizer, "a", "b", "c")
+    assert output.cumulative_logprob == -1.5
+    assert ends(sequence) == ("length", None)
+    assert output.logprobs is None
+
+
+def test_output_is_a_snapshot(tokenizer) -> None:
+    sequence = start(tokenizer, logprobs=0)
+    feed(sequence, ids_of(tokenizer, "a"))
+    before = sequence.output()
+    feed(sequence, ids_of(tokenizer, "b"))
+    assert before.token_ids == ids_of(tokenizer, "a")
+    assert before.text == "a"
+
+
+def test_end_of_sequence_stops_without_a_reason_or_a_text(tokenizer) -> None:
+    for skip_special_tokens in (True, False):
+        sequence = start(tokenizer, skip_special_tokens=skip_special_tokens)
+        assert feed(sequence, [*ids_of(tokenizer, "a"), EOS])[-1] == "a"
+        output = sequence.output()
+        assert ends(sequence) == ("stop", None)
+        assert output.token_ids[-1] == EOS
+
+
+def test_end_of_sequence_that_is_also_a_stop_token_has_no_reason(tokenizer) -> None:
+    sequence = start(tokenizer, stop_token_ids=[EOS])
+    feed(sequence, [EOS])
+    assert ends(sequence) == ("stop", None)
+
+
+def test_end_of_sequence_is_ignored_on_request(tokenizer) -> None:
+    sequence = start(tokenizer, max_length=5, ignore_eos=True, skip_special_tokens=False)
+    [a] = ids_of(tokenizer, "a")
+    assert feed(sequence, [EOS, a])[-1] == "</s>a"
+    assert sequence.completion.finish_reason == "length"
+
+
+def test_stop_token_wins_over_max_tokens(tokenizer) -> None:
+    [a] = ids_of(tokenizer, "a")
+    sequence = start(tokenizer, max_length=4, stop_token_ids=[a])
+    feed(sequence, [a])
+    assert ends(sequence) == ("stop", a)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "ba")])
+def test_stop_token_is_in_the_text_only_on_request(tokenizer, include, text) -> None:
+    a, b = ids_of(tokenizer, "a", "b")
+    sequence = start(tokenizer, stop_token_ids=[a], include_stop_str_in_output=include)
+    assert feed(sequence, [b, a, b])[-1] == text
+    assert sequence.output().token_ids == [b, a]
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abEND")])
+@pytest.mark.parametrize("tokens", [["END"], ["E", "N", "D"]], ids=["one token", "three tokens"])
+def test_stop_string_ends_the_text(tokenizer, tokens, include, text) -> None:
+    sequence = start(tokenizer, stop="END", include_stop_str_in_output=include)
+    texts = feed(sequence, ids_of(tokenizer, "a", "b", *tokens, "c"))
+    assert texts[-1] == text
+    assert set(texts[1:-1]) <= {"ab"}, "the beginning of a stop string is held back"
+    assert ends(sequence) == ("stop", "END")
+
+
+def test_stop_string_wins_over_max_tokens(tokenizer) -> None:
+    sequence = start(tokenizer, max_length=4, stop="END")
+    feed(sequence, ids_of(tokenizer, "END"))
+    assert ends(sequence) == ("stop", "END")
+
+
+def test_held_back_text_is_released_when_it_is_no_stop_string(tokenizer) -> None:
+    sequence = start(tokenizer, stop="END")
+    texts = feed(sequence, ids_of(tokenizer, "a", "E", "N", "E", "x"))
+    assert texts == ["a", "a", "a", "aEN", "aENEx"]
+
+
+def test_held_back_text_is_released_at_the_end(tokenizer) -> None:
+    sequence = start(tokenizer, max_length=6, stop="END")
+    assert feed(sequence, ids_of(tokenizer, "a", "E", "N"))[-1] == "aEN"
+    assert sequence.completion.finish_reason == "length"
+    sequence = start(tokenizer, stop="END")
+    assert feed(sequence, [*ids_of(tokenizer, "a", "E", "N"), EOS])[-1] == "aEN"
+    assert ends(sequence) == ("stop", None)
+
+
+def test_stop_string_that_overlaps_itself_is_found(tokenizer) -> None:
+    sequence = start(tokenizer, stop="aab")
+    assert feed(sequence, ids_of(tokenizer, "a", "a", "a", "b"))[-1] == "a"
+    assert sequence.completion.stop_reason == "aab"
+
+
+def test_earliest_of_several_stop_strings_wins(tokenizer) -> None:
+    sequence = start(tokenizer, stop=["he", "t", "x"])
+    assert feed(sequence, ids_of(tokenizer, "a", " the"))[-1] == "a "
+    assert sequence.completion.stop_reason == "t"
+
+
+def test_min_tokens_holds_stops_off(tokenizer) -> None:
+    a, b = ids_of(tokenizer, "a", "b")
+    for params in ({"stop_token_ids": [a]}, {"stop": "a"}):
+        sequence = start(tokenizer, min_tokens=2, **params)
+        feed(sequence, [b, a, b, a, b])
+        assert sequence.output().token_ids == [b, a, b, a]
+        assert sequence.output().text == "bab"
+
+
+def test_half_a_character_is_held_back(tokenizer) -> None:
+    first, second, a = ids_of(tokenizer, "<0xC3>", "<0xA9>", "a")
+    sequence = start(tokenizer)
+    assert feed(sequence, [a, first, second]) == ["a", "a", "a\u00e9"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer) -> None:
+    first, a = ids_of(tokenizer, "<0xC3>", "a")
+    sequence = start(tokenizer, max_length=5)
+    assert feed(sequence, [a, first])[-1] == "a\ufffd"
+    sequence = start(tokenizer)
+    assert feed(sequence, [a, first, EOS])[-1] == "a\ufffd"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    sequence = start(None, stop_token_ids=[7])
+    assert feed(sequence, [5, 7]) == ["", ""]
+    assert ends(sequence) == ("stop", 7)
+
+
+def test_logprobs_are_kept_where_asked_for(tokenizer) -> None:
+    candidates = {3: Logprob(-0.5, 1, " the")}
+    for params, expected in (({"logprobs": 1}, [candidates]), ({}, None)):
+        sequence = start(tokenizer, **params)
+        sequence.append(3, -0.5, eos_token_ids=frozenset(), candidates=candidates)
+        assert sequence.output().logprobs == expected
+
+
+def test_is_finished_when_all_sequences_are() -> None:
+    some = make_request(3, 2, n=2)
+    for number, sequence in enumerate(some.sequences):
         assert not some.is_finished and not some.output().finished
-        feed(sample, [EOS])
-        assert sample.index == number
+        feed(sequence, [EOS])
+        assert sequence.index == number
     assert some.is_finished and some.output().finished
 
 
 def test_mark_keeps_the_first_time() -> None:
-    some = request(3, 2)
+    some = make_request(3, 2)
     some.mark(first_token_time=2.0)
     some.mark(first_token_time=3.0, finished_time=4.0)
     expected = RequestMetrics(arrival_time=1.0, first_token_time=2.0, finished_time=4.0)
@@ -224,10 +234,9 @@ def test_mark_keeps_the_first_time() -> None:
 
 
 def test_end_keeps_what_the_tokens_have_said_before() -> None:
-    one = request(1, max_tokens=2, n=2)
-    one.samples[0].append(3, -1.0, eos_token_ids=frozenset({3}), max_tokens=2)
-    for sample in one.samples:
-        sample.end("abort", "deadline")
-    ends = [(sample.finish_reason, sample.stop_reason) for sample in one.samples]
-    assert ends == [("stop", None), ("abort", "deadline")]
+    one = make_request(1, max_tokens=2, n=2)
+    one.sequences[0].append(3, -1.0, eos_token_ids=frozenset({3}))
+    for sequence in one.sequences:
+        sequence.completion.end("abort", "deadline")
+    assert list(map(ends, one.sequences)) == [("stop", None), ("abort", "deadline")]
     assert one.is_finished

@@ -5,16 +5,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_jax.scheduler.scheduler import Plan, PreemptionCosts, Scheduler
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.scheduler import PreemptionCosts, Request, Scheduler, Sequence, StepPlan
 from tests.support.fake_memory import (
     VOCABULARY,
     FakeEngine,
     FakeMemory,
-    FakeRequest,
     draw,
     expected_tokens,
-    make_sequences,
+    make_request,
 )
 
 C = 4
@@ -60,16 +58,17 @@ def add(
     salt: str = "",
 ) -> list[Sequence]:
     """Queue a request that arrives as the one of this number."""
-    request = FakeRequest(str(number), number, priority, deadline)
-    sequences = make_sequences(
-        request,
+    request = make_request(
+        number,
         prompt or prompt_of(number, length),
         max_tokens=max_tokens,
         num_samples=num_samples,
         salt=salt,
+        priority=priority,
+        deadline=deadline,
     )
-    engine.scheduler.add(sequences)
-    return sequences
+    engine.scheduler.add(request.sequences)
+    return request.sequences
 
 
 def check_outputs(engine: FakeEngine) -> None:
@@ -163,16 +162,16 @@ def test_restart_goes_on_with_the_tokens_that_there_are():
     for _ in range(3):
         engine.step()
     assert len(old[0].token_ids) == 11
-    new = [Sequence(s.request, s.index, list(s.token_ids), s.max_length, s.chain) for s in old]
     engine.memory = FakeMemory(2, 20, C)
-    engine.scheduler.restart(new)
-    assert engine.scheduler.waiting == new and not engine.scheduler.residents
+    engine.scheduler.restart(old)
+    assert engine.scheduler.waiting == old and not engine.scheduler.running
+    assert not any(s.num_computed or s.is_fork or s.slot is not None for s in old)
     for _ in range(4):
         engine.step()
-    assert engine.step(now=50.0).expired == new[:2]
+    assert engine.step(now=50.0).expired == old[:2]
     engine.run()
     check_outputs(engine)
-    assert engine.finished == new[2:]
+    assert engine.finished == old[2:]
 
 
 def test_samples_go_on_if_the_first_leaves_before_they_are_forked():
@@ -206,9 +205,7 @@ def test_a_deadline_does_not_end_a_later_request_of_the_same_name():
     engine = make_engine()
     [old] = add(engine, 0, length=3, deadline=5.0)
     engine.run()
-    request = FakeRequest("0", 1)
-    [new] = make_sequences(request, [1, 2, 3], max_tokens=3)
-    engine.scheduler.add([new])
+    engine.scheduler.add(make_request(1, [1, 2, 3], max_tokens=3, request_id="0").sequences)
     assert engine.step(now=6.0).expired == []
     assert old in engine.finished
 
@@ -218,7 +215,7 @@ def test_deadlines_in_a_far_future_are_forgotten_with_their_requests():
     for number in range(50):
         add(engine, number, length=3, deadline=1e9 + number)
         engine.run()
-    assert len(engine.scheduler._deadlines) <= 2
+    assert len(engine.scheduler._queue.deadlines) <= 2
     [left] = add(engine, 50, length=3, max_tokens=60, deadline=5.0)
     engine.step()
     assert engine.step(now=6.0).expired == [left]
@@ -638,7 +635,7 @@ def test_prefills_that_have_no_block_left_preempt():
     assert second.waits_for == "blocks"
     # As if it had been let in all the same.
     scheduler.waiting.remove(second)
-    scheduler._take_slot(second)
+    scheduler._queue.take_slot(second)
     while not scheduler.stats.num_preemptions:
         plan = engine.step()
     assert second.waits_for == "preempted" and [s for s, _ in plan.chunks] == [first]
@@ -788,7 +785,7 @@ def test_a_reason_to_wait_that_is_outdated_does_not_hold_up_others():
 
 def test_nothing_to_do_is_an_empty_plan():
     engine = make_engine(max_steps=8)
-    assert engine.step() == Plan()
+    assert engine.step() == StepPlan()
 
 
 def test_stats_count_what_happened():
@@ -797,7 +794,7 @@ def test_stats_count_what_happened():
     add(engine, 1, length=9, prompt=prompt_of(0, 9))
     engine.run()
     stats = engine.scheduler.stats
-    assert (stats.num_admitted, stats.num_finished, stats.peak_residents) == (4, 4, 3)
+    assert (stats.num_admitted, stats.num_finished, stats.peak_running) == (4, 4, 3)
     assert (stats.num_queried_tokens, stats.num_cached_tokens) == (16, 8)
     assert stats.num_preemptions == stats.num_recomputed_tokens == 0
 
@@ -844,7 +841,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine = FakeEngine(scheduler, num_slots)
         self.scheduler = scheduler
         self.prompts: dict[Sequence, list[int]] = {}
-        self.requests: list[FakeRequest] = []
+        self.requests: list[Request] = []
         self.gone: set[Sequence] = set()
         self.now = 0.0
 
@@ -860,11 +857,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, stem, num_stem, tail, num_samples, max_tokens, priority, lifetime):
         number = len(self.requests)
         deadline = None if lifetime is None else self.now + lifetime
-        request = FakeRequest(str(number), number, priority, deadline)
         prompt = [(stem + i) % VOCABULARY for i in range(num_stem)] + tail
-        sequences = make_sequences(
-            request, prompt, max_tokens=max_tokens, num_samples=num_samples, block_size=C
+        request = make_request(
+            number,
+            prompt,
+            max_tokens=max_tokens,
+            num_samples=num_samples,
+            block_size=C,
+            priority=priority,
+            deadline=deadline,
         )
+        sequences = request.sequences
         # The last token is never written.
         needed = -(-(len(prompt) + max_tokens - 1) // C)
         if needed > self.scheduler.num_blocks:
@@ -900,12 +903,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_add_up(self):
         self.engine.memory.check()
         unfinished = set(self.prompts) - self.gone - set(self.engine.finished)
-        known = {*self.scheduler.waiting, *self.scheduler.residents}
+        known = {*self.scheduler.waiting, *self.scheduler.running}
         assert known <= unfinished
         assert self.scheduler.has_unfinished == bool(unfinished)
         swapped = [s for s in self.scheduler.waiting if s.is_swapped]
         num_blocks = sum(-(-s.num_computed // C) for s in swapped)
-        assert self.scheduler._num_swapped_blocks == num_blocks
+        assert self.scheduler._queue.num_swapped_blocks == num_blocks
 
     def teardown(self):
         if not hasattr(self, "engine"):

@@ -5,38 +5,60 @@ so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` 
 """
 
 import collections
-from dataclasses import dataclass
 
 from paged_jax.cache.digests import PrefixChain, root_digest
-from paged_jax.scheduler.scheduler import Plan, Scheduler
-from paged_jax.scheduler.sequence import Sequence
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler import Completion, History, Request, Scheduler, Sequence, StepPlan
+from paged_jax.scheduler.outputs import RequestMetrics
 
 EOS = 0
 VOCABULARY = 23
 
 
-@dataclass(eq=False)
-class FakeRequest:
-    request_id: str
-    arrival: int
-    priority: int = 0
-    deadline: float | None = None
-
-
-def make_sequences(
-    request: FakeRequest,
+def make_request(
+    number: int,
     prompt: list[int],
     *,
     max_tokens: int,
     num_samples: int = 1,
     block_size: int = 4,
     salt: str = "",
-) -> list[Sequence]:
-    root = root_digest(b"weights", salt)
-    return [
-        Sequence(request, i, list(prompt), len(prompt) + max_tokens, PrefixChain(root, block_size))
+    priority: int = 0,
+    deadline: float | None = None,
+    request_id: str | None = None,
+    history: History | None = None,
+) -> Request:
+    """A request that arrives as the one of this number, with a sequence for each sample."""
+    params = SamplingParams(n=num_samples)
+    request = Request(
+        request_id=str(number) if request_id is None else request_id,
+        arrival=number,
+        prompt=None,
+        prompt_token_ids=prompt,
+        params=params,
+        seed=0,
+        max_tokens=max_tokens,
+        metrics=RequestMetrics(arrival_time=0.0),
+        priority=priority,
+        deadline=deadline,
+        cache_salt=salt,
+        history=history,
+    )
+    root, length = root_digest(b"weights", salt), len(prompt) + max_tokens
+    request.sequences = [
+        Sequence(request, i, list(prompt), length, Completion(params, None))
         for i in range(num_samples)
     ]
+    for sequence in request.sequences:
+        sequence.chain = PrefixChain(root, block_size)
+    return request
+
+
+def append(sequence: Sequence, token_ids: list[int]) -> None:
+    """Append tokens that decode has drawn."""
+    sequence.token_ids += token_ids
+    sequence.advance(len(token_ids))
+    assert not sequence.num_prefill, "only a sequence with a computed prefix decodes"
 
 
 def draw(token_ids: list[int], index: int) -> int:
@@ -216,7 +238,7 @@ class FakeEngine:
         self.num_prefilled = 0
         self.num_steps = 0
 
-    def step(self, now: float = 0.0) -> Plan:
+    def step(self, now: float = 0.0) -> StepPlan:
         plan = self.scheduler.schedule(self.memory, now)
         self.check(plan)
         self.num_steps += 1
@@ -244,7 +266,7 @@ class FakeEngine:
         self.memory.publish(sequence)
         self.num_prefilled += num_tokens
 
-    def decode(self, plan: Plan) -> None:
+    def decode(self, plan: StepPlan) -> None:
         """As the loop on the device: it leaves early where blocks run out or a row stops."""
         running = list(plan.decodes)
         drawn: dict[Sequence, list[int]] = {sequence: [] for sequence in plan.decodes}
@@ -257,7 +279,7 @@ class FakeEngine:
             if stopped and plan.leave_on_stop:
                 break
         for sequence, token_ids in drawn.items():
-            sequence.append(token_ids)
+            append(sequence, token_ids)
             self.memory.publish(sequence)
             if self.is_complete(sequence.token_ids, sequence):
                 self.scheduler.finish(self.memory, sequence)
@@ -273,15 +295,15 @@ class FakeEngine:
     def is_complete(self, token_ids: list[int], sequence: Sequence) -> bool:
         return token_ids[-1] == self.eos or len(token_ids) >= sequence.max_length
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: StepPlan) -> None:
         """The rules that hold for every plan."""
         scheduler, memory = self.scheduler, self.memory
         memory.check()
-        residents = scheduler.residents
-        slots = [s.slot for s in residents]
+        running = scheduler.running
+        slots = [s.slot for s in running]
         assert None not in slots and len(set(slots)) == len(slots) <= len(memory.tables)
         assert not any(s.slot is not None or not s.waits_for for s in scheduler.waiting)
-        assert not set(residents) & set(scheduler.waiting)
+        assert not set(running) & set(scheduler.waiting)
         num_tokens = [n for _, n in plan.chunks]
         assert all(0 < n <= min(scheduler.max_chunk, s.num_prefill) for s, n in plan.chunks)
         assert sum(num_tokens) + len(plan.decodes) <= scheduler.max_num_batched_tokens
@@ -294,14 +316,14 @@ class FakeEngine:
         assert (plan.num_steps > 0) == bool(decodes)
         assert plan.num_steps <= scheduler.max_steps
         if plan.num_steps > 1:
-            assert decodes == set(residents), "nobody else could have gone on"
+            assert decodes == set(running), "no other could have gone on"
         assert decodes or chunks or not scheduler.has_unfinished, "no progress"
         for sequence in scheduler.waiting:
             assert (sequence.host_blocks is not None) == sequence.is_swapped
             assert sequence.is_swapped or not sequence.num_computed
         self.check_blocks(plan)
 
-    def check_blocks(self, plan: Plan) -> None:
+    def check_blocks(self, plan: StepPlan) -> None:
         """Nobody shares a block that it will write, but for the forks of this plan."""
         forked = {s for parent, children in plan.forks for s in (parent, *children)}
         for sequence in set(plan.decodes) - forked:

@@ -85,7 +85,8 @@ def check_empty(engine: Engine) -> None:
     assert tables.lengths.tolist() == [0] * engine.max_num_seqs
     scheduler, slots = engine._scheduler, engine._runner.slots
     assert not engine._requests.unfinished and not engine._plan_runner._drafter._indices
-    assert not scheduler.waiting and not scheduler.residents and not scheduler._unfinished
-    assert sorted(scheduler._free_slots) == list(range(engine.max_num_seqs))
+    assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished
+    assert not scheduler._queue.entries
+    assert sorted(scheduler._queue.free_slots) == list(range(engine.max_num_seqs))
     assert not slots._to_publish and not slots._to_release
     assert slots._owners == [None] * engine.max_num_seqs

@@ -1,0 +1,116 @@
+"""What one sample has beside its tokens: its text, log-probabilities, and why it ended."""
+
+from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import Logprob
+
+
+class Completion:
+    """The text of one sample as its tokens come, and whether they have stopped it.
+
+    Args:
+      params: the sampling parameters of the request.
+      tokenizer: turns tokens into text; None leaves the text empty.
+      continues_text: see `Tokenizer.decode`; true where the prompt has any text.
+
+    Attributes:
+      cumulative_logprob: sum of the tokens' log-probabilities, in nats.
+      logprobs: candidates for each token; None if not asked for.
+      finish_reason, stop_reason: as in `CompletionOutput`.
+    """
+
+    def __init__(
+        self, params: SamplingParams, tokenizer: Tokenizer | None, *, continues_text: bool = False
+    ):
+        self.cumulative_logprob = 0.0
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._params = params
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                continues_text=continues_text,
+            )
+        self._text = ""
+        self._num_final = 0  # characters that no stop string can take back any more
+
+    @property
+    def text(self) -> str:
+        """The text that is final: it only grows."""
+        return self._text[: self._num_final]
+
+    def append(
+        self,
+        token_id: int,
+        logprob: float,
+        *,
+        num_tokens: int,
+        is_last: bool,
+        eos_token_ids: frozenset[int],
+        candidates: dict[int, Logprob] | None = None,
+    ) -> None:
+        """Take the next token, and stop if it is a stop token, completes a stop string, or is last.
+
+        Args:
+          token_id: the token.
+          logprob: its log-probability, in nats.
+          num_tokens: how many tokens were generated, this one included.
+          is_last: whether no more tokens are allowed.
+          eos_token_ids: tokens that end a sample, unless its parameters ignore them.
+          candidates: what `logprobs` keeps for this token.
+        """
+        self.cumulative_logprob += logprob
+        if self.logprobs is not None and candidates is not None:
+            self.logprobs.append(candidates)
+
+        may_stop = num_tokens > self._params.min_tokens
+        if may_stop and token_id in eos_token_ids and not self._params.ignore_eos:
+            self.finish_reason = "stop"
+        elif may_stop and token_id in (self._params.stop_token_ids or ()):
+            self.finish_reason, self.stop_reason = "stop", token_id
+        is_stop_token = self.finish_reason is not None
+        if self.finish_reason is None and is_last:
+            self.finish_reason = "length"
+
+        if self._detokenizer is not None:
+            # As in vLLM, what stops the text is not part of it, be it a string or a token.
+            if not is_stop_token or self._params.include_stop_str_in_output:
+                self._text += self._detokenizer.push(token_id)
+            if self.finish_reason is not None:
+                self._text += self._detokenizer.finish()
+        if may_stop:
+            self._find_stop_string()
+        self._release_text()
+
+    def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
+        """Stop here, for a reason that does not lie in the tokens, unless it has stopped before."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.finish()
+        self._release_text()
+
+    def _find_stop_string(self) -> None:
+        found = [(self._text.find(s, self._num_final), s) for s in self._params.stop or ()]
+        found = [(at, s) for at, s in found if at >= 0]
+        if found:
+            at, stop = min(found, key=lambda pair: pair[0])
+            keep = at + len(stop) if self._params.include_stop_str_in_output else at
+            self._text = self._text[:keep]
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def _release_text(self) -> None:
+        """Count as final what is not the beginning of a stop string."""
+        held = 0
+        if self.finish_reason is None:
+            for stop in self._params.stop or ():
+                longest = min(len(stop) - 1, len(self._text) - self._num_final)
+                held = max(
+                    held,
+                    next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0),
+                )
+        self._num_final = max(self._num_final, len(self._text) - held)
