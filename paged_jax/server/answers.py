@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.scheduler.reasons import describe_preemption, describe_wait, name_request
 from paged_jax.server import schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError
@@ -105,45 +104,6 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
         total_tokens=num_prompt + num_new,
         prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
     )
-
-
-def explanation(output: RequestOutput) -> dict[str, Any] | None:
-    """Why the request waited, was preempted, and was cached as far as it was.
-
-    Other requests are not named, as their names are none of the client's business.
-    """
-    if output.explanation is None:
-        return None
-
-    def name(request_id: str) -> str:
-        is_own = request_id == output.request_id
-        return name_request(request_id) if is_own else "another request"
-
-    told = output.explanation
-    return {
-        "waits": [
-            {
-                "reason": wait.reason,
-                "start": wait.start,
-                "seconds": wait.seconds,
-                "detail": describe_wait(wait, name),
-                "sample": wait.sample,
-            }
-            for wait in told.waits
-        ],
-        "preemptions": [
-            {
-                "seconds": note.seconds,
-                "kind": note.kind,
-                "num_tokens": note.num_tokens,
-                "detail": describe_preemption(note, name),
-                "sample": note.sample,
-            }
-            for note in told.preemptions
-        ],
-        "num_cached_tokens": told.num_cached_tokens,
-        "prefix_match": told.prefix_match,
-    }
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:

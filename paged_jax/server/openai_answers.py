@@ -8,9 +8,10 @@ from pydantic import BaseModel
 
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import schemas
-from paged_jax.server.answers import Answer, explanation, finite, usage
+from paged_jax.server.answers import Answer, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
+from paged_jax.server.explanations import explanation
 from paged_jax.server.service import Service
 
 

@@ -187,6 +187,35 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class Wait(TypedDict):
+    """A time in which a sample waited: from `start`, for `seconds`, and why."""
+
+    reason: str
+    start: float
+    seconds: float
+    detail: str
+    sample: int
+
+
+class Preemption(TypedDict):
+    """A moment, in seconds, at which a sample lost its blocks, and why."""
+
+    seconds: float
+    kind: str
+    num_tokens: int
+    detail: str
+    sample: int
+
+
+class Explanation(TypedDict):
+    """Why a request waited or was preempted, and what the prefix cache had of its prompt."""
+
+    waits: list[Wait]
+    preemptions: list[Preemption]
+    num_cached_tokens: int
+    prefix_match: str | None
+
+
 class Choice(BaseModel):
     """Fields that each sample of an answer has, whatever the endpoint."""
 
@@ -202,7 +231,7 @@ class OpenAiObject(BaseModel):
     created: int
     model: str
     usage: Usage | None = _LEFT_OUT
-    explanations: list[Any] | None = _LEFT_OUT
+    explanations: list[Explanation | None] | None = _LEFT_OUT
 
 
 class CompletionChoice(Choice):
@@ -313,7 +342,7 @@ class Generated(BaseModel):
     usage: Usage | None = _LEFT_OUT
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Candidate] | None] | None = None
-    explanation: Any = None
+    explanation: Explanation | None = None
 
 
 class Model(BaseModel):
