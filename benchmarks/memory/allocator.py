@@ -23,7 +23,7 @@ from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 MAX_LENGTH = 2048
 """Tokens that a contiguous cache keeps room for in every sequence."""
 MEAN_LENGTH = 492
-"""Of sequences: what both published figures of utilisation imply, see `implied_means`."""
+"""Tokens of a sequence, assumed: see `implied_means` for where 24% and 98.5% in use come from."""
 BLOCK_SIZE = 16
 # Tokens that each sequence is given in a timed run.
 _TIMED_STEPS = 64
@@ -81,7 +81,7 @@ def exact_utilisation(lengths: np.ndarray, block_size: int) -> float:
 
 
 def implied_means(contiguous: float, paged: float) -> tuple[float, float]:
-    """The mean length that each of two published utilisations implies, solved for.
+    """The mean length that a contiguous and a paged utilisation imply, each solved for.
 
     Example:
       >>> implied_means(0.24, 0.985)

@@ -90,7 +90,7 @@ GOALS = (
            low=saved, form=".1%")
       for (kind, width), saved in PUBLISHED.items()),
 )  # fmt: skip
-"""What has been published for paged attention, and what it promises."""
+"""What follows from the mean length, and what Kwon et al. published for sharing."""
 
 
 def goal_lines(report: Report) -> list[str]:
@@ -124,9 +124,9 @@ def utilisation_lines(report: Report) -> list[str]:
         )
     return [
         *lines,
-        "Expected: mean / 2048, and mean / (mean + 7.5), whatever the distribution. So the "
-        "published 24% and 98.5%",
-        f"both say that the mean length was {from_contiguous:.0f} ({from_contiguous} from the "
+        "Expected: mean / 2048, and mean / (mean + 7.5), whatever the distribution. So goals of "
+        "24% and 98.5%",
+        f"both say that the mean length is {from_contiguous:.0f} ({from_contiguous} from the "
         f"first, {from_paged} from the second); uniform lengths are of 1 to 983.",
     ]
 
@@ -237,7 +237,7 @@ def _plot_utilisation(axes: Any, report: Report) -> None:
         values = [100 * record[f"{kind}_allocator"] for record in records]
         (line,) = axes.plot(batches, values, "o-", label=kind)
         axes.axhline(published, color=line.get_color(), linestyle="--", linewidth=1)
-    axes.set(title="Memory that holds tokens (dashed: published)", xlabel="sequences", ylabel="%")
+    axes.set(title="Memory that holds tokens (dashed: goals)", xlabel="sequences", ylabel="%")
     axes.set_ylim(0, 104)
 
 

@@ -7,7 +7,7 @@
 Five questions. How much of the memory holds tokens? What does the block size change? What does a
 shared prompt cost? How many sequences fit a budget? What do samples and beams of a prompt share?
 The allocator is the library's own, under jit; see `memory_allocator.py` and `memory_sharing.py`.
-Goals are the figures published for paged attention; a full run says of each whether it is met.
+A full run says of each goal whether it is met.
 
 Nothing but the times depends on the machine: counts are the same wherever the seed is. (The beams
 are those of a model, so another device's rounding may choose others.)

@@ -37,7 +37,6 @@ def _over_peer(key: str) -> Callable[[Report], float | None]:
     return figure
 
 
-# The first two are what was published for a GPU, where a step went from 57 ms to 13 ms.
 GOALS = (
     Goal("offline: 5.3x the rate of one request at a time", _over_naive(OFFLINE + BEST), low=5.3),
     Goal("online: 4.0x the rate of one request at a time", _over_naive(ONLINE + BEST), low=4.0),
