@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paged_jax import serve
 from tests.support.live_server import check_error, wait_until
 from tests.support.tiny_model import save_tiny_model
 
@@ -190,28 +191,66 @@ def refusal(*arguments: str, status: int = 1) -> str:
     """The one line with which the server refuses to begin."""
     command = [sys.executable, "-m", "paged_jax.serve", "--no-warmup", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    *before, line = result.stderr.splitlines()
-    assert before in ([], ["loading the model"]) and result.stdout == ""
-    assert result.returncode == status and line.startswith("paged_jax.serve: error: ")
+    assert result.returncode == status
+    return check_refusal(result.stdout, result.stderr)
+
+
+def check_refusal(out: str, err: str) -> str:
+    *before, line = err.splitlines()
+    assert before in ([], ["loading the model"]) and out == ""
+    assert line.startswith("paged_jax.serve: error: ")
     return line
 
 
+def refusal_here(capsys, *arguments: str, status: int = 1) -> str:
+    """As `refusal`, without a process: it takes seconds to start."""
+    try:
+        assert serve.main(["--no-warmup", *arguments]) == status
+    except SystemExit as error:  # of argparse
+        assert error.code == status
+    out, err = capsys.readouterr()
+    return check_refusal(out, err)
+
+
 @pytest.mark.slow
-def test_mistakes_end_in_one_line(tmp_path) -> None:
+def test_mistakes_end_the_process_in_one_line(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert "in use" in refusal("--port", port) and port in refusal("--port", port)
-    free = ("--port", "0")
-    assert "--api-key" in refusal("--host", "0.0.0.0")
-    assert "--host" in refusal("--host", "no.such.host.invalid", "--api-key", "k")
-    assert "nowhere" in refusal("--model", str(tmp_path / "nowhere"), *free)
-    (tmp_path / "config.json").write_text("{")
-    assert "config.json" in refusal("--model", str(tmp_path), *free)
-    assert "--port" in refusal("--port", "70000")
-    assert "--drain-timeout" in refusal("--drain-timeout", "nan")
-    assert "--api-key" in refusal("--api-key", "")
-    assert "header_timeout" in refusal("--header-timeout", "0", *free)
-    assert "max_queue" in refusal("--max-queue", "-1", *free)
-    assert "block_size" in refusal("--block-size", "0", *free)
-    assert "--port" in refusal("--port", "http", status=2)
+        line = refusal("--port", port)
+        assert "in use" in line and port in line
+    assert "nowhere" in refusal("--model", str(tmp_path / "nowhere"), "--port", "0")
     assert "--nonsense" in refusal("--nonsense", status=2)
+
+
+@pytest.mark.parametrize(
+    "arguments, name, status",
+    [
+        (("--host", "0.0.0.0"), "--api-key", 1),
+        (("--host", "no.such.host.invalid", "--api-key", "k"), "--host", 1),
+        (("--port", "70000"), "--port", 1),
+        (("--drain-timeout", "nan"), "--drain-timeout", 1),
+        (("--api-key", ""), "--api-key", 1),
+        (("--port", "http"), "--port", 2),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_opened(arguments, name, status, capsys) -> None:
+    assert name in refusal_here(capsys, *arguments, status=status)
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        (("--header-timeout", "0"), "header_timeout"),
+        (("--max-queue", "-1"), "max_queue"),
+        (("--block-size", "0"), "block_size"),
+    ],
+)
+def test_mistakes_in_limits_and_sizes_are_named(arguments, name, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(serve, "_listener", lambda host, port: None)
+    assert name in refusal_here(capsys, *arguments)
+
+
+def test_a_damaged_model_is_named(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(serve, "_listener", lambda host, port: None)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refusal_here(capsys, "--model", str(tmp_path))
