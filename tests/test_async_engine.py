@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,20 +13,15 @@ from paged_jax import AsyncEngine, Engine, SamplingParams
 from paged_jax.async_engine import EngineClosedError
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.scheduler.request import Request
-from tests.support.tiny_model import SIZES, save_tiny_model
+from tests.support.tiny_model import SIZES
 
 PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("async"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder) -> Engine:
-    return Engine(folder, **SIZES, steps_per_dispatch=2)
+def engine(tiny_folder) -> Engine:
+    return Engine(tiny_folder, **SIZES, steps_per_dispatch=2)
 
 
 @pytest.fixture
@@ -267,9 +261,9 @@ def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, mon
     asyncio.run(twice())
 
 
-def test_a_device_that_is_lost_leaves_nobody_waiting(folder, monkeypatch) -> None:
+def test_a_device_that_is_lost_leaves_nobody_waiting(tiny_folder, monkeypatch) -> None:
     """Not even the state can be made anew then."""
-    engine = Engine(folder, **SIZES)
+    engine = Engine(tiny_folder, **SIZES)
 
     async def main():
         async with AsyncEngine(engine) as asynchronous:

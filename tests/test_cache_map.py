@@ -3,18 +3,16 @@
 import dataclasses
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from paged_jax import Engine, Llama, SamplingParams
 from paged_jax.cache_map import BlockText, CacheEvent, CacheMap, block_text, changes, snapshot
-from tests.support.tiny_model import BOS, SIZES, save_tiny_model
+from tests.support.tiny_model import BOS, SIZES
 
 C = SIZES["block_size"]
-# The same for all, so that they share compiled programs.
-OPTIONS = {**SIZES, "num_blocks": 12, "steps_per_dispatch": 2}
+OPTIONS = {**SIZES, "steps_per_dispatch": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
 LONG = {"prompt_token_ids": [BOS, *range(5, 22)]}  # 18 tokens: 4 full blocks and 2 tokens
@@ -22,13 +20,8 @@ OTHER = {"prompt_token_ids": [BOS, *range(25, 32)]}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Llama:
-    return Llama.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("cache_map")))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tokenizer"))
+def model(tiny_model) -> Llama:
+    return tiny_model
 
 
 def step(engine: Engine) -> tuple[CacheMap, list[CacheEvent]]:
@@ -110,10 +103,10 @@ def test_maps_agree_with_the_cache_whatever_happens(model) -> None:
     random, kinds = np.random.default_rng(0), set()
     for number in range(60):
         if random.random() < 0.4:
-            length = int(random.integers(1, 24))
+            length = int(random.integers(1, 32))
             token_ids = [BOS, *(5 + random.integers(0, 2, length)).tolist()]
             params = dataclasses.replace(
-                SEEDED, n=int(random.integers(1, 4)), max_tokens=int(random.integers(1, 20))
+                SEEDED, n=int(random.integers(1, 4)), max_tokens=int(random.integers(1, 32))
             )
             priority = int(random.integers(0, 2))
             engine.add_request({"prompt_token_ids": token_ids}, params, priority=priority)
@@ -138,8 +131,8 @@ def test_snapshot_counts_what_the_prefix_cache_found(model) -> None:
 # What is in a block
 
 
-def test_block_text_names_every_holder(model, tokenizer) -> None:
-    engine = Engine(model, tokenizer=tokenizer, **OPTIONS)
+def test_block_text_names_every_holder(model, tiny_folder) -> None:
+    engine = Engine(model, tokenizer=tiny_folder, **OPTIONS)
     engine.add_request("the cat sat", dataclasses.replace(SEEDED, n=2), request_id="a")
     cache_map, _ = step(engine)
     first, second = cache_map.sequences
@@ -165,7 +158,7 @@ def test_block_text_of_a_free_block_is_empty(model) -> None:
     engine = Engine(model, **OPTIONS)
     assert block_text(engine, 3) == []
     for block_id in (-1, OPTIONS["num_blocks"]):
-        with pytest.raises(ValueError, match=rf"block_id must be 0..11, got {block_id}"):
+        with pytest.raises(ValueError, match=rf"block_id must be 0..19, got {block_id}"):
             block_text(engine, block_id)
 
 
@@ -227,8 +220,8 @@ def test_changes_tell_preemptions_and_evictions(model, preemption) -> None:
     engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=1))
     finish(engine)
     assert snapshot(engine).num_cached_only == 4
-    # Each comes to want 7 of the 12 blocks.
-    params = dataclasses.replace(GREEDY, max_tokens=20)
+    # Each comes to want 11 of the 20 blocks.
+    params = dataclasses.replace(GREEDY, max_tokens=36)
     engine.add_request(OTHER, params, request_id="a")
     engine.add_request({"prompt_token_ids": [BOS, *range(3, 10)]}, params, request_id="b")
     events = []
@@ -237,7 +230,7 @@ def test_changes_tell_preemptions_and_evictions(model, preemption) -> None:
         cache_map, events_of_step = step(engine)
         events += events_of_step
     [preempted] = of_kind(events, "preempt")
-    assert preempted.request_id == "b" and len(preempted.block_ids) == 6
+    assert preempted.request_id == "b" and len(preempted.block_ids) == 10
     assert ("which went to host memory" in preempted.text) == (preemption == "swap")
     assert [(s.request_id, s.is_swapped) for s in cache_map.waiting] == [
         ("b", preemption == "swap")

@@ -1,7 +1,6 @@
 """`Engine`: requests that come and go, what they share, and what survives when something fails."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, Llama, SamplingParams
-from paged_jax.cache.blocks import check_invariants
-from tests.support.tiny_model import BOS, SIZES, save_tiny_model
+from tests.support.tiny_model import BOS, SIZES
+from tests.support.workload import check_empty
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
@@ -19,19 +18,9 @@ LONG = {"prompt_token_ids": [BOS, *range(5, 22)]}  # 18 tokens: 4 full blocks an
 OTHER = {"prompt_token_ids": [BOS, *range(25, 32)]}
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("engine"))
-
-
-@pytest.fixture(scope="session")
-def model(folder) -> Llama:
-    return Llama.from_pretrained(folder)
-
-
 @pytest.fixture
-def engine(model) -> Engine:
-    return Engine(model, **SIZES)
+def engine(tiny_model) -> Engine:
+    return Engine(tiny_model, **SIZES)
 
 
 def finish(engine: Engine) -> dict[str, list[int]]:
@@ -53,12 +42,6 @@ def complete(engine: Engine, prompt, params=GREEDY, **options):
         for output in engine.step():
             if output.request_id == request_id and output.finished:
                 return output
-
-
-def check_empty(engine: Engine) -> None:
-    check_invariants(engine.cache.tables)
-    assert int(engine.cache.tables.pool.num_free) == engine.num_blocks
-    assert engine.cache_use == 0
 
 
 def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
@@ -109,15 +92,18 @@ def test_a_deadline_ends_a_request_where_it_stands(engine) -> None:
     assert in_time.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.slow
-def test_better_priorities_go_first_and_lose_nobody(model) -> None:
-    engine = Engine(model, **{**SIZES, "max_num_seqs": 1}, steps_per_dispatch=2)
+def test_better_priorities_go_first_and_lose_nobody(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
+    # It takes all slots.
+    four = dataclasses.replace(GREEDY, n=SIZES["max_num_seqs"])
     expected = {
-        name: complete(engine, prompt).outputs[0].token_ids
-        for name, prompt in (("low", LONG), ("high", OTHER))
+        name: complete(engine, prompt, params).outputs[0].token_ids
+        for name, prompt, params in (("low", LONG, four), ("high", OTHER, GREEDY))
     }
-    engine.add_request(LONG, GREEDY, request_id="low", priority=1)
-    engine.step()
+    engine.add_request(LONG, four, request_id="low", priority=1)
+    while sum(sequence.slot is not None for sequence in engine.sequences) < 4:
+        engine.step()
+    num_preemptions = engine.stats.num_preemptions
     engine.add_request(OTHER, GREEDY, request_id="high", priority=0)
     order = []
     while engine.has_unfinished:
@@ -126,7 +112,7 @@ def test_better_priorities_go_first_and_lose_nobody(model) -> None:
                 order.append(output.request_id)
                 assert output.outputs[0].token_ids == expected[output.request_id]
     assert order == ["high", "low"]
-    assert engine.stats.num_preemptions == 1
+    assert engine.stats.num_preemptions > num_preemptions
 
 
 @pytest.mark.parametrize(
@@ -148,12 +134,13 @@ def test_a_refused_request_changes_nothing(engine, prompt, options, message) -> 
     assert engine.add_request(OTHER, GREEDY) == "1"
 
 
-def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(model) -> None:
-    engine = Engine(model, **{**SIZES, "num_blocks": 5})
-    with pytest.raises(ValueError, match="pool of 5 blocks of 4 tokens, got 8 .* 14 new .* need 6"):
-        engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=14))
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_model) -> None:
+    engine = Engine(tiny_model, **{**SIZES, "num_blocks": 12, "max_num_seqs": 2})
+    match = "pool of 12 blocks of 4 tokens, got 8 .* 42 new .* need 13"
+    with pytest.raises(ValueError, match=match):
+        engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=42))
     assert not engine.has_unfinished
-    complete(engine, OTHER, dataclasses.replace(GREEDY, max_tokens=13))
+    complete(engine, OTHER, dataclasses.replace(GREEDY, max_tokens=41))
 
 
 # What requests share
@@ -240,8 +227,8 @@ def test_equal_prompts_of_one_batch_are_computed_once(engine) -> None:
     assert engine.stats.num_prompt_tokens - before == 18 + 2 + 2
 
 
-def test_prefix_caching_can_be_turned_off(model) -> None:
-    engine = Engine(model, **SIZES, enable_prefix_caching=False)
+def test_prefix_caching_can_be_turned_off(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES, enable_prefix_caching=False)
     assert complete(engine, LONG).outputs == complete(engine, LONG).outputs
     assert engine.stats.num_queried_tokens == engine.stats.num_cached_tokens == 0
 
@@ -269,7 +256,12 @@ def test_samples_share_blocks_and_the_savings_are_counted(engine) -> None:
 def noisy(model: Llama) -> Llama:
     other = nnx.clone(model)
     state = jax.tree.map(
-        lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), nnx.state(other)
+        # On the host: on the device each shape would take programs of its own.
+        lambda x: jnp.asarray(
+            np.asarray(x)
+            + np.float32(0.1) * np.sin(np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+        ),
+        nnx.state(other),
     )
     nnx.update(other, state)
     return other
@@ -429,9 +421,9 @@ def test_automatic_ids_step_aside(engine) -> None:
         ({"preemption": "drop"}, "preemption must be auto, recompute or swap, got 'drop'"),
     ],
 )
-def test_bad_options_are_refused(model, options, message) -> None:
+def test_bad_options_are_refused(tiny_model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(model, **SIZES, **options)
+        Engine(tiny_model, **SIZES, **options)
 
 
 def test_warmup_waits_for_nobody(engine) -> None:
@@ -448,8 +440,8 @@ def test_warmup_waits_for_nobody(engine) -> None:
     "kv_dtype",
     ["int8", *(pytest.param(t, marks=pytest.mark.slow) for t in ("bfloat16", "float16", "fp8"))],
 )
-def test_narrow_caches_change_log_probabilities_a_little(model, engine, kv_dtype) -> None:
-    narrow = Engine(model, **SIZES, kv_dtype=kv_dtype)
+def test_narrow_caches_change_log_probabilities_a_little(tiny_model, engine, kv_dtype) -> None:
+    narrow = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype)
     itemsize = {"bfloat16": 2, "float16": 2}.get(kv_dtype, 1)
     assert narrow.cache.k.dtype.itemsize == itemsize
     params = dataclasses.replace(GREEDY, max_tokens=1)
@@ -458,48 +450,19 @@ def test_narrow_caches_change_log_probabilities_a_little(model, engine, kv_dtype
     check_empty(narrow)
 
 
-def test_unknown_kv_dtypes_are_refused(model) -> None:
+def test_unknown_kv_dtypes_are_refused(tiny_model) -> None:
     with pytest.raises(ValueError, match="kv_dtype must be auto, float32.*got 'int4'"):
-        Engine(model, **SIZES, kv_dtype="int4")
+        Engine(tiny_model, **SIZES, kv_dtype="int4")
 
 
-# Speculation
-
-
-@pytest.mark.slow
-def test_speculation_changes_no_token_and_finds_repetitions(model) -> None:
-    plain = Engine(model, **SIZES)
-    guessing = Engine(model, **SIZES, num_speculative_tokens=3)
-    repeating = {9: 1000.0}
-    for params, bias in (
-        (GREEDY, repeating),
-        (SEEDED, repeating),
-        (SEEDED, {9: 6.0, 10: 6.0}),
-        (dataclasses.replace(SEEDED, frequency_penalty=0.5, n=2), {9: 6.0, 10: 6.0}),
-    ):
-        params = dataclasses.replace(params, max_tokens=30, logit_bias=bias, logprobs=2)
-        expected, output = complete(plain, OTHER, params), complete(guessing, OTHER, params)
-        for a, b in zip(expected.outputs, output.outputs, strict=True):
-            assert a.token_ids == b.token_ids
-            np.testing.assert_allclose(a.cumulative_logprob, b.cumulative_logprob, rtol=1e-4)
-    assert guessing.stats.num_accepted_tokens > 15
-    assert guessing.stats.num_accepted_tokens <= guessing.stats.num_draft_tokens
-    check_empty(guessing)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [lambda: jax.enable_x64(True), lambda: jax.numpy_dtype_promotion("strict")],
-    ids=["x64", "strict-promotion"],
-)
-def test_settings_of_jax_change_no_token(model, setting) -> None:
+def test_settings_of_jax_change_no_token(tiny_model) -> None:
     def generate() -> dict[str, list[int]]:
-        engine = Engine(model, **SIZES)
+        engine = Engine(tiny_model, **SIZES)
         engine.add_request(LONG, GREEDY)
         engine.add_request(LONG, dataclasses.replace(SEEDED, top_k=8, top_p=0.9, n=2))
         return finish(engine)
 
-    with setting():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         tokens = generate()
     assert tokens == generate()
 
@@ -527,8 +490,8 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) ->
     check_empty(engine)
 
 
-def test_blocks_that_nobody_else_holds_are_counted(folder) -> None:
-    engine = Engine(folder, **SIZES, steps_per_dispatch=1)
+def test_blocks_that_nobody_else_holds_are_counted(tiny_model) -> None:
+    engine = Engine(tiny_model, **SIZES, steps_per_dispatch=1)
     params = SamplingParams(n=2, temperature=1, seed=0, max_tokens=8, ignore_eos=True)
     engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)
     while sum(sequence.slot is not None for sequence in engine.sequences) < 2:

@@ -5,28 +5,21 @@ with room for everything and none of its tricks, is what it must get everywhere.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paged_jax import CompletionOutput, Engine, Llama, RequestOutput, SamplingParams, Tokenizer
-from tests.support.tiny_model import BOS, CONFIG, EOS, save_tiny_model
+from paged_jax import CompletionOutput, Engine, RequestOutput, SamplingParams, Tokenizer
+from paged_jax.kernels import cascade, num_shared_blocks
+from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, play
 
 LETTERS = np.arange(3, CONFIG.vocab_size)
-# Prompts in one piece, and nothing shared but the prompt of samples. Variants that leave a size as
-# it is here share the compiled programs that it shapes: most of the time goes into compiling.
-PLAIN: dict[str, Any] = {
-    "block_size": 4,
-    # Enough for each of the jobs alone, too few for all that may run at once: those need about 40.
-    "num_blocks": 17,
-    "max_num_seqs": 4,
-    "max_chunk": 64,
-    "steps_per_dispatch": 8,
-    "enable_prefix_caching": False,
-}
+# The sizes of nearly all engines in the tests, and with and without prefix caching the same
+# programs. The pool is enough for each of the jobs alone, and too small for all that may run at
+# once: those need about 40 blocks.
+PLAIN: dict[str, Any] = {**SIZES, "enable_prefix_caching": False, "cascade_attention": True}
 USUAL: dict[str, Any] = {**PLAIN, "enable_prefix_caching": True}
 
 
@@ -39,6 +32,8 @@ class Variant:
       arrival: ``"together"``, ``"reversed"``, or ``"one by one"``, each some steps after the last.
       num_rounds: how often they are played on the same engine.
       with_others: whether there are other requests, most of which are aborted.
+      with_logprobs: whether all jobs ask for log-probabilities. They take the programs for one
+        sample and for all slots, where others take one for each power of two.
       happens: names of `EngineStats` that must not be 0 in the end, or nothing was tested.
     """
 
@@ -46,15 +41,19 @@ class Variant:
     arrival: str = "together"
     num_rounds: int = 1
     with_others: bool = False
+    with_logprobs: bool = False
     happens: tuple[str, ...] = ()
 
 
 PREEMPTED, CACHED = "num_preemptions", "num_cached_tokens"
 SWAPPED, GUESSED = "num_swap_preemptions", "num_accepted_tokens"
+# Sizes of their own, as different from the usual ones as they can be: each compiles all programs
+# once more, so each of them is there once.
 EVERYTHING = Variant(
     {
         "block_size": 8,
         "num_blocks": 9,
+        "max_num_seqs": 3,
         "max_chunk": 5,
         "max_num_batched_tokens": 12,
         "steps_per_dispatch": 3,
@@ -62,11 +61,14 @@ EVERYTHING = Variant(
     arrival="one by one",
     num_rounds=3,
     with_others=True,
+    with_logprobs=True,
     happens=(PREEMPTED, CACHED),
 )
+BLOCKS_OF_16 = {"block_size": 16, "num_blocks": 16, "max_chunk": 64}
+BLOCKS_OF_1 = {"block_size": 1, "num_blocks": 70, "max_num_seqs": 2, "max_chunk": 7}
 
 
-def _everything(happens: tuple[str, ...], **options: Any) -> Variant:
+def _everything(*happens: str, **options: Any) -> Variant:
     return dataclasses.replace(
         EVERYTHING,
         options={**EVERYTHING.options, **options},
@@ -74,62 +76,52 @@ def _everything(happens: tuple[str, ...], **options: Any) -> Variant:
     )
 
 
+# In groups of the same sizes, which share their programs.
 VARIANTS = {
     "recomputed": Variant(
         {"preemption": "recompute", "enable_prefix_caching": False},
         happens=(PREEMPTED, "num_recomputed_tokens"),
     ),
-    "swapped": Variant({"preemption": "swap"}, happens=(SWAPPED, CACHED)),
-    "everything but guesses": EVERYTHING,
-    "room for all": Variant({"num_blocks": 64, "enable_prefix_caching": False}),
-    "room for all and cached": Variant({"num_blocks": 64}, num_rounds=2, happens=(CACHED,)),
-    "chunks of 5": Variant({"max_chunk": 5}),
-    "chunks of 16": Variant({"max_chunk": 16, "enable_prefix_caching": False}),
-    "steps of 7 tokens": Variant({"max_num_batched_tokens": 7}, happens=(CACHED,)),
-    "blocks of 1": Variant(
-        {"block_size": 1, "num_blocks": 70, "preemption": "swap"}, happens=(SWAPPED, CACHED)
-    ),
-    "blocks of 8": Variant({"block_size": 8, "num_blocks": 9}, happens=(PREEMPTED, CACHED)),
-    "blocks of 16": Variant({"block_size": 16, "num_blocks": 5}, happens=(PREEMPTED, CACHED)),
     "recomputed and cached": Variant({"preemption": "recompute"}, happens=(PREEMPTED, CACHED)),
+    "swapped": Variant({"preemption": "swap"}, happens=(SWAPPED, CACHED)),
     "swapped uncached": Variant(
         {"preemption": "swap", "enable_prefix_caching": False}, happens=(SWAPPED,)
     ),
     "warm": Variant({}, num_rounds=3, happens=(CACHED,)),
     "dispatches of 1 step": Variant({"steps_per_dispatch": 1}),
     "dispatches of 3 steps": Variant({"steps_per_dispatch": 3}),
-    "2 guesses": Variant({"num_speculative_tokens": 2}, happens=(GUESSED,)),
-    "4 guesses, swapped": Variant(
-        {"num_speculative_tokens": 4, "preemption": "swap"}, happens=(GUESSED, SWAPPED)
-    ),
     "reversed": Variant({}, arrival="reversed"),
     "one by one": Variant({}, arrival="one by one"),
-    "1 slot": Variant({"max_num_seqs": 1}),
-    "2 slots": Variant({"max_num_seqs": 2}),
-    "everything": _everything((GUESSED,), num_speculative_tokens=2),
-    "everything, swapped": _everything((SWAPPED,), preemption="swap"),
-    "everything, recomputed": _everything((), preemption="recompute"),
+    "4 guesses, swapped": Variant(
+        {"num_speculative_tokens": 4, "preemption": "swap"},
+        num_rounds=2,
+        with_logprobs=True,
+        happens=(GUESSED, SWAPPED),
+    ),
+    "room for all, prompts in one piece": Variant(
+        {**BLOCKS_OF_16, "enable_prefix_caching": False}, with_logprobs=True
+    ),
+    "room for all and cached": Variant(
+        BLOCKS_OF_16, num_rounds=2, with_logprobs=True, happens=(CACHED,)
+    ),
+    "blocks of 1, swapped": Variant(
+        {**BLOCKS_OF_1, "preemption": "swap"}, with_logprobs=True, happens=(SWAPPED, CACHED)
+    ),
+    "everything but guesses": EVERYTHING,
+    "everything, swapped": _everything(SWAPPED, preemption="swap"),
+    "everything, recomputed": _everything(preemption="recompute"),
+    "everything": _everything(GUESSED, num_speculative_tokens=2),
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("equivalence"))
+def tokenizer(tiny_folder) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_folder)
 
 
 @pytest.fixture(scope="module")
-def model(folder) -> Llama:
-    return Llama.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def plain(model, tokenizer) -> Engine:
-    return Engine(model, tokenizer=tokenizer, **PLAIN)
+def plain(tiny_model, tokenizer) -> Engine:
+    return Engine(tiny_model, tokenizer=tokenizer, **PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +197,33 @@ def expected(plain, jobs) -> dict[str, RequestOutput]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def expected_with_logprobs(plain, jobs, expected) -> dict[str, RequestOutput]:
+    """The same with the log-probabilities that the variants of other sizes ask for."""
+    outputs = {job.name: play(plain, [job])[job.name] for job in map(with_logprobs, jobs)}
+    for job in jobs:
+        for ours, theirs in zip(outputs[job.name].outputs, expected[job.name].outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids
+    return outputs
+
+
+def with_logprobs(job: Job) -> Job:
+    """The same job, which asks for log-probabilities of all that is generated."""
+    count = 1 if job.params.logprobs is None else job.params.logprobs
+    return dataclasses.replace(job, params=dataclasses.replace(job.params, logprobs=count))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(variant, id=name) for name, variant in VARIANTS.items()],
 )
-def test_outputs_do_not_depend_on(model, tokenizer, jobs, expected, variant: Variant) -> None:
-    engine = Engine(model, tokenizer=tokenizer, **{**USUAL, **variant.options})
+def test_outputs_do_not_depend_on(
+    tiny_model, tokenizer, jobs, expected, expected_with_logprobs, variant: Variant
+) -> None:
+    if variant.with_logprobs:
+        jobs, expected = list(map(with_logprobs, jobs)), expected_with_logprobs
+    engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, **variant.options})
     for seed in range(variant.num_rounds):
         random = np.random.default_rng(seed)
         round = arranged(jobs, variant.arrival, random)
@@ -223,6 +235,43 @@ def test_outputs_do_not_depend_on(model, tokenizer, jobs, expected, variant: Var
         check_empty(engine)
     for name in variant.happens:
         assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
+    if GUESSED in variant.happens:
+        assert 15 < engine.stats.num_accepted_tokens <= engine.stats.num_draft_tokens
+
+
+def test_blocks_that_are_read_once_give_the_same_tokens(
+    tiny_model, tokenizer, plain, monkeypatch
+) -> None:
+    """Cascade attention, where four sequences begin with the same five blocks."""
+    beginning = [BOS, *range(5, 25)]
+    jobs = [
+        Job(
+            str(number),
+            {"prompt_token_ids": [*beginning, 25 + number]},
+            SamplingParams(
+                temperature=number % 2, seed=number, max_tokens=20, ignore_eos=True, logprobs=2
+            ),
+        )
+        for number in range(4)
+    ]
+    expected = {job.name: play(plain, [job])[job.name] for job in jobs}
+    # Contexts this short are not worth it by themselves. The backend is named so that no other
+    # engine shares the programs that are traced here.
+    monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
+    options = {"cascade_attention": True, "backend": "xla"}
+    engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, "num_blocks": 32, **options})
+    num_shared = []
+
+    def look(num_steps: int) -> None:
+        tables = engine.cache.tables
+        count = num_shared_blocks(tables.block_tables, tables.lengths, engine.block_size)
+        num_shared.append(int(count))
+
+    outputs = play(engine, jobs, on_step=look)
+    assert max(num_shared) == 5, "make it happen"
+    for job in jobs:
+        assert_same(outputs[job.name], expected[job.name])
+    check_empty(engine)
 
 
 def arranged(jobs: list[Job], arrival: str, random: np.random.Generator) -> list[Job]:

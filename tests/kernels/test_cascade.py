@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_jax import Engine, SamplingParams
 from paged_jax.kernels import cascade_attention, num_shared_blocks, paged_attention
 from tests.kernels.test_attention import BACKENDS, FLOAT8
 from tests.support.paged_batch import LAYER, PagedBatch, queries
@@ -102,20 +101,3 @@ def test_num_shared_blocks_counts_full_common_blocks(data) -> None:
         tables[:] = tables[0]
     got = jax.jit(num_shared_blocks, static_argnums=2)(tables, lens, block_size)
     assert int(got) == count_shared(tables, lens, block_size)
-
-
-@pytest.mark.slow
-def test_an_engine_that_reads_shared_blocks_once_gives_the_same_tokens() -> None:
-    prompt = "Once upon a time there was a little girl who lived near the woods. " * 8
-    prompts = [prompt + name for name in ("Ann", "Bob", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal")]
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
-    tokens = []
-    for cascade in (False, True):
-        engine = Engine(max_num_seqs=8, cascade_attention=cascade, dtype="float32")
-        ids = [engine.add_request(*request) for request in zip(prompts, params, strict=True)]
-        done = {}
-        while engine.has_unfinished:
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-        tokens.append([done[name].outputs[0].token_ids for name in ids])
-        assert engine.stats.num_cached_tokens > 7 * 128
-    assert tokens[0] == tokens[1]
