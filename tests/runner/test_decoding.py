@@ -18,7 +18,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.runner import DecodeState, decode_state, decode_steps, verify_steps
 from paged_jax.sampling import SamplingParams, SlotSampling
 from tests.support.decode_step import DecodeLoop
-from tests.support.tiny_model import BOS, CONFIG, EOS, save_tiny_model
+from tests.support.tiny_model import BOS, CONFIG, EOS
 
 V = CONFIG.vocab_size
 # All tests share these sizes, and so their compiled programs.
@@ -61,8 +61,8 @@ SAMPLE = jax.jit(sampling.sample)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Llama:
-    return Llama.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("decoding")))
+def model(tiny_model) -> Llama:
+    return tiny_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -556,22 +556,26 @@ WIDE = LlamaConfig(
 @pytest.mark.parametrize(
     "loop",
     [
-        DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="float32"),
+        DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="float32", batch=1),
         pytest.param(
-            DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="int8"), marks=pytest.mark.slow
+            DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="float32", batch=4),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="int8", batch=4),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             # Stacked weights XLA does copy, before the loop over layers and in any step.
-            DecodeLoop(WIDE, 0.1, scan_layers=True, dtype="float32", pool_dtype="float32"),
+            DecodeLoop(WIDE, 0.1, scan_layers=True, dtype="float32", pool_dtype="float32", batch=1),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["float32", "int8", "scanned"],
+    ids=["float32", "float32 of 4", "int8 of 4", "scanned"],
 )
-@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_loop_copies_neither_pools_nor_weights(loop, batch) -> None:
+def test_loop_copies_neither_pools_nor_weights(loop) -> None:
     """Of bfloat16 weights XLA would like to have a float32 copy, made before the loop."""
-    loop = dataclasses.replace(loop, batch=batch, max_blocks_per_slot=16)
+    loop = dataclasses.replace(loop, max_blocks_per_slot=16)
     arguments = loop.shapes()
     compiled = jax.jit(loop.function(), donate_argnums=1).lower(*arguments).compile()
     memory = compiled.memory_analysis()
