@@ -6,6 +6,8 @@ heads, a product of matrices; what follows is read by each sequence for itself; 
 are merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +16,8 @@ from jax import lax
 
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import paged_attention
-from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
 from paged_jax.kernels.merge import merge_attention
 
 # Tokens whose reading must be spared before the shared blocks get a pass of their own, which costs
@@ -22,14 +25,48 @@ from paged_jax.kernels.merge import merge_attention
 _WORTHWHILE = 512
 
 
-def may_be_worthwhile(batch_size: int, max_blocks: int, block_size: int) -> bool:
-    """Whether `num_shared_blocks` can be other than 0 for tables of this size.
+def choose_decode_attention(
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    block_size: int,
+    *,
+    cascade: bool,
+    sliding_window: int | None = None,
+    backend: str | None = None,
+) -> Callable[[jax.Array, Pools, int | jax.Array], jax.Array]:
+    """Choose how the layers of a decode step attend; shared blocks are counted once for all.
 
-    Example:
-      >>> may_be_worthwhile(1, 1000, 16), may_be_worthwhile(8, 64, 16)
-      (False, True)
+    Args:
+      block_tables: integer ``[B, M]``, as for `paged_attention`.
+      context_lens: integer ``[B]``.
+      block_size: C, tokens in a block.
+      cascade: whether blocks that all sequences begin with are read once for all of them, where
+        tables of this size can make that worthwhile. Without a sliding window only.
+      sliding_window, backend: as for `paged_attention`.
+
+    Returns:
+      A function of queries ``[B, H, D]``, pools and layer: the attention, ``[B, H, D]``.
     """
-    return (batch_size - 1) * max_blocks * block_size >= _WORTHWHILE
+    attention = functools.partial(paged_attention, sliding_window=sliding_window)
+    B, M = block_tables.shape
+    if cascade and (B - 1) * M * block_size >= _WORTHWHILE:
+        num_shared = num_shared_blocks(block_tables, context_lens, block_size)
+        attention = functools.partial(cascade_attention, num_shared=num_shared)
+
+    def attend(q: jax.Array, pools: Pools, layer: int | jax.Array) -> jax.Array:
+        return attention(
+            q,
+            pools.k,
+            pools.v,
+            block_tables,
+            context_lens,
+            layer=layer,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            backend=backend,
+        )
+
+    return attend
 
 
 def num_shared_blocks(
@@ -39,7 +76,7 @@ def num_shared_blocks(
 
     Args:
       block_tables: integer ``[B, M]``, as for `paged_attention`.
-      context_lens: integer ``[B]``; sequences without tokens have no say.
+      context_lens: integer ``[B]``; sequences without tokens are left out.
       block_size: C, tokens in a block.
 
     Returns:
@@ -87,7 +124,7 @@ def cascade_attention(
     Args:
       q, k_pool, v_pool, context_lens: as for `paged_attention`.
       block_tables: integer ``[B, M]``, of which the first `num_shared` columns are the same in all
-        rows with tokens, full blocks all.
+        rows with tokens, and all of them full blocks.
       num_shared: i32 ``[]``, at most what `num_shared_blocks` counts; it may be traced.
       layer, scale, soft_cap, k_scale, v_scale, sinks, backend, interpret: as for `paged_attention`.
 
@@ -105,59 +142,82 @@ def cascade_attention(
       >>> out.shape
       (2, 4, 16)
     """
-    letters = {"q": "BHD", "k_pool": "LPKCE", "block_tables": "BM", "context_lens": "B"}
+    letters = {"q": "BHD", "block_tables": "BM", "context_lens": "B"}
     named = as_arrays(
         "cascade_attention",
-        q=q, k_pool=k_pool, block_tables=block_tables, context_lens=context_lens,
+        q=q, block_tables=block_tables, context_lens=context_lens, k_pool=k_pool, v_pool=v_pool,
     )  # fmt: skip
-    sizes = bind("cascade_attention", **{name: (x, letters[name]) for name, x in named.items()})
-    check_sharding("cascade_attention", named)
-    B, H, D, K, C, M = (sizes[name] for name in "BHDKCM")
     q = named["q"]
+    shapes = {name: (named[name], letters[name]) for name in letters}
+    pools = Pools(named["k_pool"], named["v_pool"], k_scale, v_scale)
+    shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0)
+    sizes = bind("cascade_attention", **shapes)
+    check_sharding("cascade_attention", (named, pools))
     block_tables, context_lens = as_int32(
         "cascade_attention",
         block_tables=named["block_tables"], context_lens=named["context_lens"],
     )  # fmt: skip
+    C, M = sizes["C"], sizes["M"]
     context_lens = jnp.clip(context_lens, 0, M * C)
-
-    def attend(q, tables, lens, sinks=None):
-        return paged_attention(
-            q,
-            k_pool,
-            v_pool,
-            tables,
-            lens,
-            layer=layer,
-            scale=scale,
-            soft_cap=soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=sinks,
-            return_lse=True,
-            backend=backend,
-            interpret=interpret,
-        )
+    attend = functools.partial(
+        _attend,
+        pools=pools,
+        layer=layer,
+        scale=scale,
+        soft_cap=soft_cap,
+        backend=backend,
+        interpret=interpret,
+    )
 
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
     num_shared_tokens = num_shared * C
     columns = num_shared + jnp.arange(M, dtype=jnp.int32)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
-    own_out, own_lse = attend(
-        q, rest, jnp.where(is_used, context_lens - num_shared_tokens, 0), sinks
-    )
+    num_own_tokens = jnp.where(is_used, context_lens - num_shared_tokens, 0)
+    own_out, own_lse = attend(q, rest, num_own_tokens, sinks=sinks)
 
     def with_shared(own_out, own_lse):
-        # All queries that read a KV head are the query heads of that one head, of one sequence.
-        q_1BKGD = q.reshape(1, B, K, H // K, D)
-        q_1HD = q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
         table = block_tables[jnp.argmax(is_used)]
-        out, lse = attend(q_1HD, table[None], num_shared_tokens[None])
-        out = out.reshape(K, B, H // K, D).transpose(1, 0, 2, 3).reshape(B, H, D)
-        lse = lse.reshape(K, B, H // K).transpose(1, 0, 2).reshape(B, H)
+        out, lse = _attend_to_shared(attend, q, table, num_shared_tokens, sizes["K"])
         out = jnp.where(is_used[:, None, None], out, 0)
         lse = jnp.where(is_used[:, None], lse, -jnp.inf)
         return merge_attention(out, lse, own_out, own_lse)[0]
 
     # A batch that shares nothing does not pay for the second pass.
     return lax.cond(num_shared > 0, with_shared, lambda out, lse: out, own_out, own_lse)
+
+
+def _attend(
+    q: jax.Array, tables: jax.Array, lens: jax.Array, *, pools: Pools, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    return paged_attention(
+        q,
+        pools.k,
+        pools.v,
+        tables,
+        lens,
+        k_scale=pools.k_scale,
+        v_scale=pools.v_scale,
+        return_lse=True,
+        **options,
+    )
+
+
+def _attend_to_shared(
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    table: jax.Array,
+    num_tokens: jax.Array,
+    num_kv_heads: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with all queries to the first tokens of one table: ``[B, H, D]`` and ``[B, H]``.
+
+    All queries that read a KV head are the query heads of that one head, of one sequence.
+    """
+    (B, H, D), K = q.shape, num_kv_heads
+    q_1BKGD = q.reshape(1, B, K, H // K, D)
+    q_1HD = q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
+    out, lse = attend(q_1HD, table[None], num_tokens[None])
+    out = out.reshape(K, B, H // K, D).transpose(1, 0, 2, 3).reshape(B, H, D)
+    return out, lse.reshape(K, B, H // K).transpose(1, 0, 2).reshape(B, H)

@@ -1,6 +1,5 @@
 """The tokens of a step in a paged cache: where each of them goes, and what it attends to."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,10 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels import (
     Pools,
     backend_for,
-    cascade_attention,
-    num_shared_blocks,
-    paged_attention,
     paged_prefill_attention,
     paged_write,
 )
-from paged_jax.kernels.cascade import may_be_worthwhile
+from paged_jax.kernels.cascade import choose_decode_attention
 from paged_jax.models.layer import Attend
 
 
@@ -93,26 +89,18 @@ def decode_attention(
     backend: str | None,
 ) -> Attend:
     """Attention of one new token a row; the pools are the carry. See `Llama.decode`."""
-    B, M = rows.block_tables.shape
-    if cascade and may_be_worthwhile(B, M, block_size):
-        num_shared = num_shared_blocks(rows.block_tables, rows.lengths, block_size)
-        attention = functools.partial(cascade_attention, num_shared=num_shared)
-    else:
-        attention = functools.partial(paged_attention, sliding_window=window)
+    attention = choose_decode_attention(
+        rows.block_tables,
+        rows.lengths,
+        block_size,
+        cascade=cascade,
+        sliding_window=window,
+        backend=backend,
+    )
 
     def attend(layer, q, k, v, pools):
         pools = rows.write(pools, k, v, layer, backend)
-        out = attention(
-            q,
-            pools.k,
-            pools.v,
-            rows.block_tables,
-            rows.lengths,
-            layer=layer,
-            k_scale=pools.k_scale,
-            v_scale=pools.v_scale,
-            backend=backend,
-        )
+        out = attention(q, pools, layer)
         return out, pools
 
     return attend
