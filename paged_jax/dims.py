@@ -1,6 +1,7 @@
 """The dimension letters of paged_jax, and the one place where shapes are checked against them.
 
-Every shape comment, docstring and einsum of the library uses these letters and no others.
+Shapes in comments and docstrings, arrays named for their dimensions and einsums use these letters
+and no others, as ``tests/test_dims.py`` sees to.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,11 @@ DIMS: Mapping[str, str] = {
     "V": "vocabulary",
     "E": "hidden size",
     "F": "hidden size of the MLP",
-    "N": "tokens or rows, whatever sequence they belong to",
+    "N": "tokens or rows, whatever sequence they belong to; keys in a context or in a tile",
+    "Q": "tiles of queries that cover the T tokens of a sequence",
+    "R": "rows of a tile of queries: a token and a head of the group each",
+    "W": "columns of the block table that a step may touch, M at most",
+    "X": "stop tokens of a request, at most",
 }
 
 

@@ -92,7 +92,7 @@ def attention_kernel(
     here = _span(program, scalars, tiling, options)
     following = _span(jnp.minimum(program + 1, last_program), scalars, tiling, options)
     first_index = div(here.begin, tiling.keys)
-    # At least one tile, be it empty, so that each program has a step in which to fetch the next's.
+    # At least one tile, which may be empty, so that each program has a step to fetch the next's.
     num_tiles = jnp.maximum(_ceil_div(here.end, tiling.keys) - first_index, 1)
     copy_tile = functools.partial(
         _copy_tile,

@@ -229,7 +229,7 @@ def _attend_kernel(
 
 
 def _lanes(head_dim: int, num_arrays: int) -> tuple[jax.Array, ...]:
-    """The lanes of a head that each array of a tile holds: all, or by turns."""
+    """The lanes of a head that each array of a tile holds: all, or every other one."""
     index = jnp.arange(tiles.num_lanes(head_dim // num_arrays), dtype=jnp.int32)
     return tuple(index * num_arrays + turn for turn in range(num_arrays))
 

@@ -200,12 +200,12 @@ def _fold_keys(
     options: Options,
     step_tokens: int,
 ) -> tiles.Softmax:
-    """Fold the tokens that a tile of N queries sees into its softmax.
+    """Fold the tokens that a tile of R rows sees into its softmax.
 
     Args:
-      softmax: of N rows.
-      q: ``[N, lanes]`` in the type of the products.
-      positions: i32 ``[N]``, of the queries in their sequence.
+      softmax: one of R rows.
+      q: ``[R, lanes]`` in the type of the products.
+      positions: i32 ``[R]``, places of the queries in their sequence.
       first, last: the least and the greatest of them, padding left out.
     """
     window = options.sliding_window

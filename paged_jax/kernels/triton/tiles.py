@@ -45,9 +45,9 @@ class Softmax(NamedTuple):
     """A softmax-weighted sum in progress, over the tokens folded in so far.
 
     Attributes:
-      peak: f32 ``[N]``, largest score of each query row, in log2.
-      total: f32 ``[N]``, sum of ``exp2(score - peak)``.
-      out: f32 ``[N, lanes]``, sum of ``exp2(score - peak) * value``; a tuple where the values are.
+      peak: f32 ``[R]``, largest score of each query row, in log2.
+      total: f32 ``[R]``, sum of ``exp2(score - peak)``.
+      out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value``; a tuple where the values are.
     """
 
     peak: jax.Array
@@ -144,7 +144,7 @@ def load_heads(
     """Gather one head of some tokens from a pool: a tile of K or of V.
 
     Args:
-      pool_ref: ``[L, P, K, C, Dp]``, Dp >= D.
+      pool_ref: ``[L, P, K, C, lanes]``; the lanes beyond D are padding.
       layer, head: scalars.
       block_ids, positions: i32 ``[N]``, each token's block, and its place in the sequence.
       is_read: bool ``[N]``; the rows of other tokens are 0, whatever the pool holds.
@@ -186,14 +186,14 @@ def score(
     """Scores of a tile of keys, in log2.
 
     Args:
-      q: ``[N, lanes]``, not scaled: scaling it would round it once more. Or a tuple.
-      k: ``[T, lanes]``, converted to the type of `q`. A tuple where `q` is.
-      k_scale: None or f32 ``[T]``.
-      is_seen: bool, ``[N, T]`` or ``[1, T]``.
+      q: ``[R, lanes]``, not scaled: scaling it would round it once more. Or a tuple.
+      k: ``[N, lanes]``, converted to the type of `q`. A tuple where `q` is.
+      k_scale: None or f32 ``[N]``.
+      is_seen: bool, ``[R, N]`` or ``[1, N]``.
       options: scale and soft cap.
 
     Returns:
-      f32 ``[N, T]``, -inf where not seen.
+      f32 ``[R, N]``, -inf where not seen.
     """
     products = jax.tree.map(lambda q, k: _dot(q, k.astype(q.dtype).T), q, k)
     scores = functools.reduce(jnp.add, jax.tree.leaves(products))
@@ -211,7 +211,7 @@ def start_softmax(rows: int, lanes: Any, sinks: jax.Array | None = None) -> Soft
 
     Args:
       rows, lanes: numbers of them; a tuple of numbers of lanes where values are a tuple.
-      sinks: None, or ``[rows]``, natural logits that count in the total and have no value;
+      sinks: None, or ``[R]``, natural logits that count in the total and have no value;
         -inf for none.
     """
     out = jax.tree.map(lambda n: jnp.zeros((rows, n), jnp.float32), lanes)
@@ -232,11 +232,11 @@ def fold(
     """Fold a tile of tokens into a softmax (Milakov and Gimelshein, 2018).
 
     Args:
-      softmax: of N rows.
-      scores: f32 ``[N, T]`` in log2, -inf where not seen.
-      v: ``[T, lanes]``, in the type of the products; or a tuple.
-      v_scale: None or f32 ``[T]``.
-      weigh: how the weights f32 ``[N, T]`` meet `v`: `weigh_rounded` or `weigh_exactly`.
+      softmax: one of R rows.
+      scores: f32 ``[R, N]`` in log2, -inf where not seen.
+      v: ``[N, lanes]``, in the type of the products; or a tuple.
+      v_scale: None or f32 ``[N]``.
+      weigh: how the weights f32 ``[R, N]`` meet `v`: `weigh_rounded` or `weigh_exactly`.
     """
     peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1))
     decay = jnp.exp2(softmax.peak - peak)
@@ -249,7 +249,7 @@ def fold(
 
 
 def finish(softmax: Softmax) -> tuple[Any, jax.Array]:
-    """Result f32 ``[N, lanes]`` and natural log-sum-exp f32 ``[N]``; 0 and -inf of no token."""
+    """Result f32 ``[R, lanes]`` and natural log-sum-exp f32 ``[R]``; 0 and -inf of no token."""
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = softmax.peak * math.log(2) + jnp.log(total)
