@@ -95,9 +95,8 @@ def _parser() -> Parser:
 
 
 def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
-    server.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1"
-    )
+    address = "127.0.0.1"
+    server.add_argument("--host", default=address, help=f"address to listen on; default: {address}")
     server.add_argument(
         "--port",
         type=int,

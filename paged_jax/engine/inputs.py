@@ -83,9 +83,7 @@ class Inputs:
                 f"leave room in the context of {self.max_model_len}, got {len(token_ids)}."
             )
         self._check_params(params)
-        most = params.max_tokens
-        if most is None:
-            most = max(1, self.max_length - len(token_ids))
+        most = params.max_tokens or max(1, self.max_length - len(token_ids))
         max_tokens = min(most, room)
         # A first word keeps the space before it, unless only a start token precedes it.
         continues_text = self.tokenizer is not None and not all(
