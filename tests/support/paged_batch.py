@@ -1,17 +1,38 @@
-"""Sequences of random keys and values, laid out in a poisoned pool, and what attention gives."""
+"""Sequences of random keys and values, laid out in a poisoned pool, and what attention gives.
+
+All but the op itself is numpy, which compiles nothing, and the op is compiled once for all batches
+of the same shapes and options.
+"""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention, quantise
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention
+from paged_jax.kernels.quantisation import QUANTISED, is_quantised
 from tests.support import oracles
 
 OUT_OF_RANGE = 10**6
 LAYER = 1
+
+# Each backend of attention, and what it needs to run here: kernels for GPUs and TPUs run on them
+# where there are any, else in Pallas' interpreter.
+BACKENDS: dict[str, dict[str, Any]] = {
+    "reference": {"backend": "reference"},
+    "xla": {"backend": "xla"},
+    "triton": {"backend": "triton", "interpret": jax.default_backend() != "gpu"},
+    "mosaic_tpu": {"backend": "mosaic_tpu", "interpret": jax.default_backend() != "tpu"},
+}
+
+
+def lanes_for(backend: dict[str, Any], D: int) -> int:
+    """TPU kernels take pools whose last axis is padded to whole registers."""
+    return -(-D // 128) * 128 if backend["backend"] == "mosaic_tpu" else D
 
 
 @dataclasses.dataclass
@@ -93,12 +114,21 @@ class PagedBatch:
         return dataclasses.replace(self, k=k, v=v, block_tables=tables)
 
     def decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
-        """Run `paged_attention`, ``(out, lse)``."""
-        out, lse = paged_attention(
-            q, self.pools.k, self.pools.v, self.block_tables, self.lengths, layer=LAYER,
-            k_scale=self.pools.k_scale, v_scale=self.pools.v_scale, return_lse=True, **options,
-        )  # fmt: skip
-        return np.asarray(out), np.asarray(lse)
+        """Run `paged_attention` on ``q [B, H, D]``, ``(out, lse)``."""
+        return self._run(_decode, q, (), **options)
+
+    def prefill(self, q: np.ndarray, query_lens, **options) -> tuple[np.ndarray, np.ndarray]:
+        """Run `paged_prefill_attention` on ``q [B, T, H, D]``, ``(out, lse)``."""
+        return self._run(_prefill, q, (np.asarray(query_lens, np.int32),), **options)
+
+    def attend(self, q: np.ndarray, query_lens, **options):
+        """Run `decode` with the first queries, and `prefill`, in one program: both results."""
+        return self._run(_attend, q, (np.asarray(query_lens, np.int32),), **options)
+
+    def _run(self, function: Callable[..., Any], q, query_lens, layer=LAYER, sinks=None, **static):
+        run = _program(function)
+        arrays = self.pools, self.block_tables, self.lengths, *query_lens
+        return jax.tree.map(np.asarray, run(q, *arrays, np.int32(layer), sinks, **static))
 
     def expected_decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
         """What `decode` must return, in float64."""
@@ -113,15 +143,6 @@ class PagedBatch:
                 lse[b] = options["sinks"]
         return out, lse
 
-    def prefill(self, q: np.ndarray, query_lens, **options) -> tuple[np.ndarray, np.ndarray]:
-        """Run `paged_prefill_attention`, ``(out, lse)``."""
-        out, lse = paged_prefill_attention(
-            q, self.pools.k, self.pools.v, self.block_tables, self.lengths,
-            np.asarray(query_lens, np.int32), layer=LAYER,
-            k_scale=self.pools.k_scale, v_scale=self.pools.v_scale, return_lse=True, **options,
-        )  # fmt: skip
-        return np.asarray(out), np.asarray(lse)
-
     def expected_prefill(self, q: np.ndarray, query_lens, **options):
         """What `prefill` must return, in float64."""
         out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
@@ -131,6 +152,40 @@ class PagedBatch:
                     q[b, :n], self.k[b], self.v[b], **options
                 )
         return out, lse
+
+    def expected(self, q: np.ndarray, query_lens, **options):
+        """What `attend` must return, in float64."""
+        return (
+            self.expected_decode(q[:, 0], **options),
+            self.expected_prefill(q, query_lens, **options),
+        )
+
+
+def _decode(q, pools: Pools, tables, lengths, layer, sinks, **static):
+    return paged_attention(
+        q, pools.k, pools.v, tables, lengths, k_scale=pools.k_scale, v_scale=pools.v_scale,
+        layer=layer, sinks=sinks, return_lse=True, **static,
+    )  # fmt: skip
+
+
+def _prefill(q, pools: Pools, tables, lengths, query_lens, layer, sinks, **static):
+    return paged_prefill_attention(
+        q, pools.k, pools.v, tables, lengths, query_lens, k_scale=pools.k_scale,
+        v_scale=pools.v_scale, layer=layer, sinks=sinks, return_lse=True, **static,
+    )  # fmt: skip
+
+
+def _attend(q, pools: Pools, tables, lengths, query_lens, *arrays, **static):
+    return (
+        _decode(q[:, 0], pools, tables, lengths, *arrays, **static),
+        _prefill(q, pools, tables, lengths, query_lens, *arrays, **static),
+    )
+
+
+@functools.cache
+def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+    static = ("scale", "sliding_window", "soft_cap", "backend", "interpret")
+    return jax.jit(function, static_argnames=static)
 
 
 def queries(shape, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
@@ -149,5 +204,7 @@ def _stored(tokens: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
     """``[N, K, D]`` as the pool holds it, and the scales ``[N, K]``."""
     if not is_quantised(dtype):
         return tokens.astype(dtype), np.ones(tokens.shape[:2], np.float32)
-    stored, scales = quantise(jnp.asarray(tokens), dtype)
-    return np.asarray(stored), np.asarray(scales)
+    largest = QUANTISED[jnp.dtype(dtype)]
+    scales = np.abs(tokens).max(axis=-1) / np.float32(largest)
+    scaled = np.clip(tokens / scales[..., None], -largest, largest)
+    return (np.rint(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), scales
