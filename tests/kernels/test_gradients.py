@@ -19,6 +19,7 @@ from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.reference import Reference
 from paged_jax.kernels.xla import Xla
+from tests.support import oracles
 
 REFERENCE, XLA = Reference(), Xla()
 LAYER = 1
@@ -77,82 +78,54 @@ def normal(shape, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def dense(q, k, v, num_queries, num_tokens, sinks, options: Options):
-    """A sequence's last queries attend causally: q ``[T, H, D]``, k, v ``[N, K, D]``, padded.
-
-    Returns:
-      ``(out, lse)``, and 0 for both where there is no softmax.
-    """
-    (T, H, _), (N, K, _) = q.shape, k.shape
-    k, v = (jnp.repeat(x, H // K, axis=1) for x in (k, v))
-    logits = jnp.einsum("thd,nhd->thn", q, k, precision="highest") * options.scale
-    if options.soft_cap is not None:
-        logits = jnp.tanh(logits / options.soft_cap) * options.soft_cap
-    is_query = (jnp.arange(T) < num_queries)[:, None, None]
-    distance = (num_tokens - num_queries + jnp.arange(T))[:, None, None] - jnp.arange(N)[None, None]
-    seen = is_query & (distance >= 0)
-    if options.sliding_window is not None:
-        seen &= distance < options.sliding_window
-    is_row = seen.any(axis=-1, keepdims=True) if sinks is None else is_query
-    logits = jnp.where(seen, logits, jnp.where(is_row, -jnp.inf, 0))
-    with_sinks = logits
-    if sinks is not None:
-        column = jnp.broadcast_to(sinks[None, :, None], (T, H, 1))
-        with_sinks = jnp.concatenate([logits, column], axis=-1)
-    lse = jax.nn.logsumexp(with_sinks, axis=-1)
-    weights = jnp.where(is_row, jnp.exp(logits - lse[..., None]), 0)
-    out = jnp.einsum("thn,nhd->thd", weights, v, precision="highest")
-    return out, jnp.where(is_row[..., 0], lse, 0)
-
-
 def loss(out, lse, out_bar, lse_bar):
     # Where there is no softmax, lse is a constant -inf.
     return jnp.sum(out * out_bar) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse * lse_bar))
 
 
-def expected_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse_bar):
+def expected_gradients(batch: Batch, q, query_lens, sinks, options: Options, out_bar, lse_bar):
     """In float64: of q, the k pool, the v pool and sinks."""
-    N = max(batch.context_lens)
+    q_bar, k_bar, v_bar = np.zeros(q.shape), [], []
+    sinks_bar = np.zeros(q.shape[2])
+    for b, n in enumerate(query_lens):
+        q_bar[b, :n], *of_tokens, of_sinks = oracles.attention_gradients(
+            q[b, :n], batch.k[b], batch.v[b], out_bar[b, :n], lse_bar[b, :n], scale=options.scale,
+            sliding_window=options.sliding_window, soft_cap=options.soft_cap, sinks=sinks,
+        )  # fmt: skip
+        k_bar.append(of_tokens[0])
+        v_bar.append(of_tokens[1])
+        sinks_bar += of_sinks
+    gradients = q_bar, batch.in_pool(k_bar), batch.in_pool(v_bar)
+    return gradients if sinks is None else (*gradients, sinks_bar)
 
-    def total(q, k, v, sinks):
-        attend = functools.partial(dense, sinks=sinks, options=options)
-        out, lse = jax.vmap(attend)(q, k, v, np.asarray(query_lens), batch.context_lens)
-        return loss(out, lse, np.asarray(out_bar), np.asarray(lse_bar))
 
-    with jax.enable_x64(True):
-        k, v = (
-            [np.pad(x, ((0, N - len(x)), (0, 0), (0, 0))) for x in tokens]
-            for tokens in (batch.k, batch.v)
-        )
-        arrays = q, np.stack(k), np.stack(v), sinks
-        arrays = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), arrays)
-        gradients = jax.jit(jax.grad(total, (0, 1, 2) if sinks is None else (0, 1, 2, 3)))(*arrays)
-    q_bar, k_bar, v_bar, *sinks_bar = jax.tree.map(np.asarray, gradients)
-    k_bar, v_bar = (
-        [x[:n] for x, n in zip(bar, batch.context_lens, strict=True)] for bar in (k_bar, v_bar)
-    )
-    return q_bar, batch.in_pool(k_bar), batch.in_pool(v_bar), *sinks_bar
+@functools.partial(jax.jit, static_argnames="options")
+def prefill_program(q, pools, sinks, tables, context_lens, query_lens, out_bar, lse_bar, options):
+    def total(q, pools, sinks):
+        arrays = q, pools, tables, context_lens, query_lens, sinks
+        return loss(*attend(XLA, *arrays, LAYER, options), out_bar, lse_bar)
+
+    return flat_gradients(total, q, pools, sinks)
 
 
 def prefill_gradients(batch: Batch, q, query_lens, sinks, options, out_bar, lse_bar):
-    def total(q, pools, sinks):
-        out, lse = attend(
-            XLA, q, pools, batch.block_tables, batch.context_lens,
-            jnp.asarray(query_lens, jnp.int32), sinks, LAYER, options,
-        )  # fmt: skip
-        return loss(out, lse, out_bar, lse_bar)
+    lens = batch.context_lens, np.asarray(query_lens, np.int32)
+    arrays = q, batch.pools, sinks, batch.block_tables, *lens, out_bar, lse_bar
+    return prefill_program(*arrays, options=options)
 
-    return flat_gradients(total, q, batch.pools, sinks)
+
+@functools.partial(jax.jit, static_argnames="options")
+def decode_program(q, pools, sinks, tables, context_lens, out_bar, lse_bar, options):
+    def total(q, pools, sinks):
+        arrays = q, pools, tables, context_lens, None, sinks
+        return loss(*attend(XLA, *arrays, LAYER, options), out_bar, lse_bar)
+
+    return flat_gradients(total, q, pools, sinks)
 
 
 def decode_gradients(batch: Batch, q, sinks, options, out_bar, lse_bar):
-    def total(q, pools, sinks):
-        out, lse = attend(
-            XLA, q, pools, batch.block_tables, batch.context_lens, None, sinks, LAYER, options
-        )
-        return loss(out, lse, out_bar, lse_bar)
-
-    return flat_gradients(total, q, batch.pools, sinks)
+    arrays = q, batch.pools, sinks, batch.block_tables, batch.context_lens, out_bar, lse_bar
+    return decode_program(*arrays, options=options)
 
 
 def flat_gradients(total, q, pools, sinks):
@@ -168,9 +141,7 @@ def assert_close(actual, expected, atol=1e-5) -> None:
 PLAIN = Options(0.4)
 VARIANTS = {
     "plain": (PLAIN, False),
-    "sinks": (PLAIN, True),
     "window": (Options(0.4, sliding_window=5), True),
-    "window-of-one": (Options(0.4, sliding_window=1), False),
     "cap": (Options(0.4, soft_cap=1.5), False),
     "all": (Options(0.7, sliding_window=150, soft_cap=3.0), True),
 }
@@ -202,7 +173,7 @@ def test_decode_gradients_match_dense_float64(options, has_sinks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("C", "K", "G", "D", "lanes"),
-    [(1, 1, 1, 8, 8), (8, 2, 3, 80, 128), (16, 1, 7, 96, 128), (128, 2, 1, 32, 128)],
+    [(1, 1, 1, 8, 8), (16, 1, 7, 80, 128), (128, 2, 1, 32, 128)],
 )
 def test_gradients_any_shape(C, K, G, D, lanes) -> None:
     lengths = [C + 1, C + 3, 0, 1, 70]
@@ -216,7 +187,7 @@ def test_gradients_any_shape(C, K, G, D, lanes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_sequences", [1, 5, 45])
+@pytest.mark.parametrize("num_sequences", [1, 45])
 def test_gradients_any_batch(num_sequences) -> None:
     """Short chunks share a tile of queries; the last tile is not full."""
     lengths = [6 + i % 11 for i in range(num_sequences)]
@@ -228,8 +199,8 @@ def test_gradients_any_batch(num_sequences) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [Options(0.4), Options(0.7, 3, 1.5)], ids=["plain", "all"])
-def test_gradients_match_finite_differences(options) -> None:
+def test_gradients_match_finite_differences() -> None:
+    options = Options(0.7, 3, 1.5)
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         q, sinks = rng.normal(size=(2, 3, 2, 4)), rng.normal(size=2)
@@ -247,7 +218,9 @@ def test_gradients_match_finite_differences(options) -> None:
             )
 
         for op in (prefill, decode):
-            check_grads(op, (q, pools, sinks), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+            check_grads(
+                jax.jit(op), (q, pools, sinks), order=1, modes=["rev"], atol=1e-6, rtol=1e-6
+            )
 
 
 def test_gradients_ignore_padding() -> None:
@@ -264,13 +237,16 @@ def test_gradients_ignore_padding() -> None:
         for x in (q, out_bar, lse_bar)
     )
     lens = batch.context_lens, jnp.asarray(query_lens, jnp.int32)
-    pullback = jax.vjp(
-        lambda q, pools, sinks: attend(
-            XLA, q, pools, batch.block_tables, *lens, sinks, LAYER, options
-        ),
-        q, batch.pools, sinks,
-    )[1]  # fmt: skip
-    assert_close(jax.tree.leaves(pullback((out_bar, lse_bar))), expected)
+
+    @jax.jit
+    def pull_back(arrays, bars):
+        def results(q, pools, sinks):
+            return attend(XLA, q, pools, batch.block_tables, *lens, sinks, LAYER, options)
+
+        return jax.vjp(results, *arrays)[1](bars)
+
+    actual = pull_back((q, batch.pools, sinks), (out_bar, lse_bar))
+    assert_close(jax.tree.leaves(actual), expected)
 
 
 @pytest.mark.slow
@@ -349,7 +325,7 @@ def test_gradients_of_quantised_pools_are_those_of_what_they_hold(dtype) -> None
     q_bar, _, _, sinks_bar = expected_gradients(
         batch, q, query_lens, sinks, options, out_bar, lse_bar
     )
-    assert_close(jax.grad(total, (0, 1))(q, sinks), (q_bar, sinks_bar))
+    assert_close(jax.jit(jax.grad(total, (0, 1)))(q, sinks), (q_bar, sinks_bar))
 
 
 @QUANTISED
@@ -386,7 +362,8 @@ def test_gradients_flow_through_merge() -> None:
     q_bar, *rest = expected_gradients(
         whole, q[:, None], [1], sinks, options, out_bar[:, None], lse_bar[:, None]
     )
-    assert_close(flat_gradients(total, q, whole.pools, sinks), [q_bar[:, 0], *rest])
+    actual = jax.jit(functools.partial(flat_gradients, total))(q, whole.pools, sinks)
+    assert_close(actual, [q_bar[:, 0], *rest])
 
 
 def trained_layer(q, k, v, pools, layer, batch: Batch):
@@ -405,8 +382,12 @@ def trained_layer(q, k, v, pools, layer, batch: Batch):
 
 
 def dense_layer(q, k, v):
-    T = q.shape[1]
-    return jax.vmap(lambda *x: dense(*x, T, T, None, PLAIN)[0])(q, k, v)
+    """Causal attention of whole sequences of T tokens, without a cache."""
+    T, G = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
+    logits = jnp.einsum("bthd,bnhd->bhtn", q, k, precision="highest") * PLAIN.scale
+    weights = jax.nn.softmax(jnp.where(np.tri(T, dtype=bool)[None, None], logits, -jnp.inf))
+    return jnp.einsum("bhtn,bnhd->bthd", weights, v, precision="highest")
 
 
 @pytest.mark.slow
@@ -418,13 +399,12 @@ def test_gradients_of_writing_and_attending_are_those_of_dense_causal_attention(
     def paged(q, k, v):
         return jnp.sum(out_bar * trained_layer(q, k, v, batch.pools, LAYER, batch)[0])
 
-    expected = jax.grad(lambda *x: jnp.sum(out_bar * dense_layer(*x)), (0, 1, 2))(q, k, v)
+    expected = jax.jit(jax.grad(lambda *x: jnp.sum(out_bar * dense_layer(*x)), (0, 1, 2)))(q, k, v)
     assert_close(jax.jit(jax.grad(paged, (0, 1, 2)))(q, k, v), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-def test_gradients_flow_through_a_scan_over_layers(remat) -> None:
+def test_gradients_flow_through_a_scan_over_rematerialised_layers() -> None:
     """A model whose layers write to one pool, the carry, and attend to what they wrote."""
     batch = lay_out([10, 10], shared_blocks=0)
     x = normal((2, 10, 4, 8), 1)
@@ -437,8 +417,7 @@ def test_gradients_flow_through_a_scan_over_layers(remat) -> None:
             out, *rest = attend(x, k, v, *rest, weights[2])
             return (x + out, *rest), None
 
-        body = jax.checkpoint(layer) if remat else layer
-        return jax.lax.scan(body, carry, (*weights, jnp.arange(NUM_LAYERS)))[0][0]
+        return jax.lax.scan(jax.checkpoint(layer), carry, (*weights, jnp.arange(NUM_LAYERS)))[0][0]
 
     def paged(x, weights):
         def attend(x, k, v, pools, layer):
@@ -475,9 +454,10 @@ def test_gradients_may_be_vmapped() -> None:
 
         return jax.tree.leaves(jax.grad(total, (0, 1))(q, pools))
 
-    together = jax.vmap(gradient, in_axes=(0, None))(q, batch.pools)
+    together = jax.jit(jax.vmap(gradient, in_axes=(0, None)))(q, batch.pools)
+    alone = jax.jit(gradient)
     for i in range(3):
-        assert_close([x[i] for x in together], gradient(q[i], batch.pools), atol=1e-6)
+        assert_close([x[i] for x in together], alone(q[i], batch.pools), atol=1e-6)
 
 
 def memory(argnums, num_layers: int, num_blocks: int = 4096, width: int = 8):
