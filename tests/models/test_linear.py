@@ -10,11 +10,22 @@ import numpy as np
 import pytest
 
 from paged_jax.models.linear import linear
+from tests.support.covering import all_pairs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (16,), (17,), (100,), (1, 1), (2, 5)])
-@pytest.mark.parametrize("out_features", [6, 7])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "out_features"),
+    [
+        tuple(row.values())
+        for row in all_pairs(
+            {
+                "dtype": ["float32", "bfloat16", "float16"],
+                "shape": [(1,), (2,), (3,), (16,), (17,), (100,), (1, 1), (2, 5)],
+                "out_features": [6, 7],
+            }
+        )
+    ],
+)
 def test_linear_matches_float64(dtype, shape, out_features) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(*shape, 24)).astype(np.float32)
@@ -42,10 +53,9 @@ def test_linear_is_differentiable(dtype, rows) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("out_features", "inputs"), [(576, 1536), (4096, 1536), (49152, 576)])
-def test_linear_does_not_crash(out_features, inputs) -> None:
+def test_linear_does_not_crash() -> None:
     """In a process of its own: where XLA's library reads out of bounds, the process dies."""
-    code = textwrap.dedent(f"""
+    code = textwrap.dedent("""
         import jax, jax.numpy as jnp
         from paged_jax.models.linear import linear
 
@@ -55,9 +65,11 @@ def test_linear_does_not_crash(out_features, inputs) -> None:
                 x = x * (1 + 1e-6 * y.mean())
             return y
 
-        ws = [jnp.ones(({out_features}, {inputs})) for _ in range(6)]
-        for rows in (2, 7, 16):
-            for _ in range(20):
-                jax.jit(chain)(jnp.ones((rows, {inputs})), ws).block_until_ready()
+        run = jax.jit(chain)
+        for out_features, inputs in ((576, 1536), (4096, 1536), (49152, 576)):
+            ws = [jnp.ones((out_features, inputs)) for _ in range(6)]
+            for rows in (2, 7, 16):
+                for _ in range(20):
+                    run(jnp.ones((rows, inputs)), ws).block_until_ready()
     """)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
