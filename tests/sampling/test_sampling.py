@@ -425,6 +425,22 @@ def test_sample_holds_stop_tokens_back_until_min_tokens():
     assert tokens == [[3, 1], [3, 1], [1, 1]]
 
 
+@pytest.mark.parametrize("own_bias", [None, {0: 0.5}], ids=["beside-a-bias", "with-a-bias"])
+def test_sample_lets_stop_tokens_end_a_row_at_min_tokens_beside_edited_rows(own_bias):
+    """A batch with an edited row takes another way, which must count to the same position."""
+    logits = np.array([[0.0, 3.0, 2.0, 1.0]] * 2, np.float32)
+    state = SlotSampling.create(NUM_SLOTS, VOCAB)
+    patient = SamplingParams(temperature=0, min_tokens=2, logit_bias=own_bias)
+    state = write_slot(state, 0, patient, seed=0, prompt_token_ids=[0, 0, 0], eos_token_ids=[1])
+    biased = SamplingParams(temperature=0, logit_bias={3: 9.0})
+    state = write_slot(state, 1, biased, seed=0, eos_token_ids=[1])
+    tokens = []
+    for position in (3, 4, 5):
+        chosen, _, state = step(logits, state, [position] * 2)
+        tokens.append(chosen.tolist())
+    assert tokens == [[2, 3], [2, 3], [1, 3]]
+
+
 # -- Logits that no model should make -------------------------------------------------------------
 
 BOTH_MODES = pytest.mark.parametrize(
