@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from paged_jax.command_line import (
 from paged_jax.engine.inputs import Prompt
 from paged_jax.llm import LLM
 from paged_jax.progress import Progress
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import NUMBERS, SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_NUM_SEQS = 16
@@ -65,27 +66,14 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="most tokens to generate for each sample; default: 128",
     )
-    sampling.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="divisor of the logits; 0 always takes the most probable token; default: the model's",
-    )
-    sampling.add_argument(
-        "--top-k", type=int, metavar="N", help="sample from the N most probable tokens"
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        metavar="X",
-        help="sample from the most probable tokens whose probabilities add up to X",
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        metavar="X",
-        help="drop tokens less probable than X times the most probable one",
-    )
+    for name, number in NUMBERS.items():
+        if number.help is not None:
+            sampling.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=number.type,
+                metavar="N" if number.type is int else "X",
+                help=number.help,
+            )
     sampling.add_argument(
         "--seed", type=int, metavar="N", help="seed of the random draws; default: 0"
     )
@@ -199,8 +187,10 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
 
 def _given_params(args: argparse.Namespace) -> dict[str, Any]:
     """The parameters that the user gave; the others are as the model's authors recommend."""
-    names = ("max_tokens", "n", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    return {
+        name: value for name, value in vars(args).items() if name in names and value is not None
+    }
 
 
 def _raise_error(output: RequestOutput) -> None:

@@ -35,6 +35,7 @@ Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate 
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -46,6 +47,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import parameter_shapes
 from paged_jax.runner import Sizes
+from paged_jax.sampling import SlotSampling
 
 # Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {
@@ -201,7 +203,10 @@ def record_bytes(block_size: int) -> int:
 
 def state_bytes(vocab_size: int, sizes: Sizes) -> int:
     """Bytes of a `DecodeState` but for what comes with each block."""
-    sampling = 5 * vocab_size + 4 * (10 + 2 * sizes.max_logit_bias + sizes.max_stop_ids)
+    slot = jax.eval_shape(
+        lambda: SlotSampling.create(1, vocab_size, sizes.max_logit_bias, sizes.max_stop_ids)
+    )
+    sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)
     table = 4 * (1 + sizes.max_blocks_per_slot)
     queue = 4 * 2  # of free blocks: where it begins, and how many they are

@@ -55,6 +55,18 @@ def penalise(z: jax.Array, rows: SlotSampling, slots: jax.Array) -> jax.Array:
     return z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
 
 
+def filter_drawn(z: jax.Array, rows: SlotSampling, is_drawn: jax.Array) -> jax.Array:
+    """`filter_logits` of the rows that are drawn, f32[B, V]; the others mean nothing."""
+    # Those are greedy: their filters, whatever they are, must not cost a search.
+    return filter_logits(
+        z,
+        temperature=jnp.where(is_drawn, rows.temperature, 1.0),
+        min_p=jnp.where(is_drawn, rows.min_p, 0.0),
+        top_k=jnp.where(is_drawn, rows.top_k, 0),
+        top_p=jnp.where(is_drawn, rows.top_p, 1.0),
+    )
+
+
 def filter_logits(
     logits: jax.Array,
     *,
@@ -64,6 +76,8 @@ def filter_logits(
     top_p: jax.Array,
 ) -> jax.Array:
     """The distribution that `sample` draws from, as unnormalised log-probabilities.
+
+    The temperature comes first, then min_p, top_k and top_p, in the order of vLLM V1.
 
     Args:
       logits: [S, V], after bias and penalties; no NaN and no +inf.

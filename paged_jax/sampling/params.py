@@ -1,6 +1,7 @@
 """How a request says that its tokens are chosen: plain Python, checked when it is made."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,78 @@ from paged_jax.checks import ArgumentError, is_int, is_real
 
 MAX_LOGPROBS = 20
 """Most candidates that are reported with a token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """What is known of a numeric parameter besides its default.
+
+    Attributes:
+      type: `int` or `float`, which takes integers too.
+      bounds: bounds of the value, by their names in `operator`: ge, gt, le and lt.
+      rule: the bounds in words, after "must".
+      advice: the sentence that follows the rule in an error.
+      help: the text for the flag of ``python -m paged_jax.generate``; None for no flag.
+      is_recommended: whether the authors of a model may recommend a value in its
+        ``generation_config.json``.
+    """
+
+    type: type[int] | type[float]
+    bounds: Mapping[str, int]
+    rule: str
+    advice: str
+    help: str | None = None
+    is_recommended: bool = False
+
+    def allows(self, value: object) -> bool:
+        """Whether the value is a finite number of the type, within the bounds."""
+        return (is_int if self.type is int else is_real)(value) and all(
+            getattr(operator, name)(value, bound) for name, bound in self.bounds.items()
+        )
+
+
+_PENALTY = Number(float, {"ge": -2, "le": 2}, "be in [-2, 2]", "Use 0.0 for none.")
+NUMBERS: Mapping[str, Number] = {
+    "temperature": Number(
+        float,
+        {"ge": 0},
+        "be finite and >= 0",
+        "Use 0 for greedy.",
+        help="divisor of the logits; 0 always takes the most probable token; default: the model's",
+        is_recommended=True,
+    ),
+    "top_p": Number(
+        float,
+        {"gt": 0, "le": 1},
+        "be in (0, 1]",
+        "Use 1.0 to keep every token.",
+        help="sample from the most probable tokens whose probabilities add up to X",
+        is_recommended=True,
+    ),
+    # The upper bound is that of the int32 which holds it on the device.
+    "top_k": Number(
+        int,
+        {"ge": -1, "lt": 2**31},
+        "be an integer >= -1 and < 2**31",
+        "Use 0 or -1 to keep every token.",
+        help="sample from the N most probable tokens",
+        is_recommended=True,
+    ),
+    "min_p": Number(
+        float,
+        {"ge": 0, "le": 1},
+        "be in [0, 1]",
+        "Use 0.0 to keep every token.",
+        help="drop tokens less probable than X times the most probable one",
+        is_recommended=True,
+    ),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Number(
+        float, {"gt": 0}, "be finite and > 0", "Use 1.0 for none.", is_recommended=True
+    ),
+}
+"""The numbers that shape the distribution: also what the server and the command line take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,32 +152,9 @@ class SamplingParams:
         self._check_flags()
 
     def _check_numbers(self) -> None:
-        t = self.temperature
-        _require(is_real(t) and t >= 0, "temperature", "be finite and >= 0", t, "Use 0 for greedy.")
-        p = self.top_p
-        _require(
-            is_real(p) and 0 < p <= 1, "top_p", "be in (0, 1]", p, "Use 1.0 to keep every token."
-        )
-        k = self.top_k
-        # The upper bound is that of the int32 which holds it on the device.
-        _require(
-            is_int(k) and -1 <= k < 2**31,
-            "top_k",
-            "be an integer >= -1 and < 2**31",
-            k,
-            "Use 0 or -1 to keep every token.",
-        )
-        m = self.min_p
-        _require(
-            is_real(m) and 0 <= m <= 1, "min_p", "be in [0, 1]", m, "Use 0.0 to keep every token."
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, number in NUMBERS.items():
             value = getattr(self, name)
-            ok = is_real(value) and -2 <= value <= 2
-            _require(ok, name, "be in [-2, 2]", value, "Use 0.0 for none.")
-        r = self.repetition_penalty
-        ok = is_real(r) and r > 0
-        _require(ok, "repetition_penalty", "be finite and > 0", r, "Use 1.0 for none.")
+            _require(number.allows(value), name, number.rule, value, number.advice)
 
     def _check_lengths(self) -> None:
         _require(is_int(self.n) and self.n >= 1, "n", "be an integer >= 1", self.n, "Use 1.")

@@ -7,7 +7,7 @@ other rows of the batch, or on how many decode steps run in one dispatch.
 Each row goes through the order that vLLM V1 uses:
 
     logit bias, held-back stop tokens -> penalties -> [temperature 0: the largest logit]
-    -> temperature -> min_p -> top_k -> top_p -> draw
+    -> temperature and filters, see `filter_logits` -> draw
 
 **Ties.** Tokens are ordered by logit, and among equal logits by id, lowest first. So top_k keeps
 exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses what
@@ -194,14 +194,7 @@ def _draw(
     z: jax.Array, state: SlotSampling, positions: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
     """Draw from the filtered distribution, i32[S]. Rows outside of is_drawn mean nothing."""
-    # Those rows are greedy: their filters, whatever they are, must not cost a search.
-    log_weights = filters.filter_logits(
-        z,
-        temperature=jnp.where(is_drawn, state.temperature, 1.0),
-        min_p=jnp.where(is_drawn, state.min_p, 0.0),
-        top_k=jnp.where(is_drawn, state.top_k, 0),
-        top_p=jnp.where(is_drawn, state.top_p, 1.0),
-    )
+    log_weights = filters.filter_drawn(z, state, is_drawn)
     return _categorical(log_weights, jax.vmap(fold_in)(state.keys, positions))
 
 

@@ -6,9 +6,10 @@ Fields have OpenAI's names, or vLLM's where OpenAI has none.
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from paged_jax.sampling.params import NUMBERS, Number
 from paged_jax.server.limits import MAX_PROMPTS
 
 T = TypeVar("T")
@@ -29,22 +30,25 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _optional(number: Number) -> Any:
+    """The type of a field for a sampling parameter: the number within its bounds, or null."""
+    bounds: dict[str, Any] = dict(number.bounds)
+    return Annotated[number.type | None, Field(**bounds)]
+
+
 class StreamOptions(Body):
     """Options of a streamed answer: whether its last event has the usage."""
 
     include_usage: bool = False
 
 
-class SamplingBody(Body):
+_FIELDS: dict[str, Any] = {name: (_optional(number), None) for name, number in NUMBERS.items()}
+_SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
+
+
+class SamplingBody(_SamplingNumbers):
     """Fields that all endpoints take; null stands for the default of the model or the endpoint."""
 
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None

@@ -11,6 +11,7 @@ from tokenizers import processors
 
 from paged_jax.models.json_file import read_json
 from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
+from paged_jax.sampling.params import NUMBERS
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Bytes of a character that may wait for its last one.
@@ -26,7 +27,7 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_KEYS = tuple(name for name, number in NUMBERS.items() if number.is_recommended)
 
 
 class TokenizerError(ValueError):
