@@ -73,8 +73,8 @@ def paged_attention(
       sinks: floating point ``[H]``: one more logit in the softmax of each head, without a value,
         neither scaled nor capped (gpt-oss model card, section 2.2).
       return_lse: return the log-sum-exp too, which `merge_attention` needs.
-      backend: ``"triton"`` (GPU), ``"mosaic_tpu"``, ``"xla"``, ``"reference"``, or None for the
-        best one of the platform that the program is lowered for (static).
+      backend: a name in `paged_jax.kernels.BACKENDS`, such as ``"triton"`` (GPU) or ``"xla"``, or
+        None for the best one of the platform that the program is lowered for (static).
       interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
 
     Returns:

@@ -39,6 +39,7 @@ Args = TypeVar("Args", AttentionArgs, WriteArgs, CopyArgs)
 Result = TypeVar("Result")
 
 
+# In the order of preference, of those that are for the same platform.
 BACKENDS: Mapping[str, Backend] = {
     "mosaic_tpu": mosaic_tpu.MosaicTpu(),
     "reference": reference.Reference(),
@@ -48,12 +49,13 @@ BACKENDS: Mapping[str, Backend] = {
 
 # The platforms with kernels of their own. On the others, and for what these kernels refuse, XLA
 # compiles the plain form.
-_OWN_KERNELS = {
-    backend.platform: name for name, backend in BACKENDS.items() if backend.platform is not None
-}
+_PLATFORMS = tuple(
+    dict.fromkeys(each.platform for each in BACKENDS.values() if each.platform is not None)
+)
 
-# Those without kernels in Pallas that could be interpreted.
-_PLAIN = tuple(name for name, each in BACKENDS.items() if not isinstance(each, PallasBackend))
+# Those with kernels in Pallas, which can be interpreted.
+_IN_PALLAS = tuple(name for name, each in BACKENDS.items() if isinstance(each, PallasBackend))
+_PLAIN = tuple(name for name in BACKENDS if name not in _IN_PALLAS)
 
 
 class BackendChoice(NamedTuple):
@@ -85,15 +87,20 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
       problem: the call, see `paged_jax.kernels.backend.Problem`.
       platform: as JAX names it: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``.
     """
-    name = _OWN_KERNELS.get(platform)
-    if name is None:
-        return BackendChoice("xla", f"there are no kernels of our own for {platform}")
-    if not has_op(BACKENDS[name], problem.op):
-        return BackendChoice("xla", f"{name} leaves {problem.op} to XLA")
-    why_not = BACKENDS[name].refusal(problem)
-    if why_not is not None:
-        return BackendChoice("xla", f"{name} cannot: {why_not}")
-    return BackendChoice(name, f"these are the kernels for {platform}")
+    reasons = []
+    for name, backend in BACKENDS.items():
+        if backend.platform != platform:
+            continue
+        if not has_op(backend, problem.op):
+            reasons.append(f"{name} leaves {problem.op} to XLA")
+            continue
+        why_not = backend.refusal(problem)
+        if why_not is None:
+            return BackendChoice(name, f"these are the kernels for {platform}")
+        reasons.append(f"{name} cannot: {why_not}")
+    return BackendChoice(
+        "xla", "; ".join(reasons) or f"there are no kernels of our own for {platform}"
+    )
 
 
 def check_backend_runs_on(function: str, name: str | None, platform: str) -> None:
@@ -185,7 +192,7 @@ class Dispatch:
         if self.interpret and self.backend in (None, *_PLAIN):
             raise ValueError(
                 f"{self.function}: interpret needs a backend that is written in Pallas, got "
-                f"backend={self.backend!r}. Pass backend='triton' or 'mosaic_tpu'."
+                f"backend={self.backend!r}. Pass backend={' or '.join(map(repr, _IN_PALLAS))}."
             )
         if self.backend is None:
             return
@@ -223,7 +230,7 @@ class Dispatch:
                 backend = backend.interpreted(self.interpret)
             return op_of(backend)(args)
         branches = {}
-        for platform in _OWN_KERNELS:
+        for platform in _PLATFORMS:
             choice = choose_backend(self.problem, platform)
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, since %s", self.function, platform, choice.reason)
