@@ -16,15 +16,7 @@ from starlette.testclient import TestClient
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.scheduler.outputs import (
-    Explanation,
-    PreemptionNote,
-    RequestMetrics,
-    RequestOutput,
-    Wait,
-)
 from paged_jax.server import Limits, Service, Settings, create_app, schemas
-from paged_jax.server.answers import explanation
 from paged_jax.server.openai_answers import CompletionAnswer
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import BOS, SIZES, save_tiny_model
@@ -135,51 +127,13 @@ def test_generate_needs_one_prompt(server) -> None:
 
 def test_explain(server) -> None:
     body = {"prompt": "why? why? why?", **GREEDY, "explain": True}
-    told = server.post("/generate", body).json()["explanation"]
-    assert told["num_cached_tokens"] == 0 and "block" in told["prefix_match"]
+    explanation = server.post("/generate", body).json()["explanation"]
+    assert explanation["num_cached_tokens"] == 0 and "block" in explanation["prefix_match"]
     body = {"prompt": ["the cat sat on the"] * 2, **GREEDY, "explain": True}
     answer = server.post("/v1/completions", body).json()
     assert [each["num_cached_tokens"] for each in answer["explanations"]] != [0, 0]
     last = events(server.post("/v1/completions", {**body, "stream": True}))[-1]
     assert len(last["explanations"]) == 2 and last["choices"] == []
-
-
-def test_explanations_name_no_other_request() -> None:
-    own, other = "cmpl-0a-0", "cmpl-0b-0"
-    wait = Wait("same prefix", 0.0, 1.0, f"request {other} ...", other_request=other)
-    note = PreemptionNote(
-        2.0,
-        "swap",
-        8,
-        f"request {other} ...",
-        reason="priority",
-        numbers={"priority": -1},
-        other_request=other,
-        spared_request=own,
-        advantage="index",
-    )
-    output = RequestOutput(
-        own,
-        None,
-        [5],
-        [],
-        False,
-        RequestMetrics(0.0),
-        explanation=Explanation([wait], [note], 0, None),
-    )
-    told = explanation(output)
-    assert told is not None and other not in json.dumps(told)
-    assert told["waits"][0] == {
-        "reason": "same prefix",
-        "start": 0.0,
-        "seconds": 1.0,
-        "detail": "another request was computing the same prefix",
-        "sample": 0,
-    }
-    assert told["preemptions"][0]["detail"] == (
-        "another request came with the better priority -1; it gave way before request cmpl-0a-0 "
-        "because it was the later sample"
-    )
 
 
 # OpenAI's client
