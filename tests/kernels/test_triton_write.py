@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.quantisation import quantise
+from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.triton.write import _round_half_to_even
 from paged_jax.kernels.writing import paged_write
 from tests.support.kernel_cases import Case, lower
@@ -51,6 +53,19 @@ def test_what_triton_refuses_goes_to_xla():
     ):
         choice = choose_backend(refused, "cuda")
         assert choice.backend == "xla" and reason in choice.reason
+
+
+def test_of_two_backends_for_a_platform_the_first_that_can_is_chosen(monkeypatch):
+    class First(Triton):
+        def refusal(self, problem):
+            return None if problem.q_dtype == jnp.bfloat16 else "it takes bfloat16 only"
+
+    monkeypatch.setattr(dispatch, "BACKENDS", {"first": First(), **dispatch.BACKENDS})
+    assert choose_backend(problem("bfloat16"), "cuda").backend == "first"
+    assert choose_backend(problem("float32"), "cuda").backend == "triton"
+    neither = choose_backend(problem("float64"), "cuda")
+    assert neither.backend == "xla"
+    assert neither.reason.startswith("first cannot: it takes bfloat16 only; triton cannot: ")
 
 
 def test_asking_for_what_triton_refuses_is_an_error():
