@@ -84,7 +84,7 @@ PAGES = {
     ),
     "memory": Page(
         "What lies in memory",
-        _of("paged_jax.cache_map", "snapshot changes block_text CacheMap ResidentSample")
+        _of("paged_jax.cache_map", "snapshot changes block_text CacheMap RunningSample")
         + _of("paged_jax.cache_map", "WaitingSample BlockText CacheEvent")
         + _of(
             "paged_jax.engine.footprint", "footprint Footprint weight_bytes block_bytes state_bytes"

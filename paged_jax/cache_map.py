@@ -20,11 +20,11 @@ from paged_jax.scheduler.outputs import WaitReason
 
 
 @dataclass(frozen=True)
-class ResidentSample:
+class RunningSample:
     """A sample that has a slot.
 
     Attributes:
-      request_id, sample: which one: the request, and the index among its samples.
+      request_id, sample: name of the request, and index among its samples.
       num_samples: samples of the request, finished ones included.
       slot: row of the block tables.
       priority: rank of the request; lower is served first.
@@ -53,7 +53,7 @@ class ResidentSample:
 
 @dataclass(frozen=True)
 class WaitingSample:
-    """A sample that has no slot. Attributes as of `ResidentSample`, and
+    """A sample that has no slot. Other attributes are those of `RunningSample`.
 
     Attributes:
       reason: what it waits for, see `Wait`.
@@ -76,9 +76,9 @@ class CacheMap:
     Attributes:
       block_size: tokens in a block.
       num_blocks: P, blocks in the pool.
-      ref_counts: for each block, the number of samples that hold it.
-      is_cached: for each block, whether it can be found in the prefix cache.
-      digests: for each block, the name of its content there, 16 hex digits; ``""`` if not cached.
+      ref_counts: number of samples that hold each block.
+      is_cached: whether each block can be found in the prefix cache.
+      digests: name of each block's content there, 16 hex digits; ``""`` if not cached.
       sequences: samples that have a slot, the most senior first.
       waiting: the others that have not finished, the most senior first.
       num_free: blocks that no sample holds, cached ones included.
@@ -97,7 +97,7 @@ class CacheMap:
     ref_counts: list[int]
     is_cached: list[bool]
     digests: list[str]
-    sequences: list[ResidentSample]
+    sequences: list[RunningSample]
     waiting: list[WaitingSample]
     num_free: int
     num_used: int
@@ -182,7 +182,7 @@ def snapshot(engine: Engine) -> CacheMap:
             names[16 * block : 16 * block + 16] if found else ""
             for block, found in enumerate(is_cached.tolist())
         ],
-        sequences=[_resident(s, held(s.slot)) for s in engine.sequences if s.slot is not None],
+        sequences=[_running(s, held(s.slot)) for s in engine.sequences if s.slot is not None],
         waiting=[_waiting(s) for s in engine.sequences if s.slot is None],
         num_free=int((counts == 0).sum()),
         num_used=int((counts > 0).sum()),
@@ -263,13 +263,13 @@ def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
 
 # The parts of a map
 
-_Sample = ResidentSample | WaitingSample
+_Sample = RunningSample | WaitingSample
 
 
-def _resident(sequence: Sequence, block_ids: list[int]) -> ResidentSample:
+def _running(sequence: Sequence, block_ids: list[int]) -> RunningSample:
     assert sequence.slot is not None
     request = sequence.request
-    return ResidentSample(
+    return RunningSample(
         request_id=request.request_id,
         sample=sequence.index,
         num_samples=len(request.sequences),
@@ -314,7 +314,7 @@ class _Comparison:
     def __init__(self, before: CacheMap, after: CacheMap):
         self._before = before
         self._after = after
-        self._old_residents = {_key(s): s for s in before.sequences}
+        self._old_running = {_key(s): s for s in before.sequences}
         self._old = {_key(s): s for s in (*before.sequences, *before.waiting)}
         self._new = {_key(s): s for s in (*after.sequences, *after.waiting)}
 
@@ -322,7 +322,7 @@ class _Comparison:
         events = []
         for key, sample in self._new.items():
             waits = isinstance(sample, WaitingSample)
-            if self._is_preempted(sample) or (waits and key in self._old_residents):
+            if self._is_preempted(sample) or (waits and key in self._old_running):
                 block_ids = self._old_blocks(key)
                 text = f"{_name(sample)} lost its slot" + _counted(block_ids, " and {}")
                 if waits and sample.is_swapped and block_ids:
@@ -365,7 +365,7 @@ class _Comparison:
                 events.append(CacheEvent("finish", sample.request_id, block_ids, text))
         return events
 
-    def _origin(self, sample: ResidentSample) -> str:
+    def _origin(self, sample: RunningSample) -> str:
         """Where the first blocks of a newcomer came from."""
         old = self._old.get(_key(sample))
         if sample.is_fork:
@@ -383,8 +383,8 @@ class _Comparison:
         """
         present = [s for s in self._new.values() if s.request_id == request_id]
         settled = [s for s in present if not self._is_preempted(s)]
-        residents = [s for s in settled if isinstance(s, ResidentSample)]
-        writers = sorted((s for s in residents if s.is_fork or not s.sample), key=lambda s: s.slot)
+        running = [s for s in settled if isinstance(s, RunningSample)]
+        writers = sorted((s for s in running if s.is_fork or not s.sample), key=lambda s: s.slot)
         column, offset = divmod(writers[0].num_prompt_tokens - 1, self._after.block_size)
         if not offset:
             return []
@@ -394,7 +394,7 @@ class _Comparison:
             shared = self._old_blocks((request_id, 0))[column : column + 1]
             if not shared and len(present) == writers[0].num_samples:
                 shared = blocks[-1:]
-        # If the one in the last slot has ended since, the others have copies all the same.
+        # The others have copies even if the one in the last slot has ended since.
         [kept] = shared or blocks[-1:]
         events = []
         for writer, block in zip(writers, blocks, strict=True):
@@ -404,12 +404,12 @@ class _Comparison:
                 events.append(CacheEvent("copy_on_write", request_id, [*shared, block], text))
         return events
 
-    def _newcomers(self) -> list[ResidentSample]:
-        """Who has a slot, and had none at some time since `before`."""
+    def _newcomers(self) -> list[RunningSample]:
+        """The samples that have a slot, and had none at some time since `before`."""
         return [
             sample
             for sample in self._after.sequences
-            if _key(sample) not in self._old_residents or self._is_preempted(sample)
+            if _key(sample) not in self._old_running or self._is_preempted(sample)
         ]
 
     def _is_preempted(self, sample: _Sample) -> bool:
@@ -422,7 +422,7 @@ class _Comparison:
         return bool(digest) and self._after.digests[block] == digest
 
     def _old_blocks(self, key: tuple[str, int]) -> list[int]:
-        old = self._old_residents.get(key)
+        old = self._old_running.get(key)
         return [] if old is None else old.block_ids
 
 

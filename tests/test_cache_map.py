@@ -71,7 +71,7 @@ def check(engine: Engine, cache_map: CacheMap) -> None:
 
 
 @pytest.mark.slow
-def test_snapshot_tells_residents_from_those_that_wait(model) -> None:
+def test_snapshot_separates_running_samples_from_waiting_ones(model) -> None:
     engine = Engine(model, **OPTIONS)
     engine.add_request(LONG, dataclasses.replace(SEEDED, n=2), request_id="a", priority=3)
     engine.add_request(OTHER, GREEDY, request_id="b", priority=4)

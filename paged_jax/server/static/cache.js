@@ -93,14 +93,14 @@ function rowOf(sequence, slot, what, blocks) {
 }
 
 function list() {
-  const residents = state.sequences.map((sequence) =>
+  const running = state.sequences.map((sequence) =>
     rowOf(sequence, sequence.slot, sequence.state, sequence.block_ids.length),
   );
   const waiting = state.waiting.map((sequence) => {
     const why = `waits: ${sequence.reason}${sequence.is_swapped ? ", swapped out" : ""}`;
     return rowOf(sequence, "", why, "");
   });
-  byId("sequences").replaceChildren(...residents, ...waiting);
+  byId("sequences").replaceChildren(...running, ...waiting);
   const used = state.ref_counts.filter((n) => n > 0).length;
   byId("totals").textContent =
     `${state.sequences.length} in slots, ${state.waiting.length} waiting; ` +
