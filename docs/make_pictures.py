@@ -307,7 +307,7 @@ def draw_trace(trace: Trace) -> Any:
     kinds = {"waits": WAITS, "reads its prompt": READS, "gets a token": DECODES}
     handles = [Patch(color=color, label=label) for label, color in kinds.items()]
     rows.legend(handles=handles, loc="lower left", fontsize=10)
-    rows.set_title("Three slots, five requests: who leaves makes room at once", loc="left")
+    rows.set_title("Three slots, five requests: a request that ends makes room at once", loc="left")
     steps = range(len(trace.starts))
     use.bar(steps, trace.num_blocks, width=0.9, color=GRAY)
     use.set_ylabel("blocks held\n(of 24)", fontsize=10)

@@ -5,7 +5,7 @@
 Every ``*.txt`` file of the data folder is one text, of which the end is held out. The tokenizer is
 trained first, then the model, with the library's own Flax forward, optax and Orbax. The same
 seed, machine and library versions give the same weights, bit for bit, also when the run is killed
-and started again: it goes on from the last checkpoint.
+and started again: it continues from the last checkpoint.
 """
 
 import argparse
@@ -321,8 +321,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
     parser.add_argument("--data", type=Path, required=True, help="folder with *.txt files")
     parser.add_argument("--out", type=Path, required=True, help="folder to export to")
-    parser.add_argument("--checkpoints", type=Path, help="folder to go on from [OUT/checkpoints]")
-    add("--seed", 0, "of the initial weights and the batches")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder to continue from [OUT/checkpoints]"
+    )
+    add("--seed", 0, "seed of the initial weights and the batches")
     add("--steps", 1500, "optimizer steps")
     add("--batch-size", 4, "windows of full length in a batch")
     add("--sequence-length", 512, "tokens in a window, and the context of the model")

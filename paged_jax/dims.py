@@ -35,7 +35,7 @@ def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
 
     Args:
       function: the name of the caller, for the message.
-      **arrays: for each argument, the array and its letters, such as ``q=(q, "BHD")``.
+      **arrays: array and letters of each argument, such as ``q=(q, "BHD")``.
 
     Returns:
       The size of each letter.

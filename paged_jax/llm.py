@@ -38,7 +38,7 @@ class LLM(Engine):
         Args:
           prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or several. With
             ``cache_salt`` in a dict, the prompt shares cached blocks only where that is the same.
-          sampling_params: for all prompts, or one for each; by default those of
+          sampling_params: one for all prompts, or one for each; by default those of
             `get_default_sampling_params`.
           priority: rank of each prompt; lower is served first.
           explain: whether outputs carry an `Explanation` of what they waited for.
@@ -77,7 +77,7 @@ class LLM(Engine):
           messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations. The
             content is a text, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
           chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
-          sampling_params, use_tqdm: as for `generate`.
+          sampling_params, use_tqdm: see `generate`.
 
         Raises:
           ValueError: the model has no tokenizer or no chat template, the template refuses the
@@ -98,7 +98,7 @@ class LLM(Engine):
         """The prompt that asks for the next message of a conversation.
 
         Args:
-          messages, chat_template_kwargs: as for `chat`, of one conversation.
+          messages, chat_template_kwargs: see `chat`; one conversation.
 
         Raises:
           ValueError: the model has no tokenizer or no chat template, or the template refuses the
@@ -130,8 +130,8 @@ class LLM(Engine):
         """Find the most probable continuations of prompts; see `paged_jax.engine.beam_search`.
 
         Args:
-          prompts: as for `generate`.
-          params: what to search for, the same for all prompts.
+          prompts: see `generate`.
+          params: parameters of the search, the same for all prompts.
 
         Returns:
           For each prompt, in their order, the ``params.beam_width`` best sequences.

@@ -63,7 +63,7 @@ def rollout(
       num_tokens: integer [B], tokens in each prompt, 1 to T.
       max_tokens: N, most tokens to generate in a row (static). T + N is at most
         ``model.config.max_position_embeddings``.
-      temperature, top_k, top_p, min_p: as in `SamplingParams`, one for all rows or one for each;
+      temperature, top_k, top_p, min_p: see `SamplingParams`; one for all rows or one for each;
         they may be traced.
       seed: an integer of 0 to 2**32 - 1, or ``jax.random.key`` of it, one for all rows or one for
         each; may be traced, as from the number of the training step. Row b is sample b of its seed,

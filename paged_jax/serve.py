@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> None:
     if not _is_loopback(args.host) and not keys:
         raise ValueError(
             f"--host must be a loopback address as there is no --api-key, got {args.host}. "
-            "Anyone who can reach the port could use the model."
+            "Any client that reaches the port could use the model."
         )
     admin_key = _admin_key(args)
     if not all(keys) or admin_key == "":

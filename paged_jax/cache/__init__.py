@@ -1,4 +1,4 @@
-"""Who holds which block, and K and V in blocks: immutable state, and pure functions that change it.
+"""The KV cache in blocks, and which slot holds which: immutable state, and pure functions over it.
 
 `blocks` is the allocator alone: reference counts, free blocks and block tables, without any K or V.
 `PagedCache` adds the pools, and the functions here are those of `blocks`, done in the pools too.

@@ -3,7 +3,7 @@
 A block is free or held; either way it may be *cached*: full of tokens that are known by a digest,
 so that a sequence that begins with the same tokens can hold it too (`paged_jax.blocks.attach`). A
 block stays cached when it is freed, until it is taken again. So the free queue has two parts: at
-its head the blocks whose content nobody can find, the last freed first, then the cached ones, the
+its head the blocks whose content cannot be found, the last freed first, then the cached ones, the
 least recently used first.
 
     ref_counts  [0 2 0 2 0 0]        held: 1 and 3, by two holders each

@@ -33,7 +33,7 @@ from paged_jax.kernels.xla.writing import set_rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """K and V of every token of every slot, and who holds which block.
+    """K and V of every token of every slot, and which slot holds which block.
 
     Attributes:
       k: [L, P, K, C, D], keys: floating point, or int8 or float8_e4m3fn with scales.
@@ -147,7 +147,7 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both pools and their scales; the tables come on top and are small."""
+        """Bytes of both pools and their scales, without the tables, which are small."""
         return sum(array.nbytes for array in self.pools if array is not None)
 
 
@@ -167,7 +167,7 @@ def reserve(
       cache: the state; donate it, or both pools are copied.
       num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
       max_tokens: upper bound on `num_tokens` (static).
-      backend: of the copies, see `copy_blocks`; where that has no such op, the platform's best.
+      backend: backend of the copies, see `copy_blocks`; the platform's best where it has no copies.
 
     Returns:
       `(cache, ok)`. Where `ok`, bool[], is False the cache is unchanged.
@@ -276,8 +276,8 @@ def read_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, *, width: 
     rows_LN = layers_L1 * cache.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
 
     def read(pool: jax.Array) -> jax.Array:
-        # As rows: `pool[:, blocks]` makes XLA for TPU lay out anew the scales, where P is the
-        # fastest axis.
+        # As rows: `pool[:, blocks]` makes XLA for TPU change the layout of the scales, where P is
+        # the fastest axis.
         values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
         return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
 
@@ -312,7 +312,7 @@ def write_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: P
         return set_rows(rows, rows_LN.reshape(-1), new).reshape(pool.shape)
 
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Number by number: as rows, XLA for TPU would lay these out anew, as P is their fastest
+        # Number by number: as rows, XLA for TPU would change their layout, as P is their fastest
         # axis.
         L, _, K, C = scale.shape
         layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])

@@ -11,7 +11,7 @@ def draw_tables(tables: BlockTables, title: str) -> str:
     """Draw every sequence's blocks, and the pool with free, held and shared blocks.
 
     Args:
-      tables: as they are now; copied to the host.
+      tables: the block tables; they are copied to the host.
       title: the first line.
 
     Returns:

@@ -32,7 +32,7 @@ def check_arguments(
     Args:
       function: the name that messages begin with.
       kv_dtype, num_blocks, memory_fraction, max_num_seqs, max_num_batched_tokens, max_model_len,
-        num_speculative_tokens, preemption: as for `Engine`; those that are None are not checked.
+        num_speculative_tokens, preemption: see `Engine`; those that are None are not checked.
       **sizes: other arguments that must be positive integers.
 
     Raises:
@@ -92,7 +92,7 @@ def program_sizes(
       config: the configuration of the model.
       num_eos_token_ids: tokens that end sequences of the model.
       block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens,
-        max_num_batched_tokens, steps_per_dispatch: as for `Engine`, checked before.
+        max_num_batched_tokens, steps_per_dispatch: see `Engine`; checked before.
 
     Raises:
       ValueError: max_model_len is longer than the model's context.
@@ -125,7 +125,7 @@ def choose_cascade(
     Args:
       wanted: the `cascade_attention` of `Engine`.
       config: the configuration of the model.
-      platform: where the engine runs.
+      platform: the platform that the engine runs on.
       enable_prefix_caching: whether requests come to share blocks.
 
     Raises:

@@ -109,7 +109,7 @@ class BeamSearchOutput:
     """What was found for one prompt.
 
     Attributes:
-      sequences: as many as the beams are wide or, if there are fewer, all; the best first.
+      sequences: the best `beam_width` sequences or, if there are fewer, all; the best first.
     """
 
     sequences: list[BeamSearchSequence]
@@ -126,9 +126,9 @@ def beam_search(
     finds.
 
     Args:
-      engine: one without unfinished requests. It is empty again afterwards, whatever happens.
-      prompts: one or several, as for `LLM.generate`.
-      params: what to search for, the same for all prompts.
+      engine: an engine without unfinished requests. It is empty again afterwards, whatever happens.
+      prompts: one prompt or several, see `LLM.generate`.
+      params: parameters of the search, the same for all prompts.
 
     Returns:
       One output for each prompt, in their order.
@@ -200,7 +200,7 @@ class _Search:
 
     Args:
       request: the prompt as a request.
-      params: what to search for.
+      params: parameters of the search.
       end_ids: token ids that complete a sequence.
     """
 

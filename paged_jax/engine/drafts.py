@@ -63,7 +63,7 @@ class Drafter:
         """Guess the next tokens of each sequence.
 
         Args:
-          sequences: those that decode.
+          sequences: the sequences that decode.
           max_tokens: most tokens that all guesses together may have.
 
         Returns:

@@ -2,7 +2,7 @@
 
 A step is `schedule -> run -> postprocess`:
 
-    schedule       who runs: `paged_jax.scheduler`, which drives the cache as it decides
+    schedule       what runs: `paged_jax.scheduler`, which drives the cache as it decides
     run            chunks of prompts, forks of samples, some steps of decoding: `run`, which drives
                    `paged_jax.runner`
     postprocess    tokens to samples: text, stop strings, log-probabilities, ends: `postprocess`
@@ -42,8 +42,8 @@ class Engine(EngineParts):
         ``"float32"``, ``"bfloat16"``, ``"float16"``, or quantised ``"int8"``, ``"fp8"``.
       block_size: tokens in a block of KV memory.
       num_blocks: blocks in the pool; by default what the slots can use, within the free memory.
-      memory_fraction: in place of `num_blocks`, the fraction of the device's memory that the engine
-        may take in all, above 0 to 1. The pool gets what weights and steps leave of it, as
+      memory_fraction: fraction of the device's memory that the engine may take in all, above 0 to
+        1, in place of `num_blocks`. The pool gets what weights and steps leave of it, as
         ``python -m paged_jax.plan`` says beforehand, but no more than the slots can use.
       max_num_seqs: samples that run at once, each in a slot.
       max_model_len: longest sequence in tokens, prompt included; by default the model's context.
@@ -60,7 +60,7 @@ class Engine(EngineParts):
       cascade_attention: whether decoding reads blocks that all running sequences begin with once
         for all of them; by default on CPUs, with prefix caching, for models without a sliding
         window.
-      seed: seed of the draws of requests that bring none.
+      seed: seed of the draws of requests without one.
       backend: name of the attention's backend, see `paged_attention`.
       sharding: places of the weights, see `Llama.from_pretrained`. Over several devices (CPUs or
         TPUs) products are divided as the weights are; each device has the whole cache.
@@ -141,7 +141,7 @@ class Engine(EngineParts):
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Around calls of `add_request`: an exception within takes all of their requests back."""
+        """A context for calls of `add_request`: an exception within withdraws their requests."""
         num_before, known = self._requests.num_added, set(self._requests.unfinished)
         try:
             yield

@@ -14,8 +14,8 @@ class ExclusiveUse:
     """What beam search needs of an engine. See `Engine.exclusive`.
 
     Attributes:
-      runner: what runs programs.
-      inputs: what prompts and parameters are accepted.
+      runner: runs programs.
+      inputs: checks prompts and parameters.
       eos_token_ids: the model's end tokens.
     """
 
@@ -41,7 +41,7 @@ class ExclusiveUse:
         self._guard = guard
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Around the use of the runner, which ends with empty slots; an exception empties all."""
+        """A context for use of the runner. It ends with empty slots; an exception empties all."""
         return self._guard.change()
 
     def attach_prefix(self, sequence: Sequence) -> None:

@@ -26,7 +26,7 @@ An MLP holds gate, up and their product; attention holds q, k and v, as they are
 it lays them out; unrolled layers keep what each has added to the residual, where XLA sums it up
 last; and attention reads the pool in tiles, the 4 MiB. To choose a token takes the logits, copies
 of them, and a copy of 5 * V bytes of each slot's state. The programs that the tests compile are
-those of CPUs. What drivers and libraries of GPUs and TPUs take for themselves comes on top:
+those of CPUs. What drivers and libraries of GPUs and TPUs take for themselves is not counted:
 ``memory_fraction=0.9`` leaves them a tenth.
 
 Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size.
@@ -111,7 +111,7 @@ class Footprint(NamedTuple):
         """Refuse memory in which not even one block fits.
 
         Args:
-          field: what the message begins with.
+          field: the words that the message begins with.
           memory: bytes that there are.
 
         Raises:
@@ -140,7 +140,7 @@ def footprint(
 
     Args:
       config: the configuration of the model.
-      sizes: what shapes the engine's programs.
+      sizes: sizes of the engine's programs.
       weights: bytes of the weights on the device, see `weight_bytes`.
       dtype: the type of the weights.
       kv_dtype: the type of K and V.

@@ -32,7 +32,7 @@ class Inputs:
       vocab_size: V, tokens that the model knows.
       max_model_len: most tokens of a sequence, prompt included.
       max_length: most tokens of a sequence that names no bound: what the pool can hold.
-      seed: the engine's seed, for requests that bring none.
+      seed: the engine's seed, for requests without one.
     """
 
     tokenizer: Tokenizer | None
@@ -59,7 +59,7 @@ class Inputs:
           arrival: number of requests before it, which picks its seed and its turn.
           prompt: a text, or a dict with ``prompt`` or ``prompt_token_ids``, and perhaps
             ``cache_salt``, a text: requests share cached blocks only where their salts agree.
-          params: how its tokens are chosen.
+          params: how the request's tokens are chosen.
           priority: rank of the request: lower is served first.
           arrival_time: seconds of a monotonic clock.
           timeout: seconds after which the request ends as it stands.

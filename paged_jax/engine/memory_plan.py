@@ -25,8 +25,8 @@ class MemoryPlan:
       config: the configuration of the model.
       dtype: the type of the weights.
       kv_dtype: the type of K and V.
-      platform: where the engine runs: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      sizes: what shapes the engine's programs.
+      platform: the platform that the engine runs on: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      sizes: sizes of the engine's programs.
       num_blocks: blocks that fit.
       memory: bytes that the engine may take.
       footprint: bytes that it takes.

@@ -44,7 +44,7 @@ class EngineParts:
       max_num_seqs: S, samples that run at once.
       max_model_len: most tokens of a sequence, prompt included.
       enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
-      delivery: where requests go that have made progress.
+      delivery: hands on requests that have made progress.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class EngineParts:
     def sequences(self) -> list[Sequence]:
         """The samples that have not finished, the most senior first, for reading only.
 
-        Those with a ``slot`` are resident, the others wait. Valid until the next step.
+        Those with a ``slot`` are running, the others wait. Valid until the next step.
         """
         return self._scheduler.sequences
 

@@ -25,10 +25,10 @@ def choose_num_blocks(
 
     Args:
       device: the `jax.Device` that holds the pool, or its part of it.
-      sizes: of the engine's programs.
+      sizes: sizes of the engine's programs.
       footprint: what the engine takes on the device.
-      num_blocks: as for `Engine`; chosen by memory if None.
-      memory_fraction: as for `Engine`.
+      num_blocks: see `Engine`; chosen by memory if None.
+      memory_fraction: see `Engine`.
 
     Raises:
       ValueError: not even one block fits, or `num_blocks` are more than the host can hold.

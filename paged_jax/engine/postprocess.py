@@ -38,8 +38,8 @@ class Postprocessor:
         """Give sequences what a step has drawn for them.
 
         Args:
-          plan: what the step ran.
-          tokens: what it has drawn, a row for each of the plan's decodes; None without any.
+          plan: the plan that the step ran.
+          tokens: the tokens that it has drawn, a row for each of the plan's decodes; None without.
 
         Returns:
           The requests that got tokens or ended.
@@ -86,8 +86,8 @@ class Postprocessor:
         """Append the tokens of a row to a sequence, up to the one that stops it.
 
         Args:
-          sequence: one that has not finished.
-          tokens: what a dispatch of decoding has drawn.
+          sequence: a sequence that has not finished.
+          tokens: the tokens that a dispatch of decoding has drawn.
           row: the row of the sequence in `tokens`.
 
         Returns:
@@ -128,7 +128,7 @@ class Postprocessor:
         """Append the log-probabilities of the tokens that follow a chunk of a prompt's.
 
         Args:
-          request: one that asks for them.
+          request: a request that asks for them.
           scores: a row for each token of the chunk.
           start: position of the first token of the chunk.
           count: tokens in the chunk.

@@ -22,7 +22,7 @@ class ChangeGuard:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Around a change of state.
+        """A context for a change of state.
 
         Raises:
           RuntimeError: another one is under way.

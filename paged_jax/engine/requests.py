@@ -13,13 +13,13 @@ class RequestTable:
     """Requests from their arrival to their end.
 
     Args:
-      scheduler, runner, drafter: what a request leaves when it ends.
+      scheduler, runner, drafter: parts that forget a request when it ends.
 
     Attributes:
       unfinished: requests that have not finished, by their ids.
       ended: requests that ended in a step that was cut short; the next step returns them.
       num_added: requests added so far.
-      weights_version: how often the weights were replaced.
+      weights_version: number of times that the weights were replaced.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, drafter: Drafter):
@@ -32,7 +32,7 @@ class RequestTable:
         self.weights_version = 0
 
     def next_id(self) -> str:
-        """A name for a request that brings none: its number, or the next that is free."""
+        """A name for a request without one: its number, or the next that is free."""
         numbers = itertools.count(self.num_added)
         return next(name for i in numbers if (name := str(i)) not in self.unfinished)
 
@@ -61,7 +61,7 @@ class RequestTable:
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Take a finished request out."""
+        """Remove a finished request."""
         request.mark(finished_time=time.perf_counter())
         self.unfinished.pop(request.request_id, None)
 
@@ -86,7 +86,7 @@ class RequestTable:
         self._scheduler.restart([s for s in sequences if not s.is_finished])
 
     def note_new_weights(self) -> bool:
-        """Take note that the weights were replaced; return whether requests are unfinished."""
+        """Record that the weights were replaced; return whether requests are unfinished."""
         self.weights_version += 1
         for request in self.unfinished.values():
             if request.prompt_logprobs is not None:
@@ -112,7 +112,7 @@ class RequestTable:
         return PrefixChain(root, self._scheduler.block_size)
 
     def _name_blocks(self, request: Request) -> None:
-        """Let the prefix cache find the blocks of a request, under the weights of now."""
+        """Let the prefix cache find the blocks of a request, under the present weights."""
         # Log-probabilities of a prompt need all of it computed.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:

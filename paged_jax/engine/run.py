@@ -15,11 +15,11 @@ class PlanRunner:
     """Runs plans, and notes when requests begin.
 
     Args:
-      runner: what runs programs.
-      scheduler: what made the plans.
-      postprocessor: what takes the log-probabilities of prompts.
-      drafter: what guesses tokens.
-      clock: what measures the two parts.
+      runner: runs programs.
+      scheduler: has made the plans.
+      postprocessor: takes the log-probabilities of prompts.
+      drafter: guesses tokens.
+      clock: measures the two parts.
       stats: the totals.
     """
 

@@ -14,7 +14,7 @@ class EngineStats:
 
     Attributes:
       num_steps: engine steps run so far; each may decode several tokens of a sequence.
-      num_prompt_tokens: prompt tokens computed; those found in the prefix cache come on top.
+      num_prompt_tokens: prompt tokens computed, without those found in the prefix cache.
       num_generated_tokens: tokens drawn.
       num_decode_tokens: tokens drawn in dispatches that did not compile.
       prefill_seconds: seconds in programs that prefill.
@@ -33,8 +33,8 @@ class EngineStats:
       num_cached_tokens: tokens found in the prefix cache.
       num_draft_tokens: tokens guessed by speculation.
       num_accepted_tokens: guesses that were right.
-      sharing: of the blocks that all sequences would hold without sharing any, the fraction that
-        sharing saved, over all steps (Kwon et al., 2023, section 6.3).
+      sharing: fraction of blocks saved by sharing, over all steps, of those that all sequences
+        would hold without sharing any (Kwon et al., 2023, section 6.3).
     """
 
     num_steps: int = 0
@@ -104,7 +104,7 @@ class StepClock:
 
     Args:
       stats: the totals.
-      runner: what says how long it compiled and waited.
+      runner: reports how long it compiled and waited.
 
     Attributes:
       scheduling, running, postprocessing: the stopwatches of the three parts of a step.
@@ -157,8 +157,8 @@ class BlockMeter:
 
     Args:
       stats: the totals.
-      scheduler: what knows the running sequences.
-      runner: what knows the free blocks.
+      scheduler: knows the running sequences.
+      runner: knows the free blocks.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):

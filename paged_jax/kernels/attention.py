@@ -139,7 +139,7 @@ def paged_prefill_attention(
       query_lens: integer ``[B]``, tokens in each chunk, 0 to T and at most `context_lens`; what is
         above counts as the most that there can be.
       layer, scale, sliding_window, soft_cap, k_scale, v_scale, sinks, return_lse, backend,
-        interpret: as for `paged_attention`.
+        interpret: see `paged_attention`.
 
     Returns:
       ``[B, T, H, D]`` in the dtype of `q`; rows past `query_lens` are 0. With `return_lse`,

@@ -1,12 +1,12 @@
 """What a backend takes and gives: the contract that all kernels keep.
 
-A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. What it cannot do its
-`refusal` says in a sentence. Arguments have been checked before a backend sees them, and in
+A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. Its `refusal` says in a
+sentence what it cannot do. Arguments have been checked before a backend sees them, and in
 attention ``layer`` is in 0..L - 1, ``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most
 ``context_lens``.
 
-What a call means stands in its arrays and in `Options`. How a kernel is run, compiled or
-interpreted, is a property of the backend: see `PallasBackend`.
+The arrays of a call and its `Options` define its result. Whether a kernel is compiled or
+interpreted is a property of the backend: see `PallasBackend`.
 """
 
 from collections.abc import Mapping

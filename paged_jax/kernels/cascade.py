@@ -42,7 +42,7 @@ def choose_decode_attention(
       block_size: C, tokens in a block.
       cascade: whether blocks that all sequences begin with are read once for all of them, where
         tables of this size can make that worthwhile. Without a sliding window only.
-      sliding_window, backend: as for `paged_attention`.
+      sliding_window, backend: see `paged_attention`.
 
     Returns:
       A function of queries ``[B, H, D]``, pools and layer: the attention, ``[B, H, D]``.
@@ -122,11 +122,11 @@ def cascade_attention(
     different token for each sequence.
 
     Args:
-      q, k_pool, v_pool, context_lens: as for `paged_attention`.
+      q, k_pool, v_pool, context_lens: see `paged_attention`.
       block_tables: integer ``[B, M]``, of which the first `num_shared` columns are the same in all
         rows with tokens, and all of them full blocks.
       num_shared: i32 ``[]``, at most what `num_shared_blocks` counts; it may be traced.
-      layer, scale, soft_cap, k_scale, v_scale, sinks, backend, interpret: as for `paged_attention`.
+      layer, scale, soft_cap, k_scale, v_scale, sinks, backend, interpret: see `paged_attention`.
 
     Returns:
       ``[B, H, D]`` in the dtype of `q`, 0 where `context_lens` is 0.
@@ -184,7 +184,7 @@ def cascade_attention(
         lse = jnp.where(is_used[:, None], lse, -jnp.inf)
         return merge_attention(out, lse, own_out, own_lse)[0]
 
-    # A batch that shares nothing does not pay for the second pass.
+    # A batch that shares nothing skips the second pass.
     return lax.cond(num_shared > 0, with_shared, lambda out, lse: out, own_out, own_lse)
 
 

@@ -63,7 +63,7 @@ def check_pools(function: str, pools: Pools, layer: Any) -> None:
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
 
 
-# What a caller who leaves lengths out may mean.
+# What a caller that leaves lengths out may mean.
 _FULL = {
     "context_lens": " Where all tables are full, pass jnp.full(B, M * C).",
     "query_lens": " Where all chunks are full, pass jnp.full(B, T).",

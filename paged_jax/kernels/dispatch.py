@@ -76,7 +76,7 @@ def backends_of(op: Op) -> tuple[str, ...]:
 
 
 def backend_for(op: Op, name: str | None) -> str | None:
-    """The backend asked for if it has an op, else None: what is best on the platform."""
+    """The backend asked for if it has an op, else None, which stands for the platform's best."""
     return name if name in backends_of(op) else None
 
 
@@ -85,7 +85,7 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
 
     Args:
       problem: the call, see `paged_jax.kernels.backend.Problem`.
-      platform: as JAX names it: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``.
+      platform: JAX's name of the platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``.
     """
     reasons = []
     for name, backend in BACKENDS.items():
@@ -108,7 +108,7 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
 
     Args:
       function: the name of the caller, for the message.
-      name: of the backend, or None for the best one, which always runs.
+      name: name of the backend, or None for the best one, which always runs.
       platform: `jax.Device.platform` of the device.
 
     Raises:
@@ -147,7 +147,7 @@ def backend_over_devices(function: str, name: str | None, platform: str) -> str:
 
     Args:
       function: the name of the caller, for the message.
-      name: of the backend that is asked for, or None.
+      name: name of the backend that is asked for, or None.
       platform: `jax.Device.platform` of the devices.
 
     Raises:

@@ -18,8 +18,8 @@ What is read when, B' chunks x T' queries at a time (together at most QUERIES)::
 Loops have dynamic bounds, so that the cost follows the tokens. Memory is that of a tile, besides
 arrays of the shapes of q and of one layer of the pools.
 
-The pools' gradients are built only where somebody asks for them: a policy gradient that needs
-those of the queries alone allocates no pool.
+The pools' gradients are built only where they are asked for: a policy gradient that needs those of
+the queries alone allocates no pool.
 """
 
 import functools
@@ -45,11 +45,11 @@ class Gradients(NamedTuple):
     """Gradients in the arguments of an attention op.
 
     Attributes:
-      q: as q.
-      k: ``[P, K, C, D]``, in one layer of the pool, float32 at least: many queries add up in it.
-        None where it is not wanted.
-      v: as `k`.
-      sinks: as sinks, or None without them.
+      q: gradient in the queries, of their shape.
+      k: ``[P, K, C, D]``, gradient in one layer of the pool, float32 at least: many queries add up
+        in it. None where it is not wanted.
+      v: the same for the values.
+      sinks: gradient in the sinks, of their shape; None without them.
     """
 
     q: jax.Array
@@ -198,7 +198,7 @@ def prefill_backward(
 
     Args:
       args, options: arguments of the forward pass.
-      out, lse: its results.
+      out, lse: results of the forward pass.
       out_bar, lse_bar: the gradients in them. Where a row sees nothing they are not read.
       wants_pools: whether to build the gradients in the pools too.
     """
@@ -335,7 +335,7 @@ def _fold_keys(
         if options.sliding_window is not None:
             window = options.sliding_window
             seen_BTN &= positions_BN[:, None] > rows.positions[..., None] - window
-        # What nobody sees may hold NaN, which a weight of zero would not remove.
+        # Keys that no query sees may hold NaN, which a weight of zero would not remove.
         is_seen = seen_BTN.any(axis=1)[:, None, :, None]
         k, v = (
             jnp.where(is_seen, _gather(pool, scale, layer, blocks_BM, rows.q), 0)

@@ -12,7 +12,7 @@ def in_whole_lanes(head_dim: int) -> int:
 def padded_head_dim(head_dim: int, platform: str) -> int:
     """The last axis of a pool for a platform: D, padded on TPUs to whole registers of 128 lanes.
 
-    There the padding costs no memory: XLA stores an array in tiles of 128 lanes anyway, or lays it
+    The padding costs no memory there: XLA stores an array in tiles of 128 lanes anyway, or lays it
     out in another order, and would then copy all of it before every kernel.
 
     Example:

@@ -30,7 +30,7 @@ def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
 
 
 def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
-    """What two types have in common, also where `jax_numpy_dtype_promotion` is strict."""
+    """The type that two types promote to, also where `jax_numpy_dtype_promotion` is strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 

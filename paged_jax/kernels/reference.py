@@ -41,8 +41,8 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
     query_lens = jnp.minimum(args.context_lens, 1)
     out, lse = prefill(args._replace(q=args.q[:, None], query_lens=query_lens), options)
     if args.sinks is not None:
-        # An empty sequence is a query all the same, and its softmax holds the sink; a padding row
-        # of a chunk is no query.
+        # Even an empty sequence has a query, whose softmax holds the sink; a padding row of a chunk
+        # is no query.
         sinks = args.sinks.astype(lse.dtype)[None, None]
         lse = jnp.where(args.context_lens[:, None, None] > 0, lse, sinks)
     return out[:, 0], lse[:, 0]
@@ -65,7 +65,7 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     if options.sliding_window is not None:
         seen_BTN &= key_positions > query_positions - options.sliding_window
 
-    # A token that nobody sees may hold NaN, which neither a weight nor a gradient of zero removes.
+    # Tokens that no query sees may hold NaN, which neither a weight nor a gradient of 0 removes.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
     k_BNKD, v_BNKD = (
         jnp.where(is_seen, _gather(pool, scale, layer, block_tables, dtype)[..., :D], 0)

@@ -107,7 +107,7 @@ def copy_blocks(
     """Copy blocks to other blocks, in all layers; in place if the pools are donated.
 
     Args:
-      k_pool, v_pool, k_scale, v_scale, backend, interpret: as for `paged_write`.
+      k_pool, v_pool, k_scale, v_scale, backend, interpret: see `paged_write`.
       sources: integer ``[N]``, the blocks to copy.
       targets: integer ``[N]``, where to: distinct blocks, none of which is also a source. Pairs
         of which either is no block, such as P, are left out.
@@ -167,7 +167,7 @@ def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> N
 
     Args:
       function: the name of the caller, for the message.
-      shape: of the pool, L, P, K, C, D.
+      shape: shape of the pool, L, P, K, C, D.
       num_new: rows past the end of the pool that must be counted too.
 
     Raises:

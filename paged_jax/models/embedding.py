@@ -8,7 +8,7 @@ from jax import lax
 def look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """The float32 rows ``[N, E]`` of a table ``[V, E]`` for token ids i32 ``[N]``.
 
-    For steps over a cache: of a bfloat16 table there is no gradient.
+    For steps over a cache: a bfloat16 table gets no gradient.
     """
     if table.dtype != jnp.bfloat16:
         return _look_up(table, token_ids)

@@ -27,11 +27,11 @@ class Llama(nnx.Module):
 
     Args:
       config: sizes and switches.
-      dtype: of the weights. Activations and logits are float32.
+      dtype: type of the weights. Activations and logits are float32.
       scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, as
         suits TPUs and compiles soonest; otherwise keep one module a layer and unroll, as suits
         CPUs and GPUs, where a scan copies every layer's weights out of the stack.
-      rngs: for the initial weights.
+      rngs: source of the initial weights.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -111,9 +111,9 @@ class Llama(nnx.Module):
         Weights go from the files to their devices without a second copy of the model in memory.
 
         Args:
-          folder: with ``config.json`` and safetensors, or a checkpoint; by default the small model
-            that comes with this library.
-          dtype: of the weights: float32, bfloat16 or float16; ``"auto"`` is that of the config.
+          folder: a folder with ``config.json`` and safetensors, or a checkpoint; by default the
+            small model that comes with this library.
+          dtype: type of the weights: float32, bfloat16 or float16; ``"auto"`` is the config's.
           scan_layers: see `Llama`; by default on TPUs only.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked) and shape.
@@ -191,7 +191,7 @@ class Llama(nnx.Module):
           token_ids: i32 ``[B, T]``, each row padded at its end.
           slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
           num_tokens: i32 ``[B]``, tokens in each row, 1 to T.
-          backend: of the attention, see `paged_attention`.
+          backend: backend of the attention, see `paged_attention`.
 
         Returns:
           float32 logits ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
@@ -213,7 +213,7 @@ class Llama(nnx.Module):
         """As `prefill`, but score what follows each token of the chunks and not only the last.
 
         Args:
-          cache, slots, num_tokens, backend: as for `prefill`.
+          cache, slots, num_tokens, backend: see `prefill`.
           token_ids: i32 ``[B, T]``, each row padded at its end.
 
         Returns:
@@ -244,7 +244,7 @@ class Llama(nnx.Module):
           slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
           cascade: whether blocks that all slots begin with are read once for all of them, see
             `cascade_attention` (static).
-          backend: of the attention, see `paged_attention`.
+          backend: backend of the attention, see `paged_attention`.
 
         Returns:
           float32 logits ``[B, V]`` (of no meaning in rows left out), the new cache, and ``ok``,
@@ -335,12 +335,12 @@ def create_cache(
     """Return an empty cache for models of a config.
 
     Args:
-      config: of the model.
+      config: configuration of the model.
       num_slots: S, sequences that it holds at once.
       max_length: most tokens of a sequence.
       num_blocks: P, which all slots share; by default enough for all of them at full length.
       block_size: C, tokens in a block.
-      dtype: of K and V; int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
+      dtype: type of K and V; int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
       platform: where it will be used, by default `jax.default_backend()`. On a TPU the last axis of
         the pools is padded, see `kernels.padded_head_dim`.
 

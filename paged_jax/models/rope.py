@@ -23,7 +23,7 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
     # llama3: wavelengths well inside the original context stay, those beyond it are stretched,
-    # and between the two the frequency goes over linearly in the number of turns per context.
+    # and between the two the frequency changes linearly in the number of turns per context.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)

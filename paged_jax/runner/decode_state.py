@@ -97,12 +97,12 @@ def assign(
     eos_token_ids: Sequence[int] = (),
     max_length: int,
 ) -> DecodeState:
-    """Give a slot to a sequence. Called from the host; the cache is the caller's business.
+    """Give a slot to a sequence. Called from the host; the caller changes the cache.
 
     Args:
       state: the state to change; all but its cache is donated.
       slot: the row to write, 0 <= slot < S.
-      params: what the request asks for.
+      params: sampling parameters of the request.
       token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
       num_prompt_tokens: how many of them are the prompt's.
       seed, sample_index: what the random draws depend on, see `sampling.write_slot`.

@@ -153,7 +153,7 @@ def verify_steps(
     draft is the last. The tokens of the drafts after it leave the cache again.
 
     Args:
-      model, state, slots, num_top, backend: as for `decode_steps`.
+      model, state, slots, num_top, backend: see `decode_steps`.
       drafts: i32[B, T], guesses of each row's next tokens.
       num_drafts: i32[B], how many of them count; 0 makes it an ordinary decode step of the row.
 

@@ -30,7 +30,7 @@ class Executor:
       cache_dtype: the dtype of K and V.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: the backend of the attention, see `paged_attention`.
-      on_compile: called with one line before a program is compiled.
+      on_compile: function that is called with one line before a program is compiled.
 
     Attributes:
       sizes: what shapes the programs.
@@ -161,8 +161,8 @@ class Executor:
         """Compile the programs of `warmup.list_calls`. No slot may be in use.
 
         Args:
-          report: called with the number of programs done, their total, and the name of one that is
-            done.
+          report: function that is called with the number of programs done, their total, and the
+            name of the one just done.
         """
         calls = warmup.list_calls(self.programs, self.sizes, self.state.cache.pools)
         new = [call for call in calls if call.name not in self._compiled]
@@ -179,7 +179,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """Around the call of a program: say so, and count the time, if it compiles here."""
+        """A context for the call of a program: report and time a compilation in it."""
         if program in self._compiled:
             yield
             return

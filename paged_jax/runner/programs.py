@@ -42,7 +42,7 @@ class Call(NamedTuple):
     """One program and all that it is called with after weights and state.
 
     Attributes:
-      name: the program and the shape that it is compiled for, for people.
+      name: the program and the shape that it is compiled for, to be shown.
       program: the jitted function.
       args: arrays, on the host.
       static: arguments that the compiled program depends on.
@@ -122,7 +122,7 @@ class Structure(NamedTuple):
       graphdef, treedef: the structure of the module of a `Llama`, and that of its weights.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: the backend of the attention, see `paged_attention`.
-      placement: where all results go. None is for one device, where nothing needs to be said.
+      placement: placement of all results; None for one device, which needs none.
     """
 
     graphdef: Any
@@ -140,9 +140,9 @@ def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
     """The programs of an engine, shared with all engines that have the same structure.
 
     Args:
-      structure: what the programs of a model depend on besides shapes.
-      sizes: what shapes the programs of this engine.
-      num_top: how many of the most probable tokens are reported where a request asks for them.
+      structure: structure that the programs of a model depend on besides shapes.
+      sizes: sizes that shape the programs of this engine.
+      num_top: number of most probable tokens that are reported where a request asks for them.
     """
     jit = functools.partial(_jit, structure)
     score, decode, verify = jit(_score), jit(_decode), jit(_verify)

@@ -34,7 +34,7 @@ class ModelRunner:
       backend: the backend of the attention, see `paged_attention`.
       eos_token_ids: the model's end tokens.
       draw_of: how the tokens of a sequence are drawn.
-      on_compile: called with one line before a program is compiled.
+      on_compile: function that is called with one line before a program is compiled.
 
     Attributes:
       sizes: what shapes the programs.
@@ -67,7 +67,7 @@ class ModelRunner:
         self.slots = Slots(self._executor, eos_token_ids, draw_of)
 
     def reset(self) -> None:
-        """Start with an empty cache: nothing is resident or cached any more."""
+        """Start with an empty cache: nothing runs or is cached any more."""
         self._executor.reset()
         self.slots.reset()
 
@@ -181,8 +181,8 @@ class ModelRunner:
         Args:
           beams: ``(parent, slot, token_id)`` each: the slot becomes what the slot `parent` was
             before this call, and takes the token.
-          num_rows: how many beams there may be; calls for as many share a compiled program.
-          num_top: how many tokens to find.
+          num_rows: most beams that there may be; calls for as many share a compiled program.
+          num_top: number of tokens to find.
         """
         size = row_bucket(num_rows, self.sizes.num_slots)
         parents, slots = no_slots(self.sizes.num_slots), no_slots(size)

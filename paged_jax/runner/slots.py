@@ -41,7 +41,7 @@ class Draw(NamedTuple):
 
 
 def slot_of(sequence: Sequence) -> int:
-    """The slot of a resident sequence."""
+    """The slot of a running sequence."""
     assert sequence.slot is not None
     return sequence.slot
 
@@ -76,12 +76,12 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Begin with a new state of the executor, in which nothing is resident or cached."""
+        """Begin with a new state of the executor, in which no slot is taken and nothing cached."""
         self.num_resets += 1
         # By slot: the sequence that was assigned to it, and how many of its blocks can be found.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
-        # All digests that are cached, and some that are no more: others need no look-up.
+        # All digests that are cached, and some that no longer are: others need no look-up.
         self._published: set[bytes] = set()
         # Gathered for the next program: what a step publishes and releases costs few calls.
         self._to_publish: list[tuple[int, int, bytes, list[int]]] = []
@@ -196,7 +196,7 @@ class Slots:
         self._executor.run_unchecked(self._executor.programs.fork.call(parents))
 
     def assign(self, sequence: Sequence) -> None:
-        """Write to the device how the sequence in this slot is drawn, unless that stands there."""
+        """Write to the device how the tokens of this sequence are drawn, unless that is known."""
         slot = slot_of(sequence)
         if self._owners[slot] is sequence:
             return

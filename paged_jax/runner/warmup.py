@@ -32,7 +32,7 @@ def list_calls(programs: Programs, sizes: Sizes, pools: Any) -> list[Call]:
 
     Args:
       programs: the programs of the engine.
-      sizes: what shapes them.
+      sizes: sizes that shape the programs.
       pools: K and V of all blocks, for their shapes and dtypes.
     """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
@@ -92,8 +92,8 @@ def compile_calls(
       calls: the programs and the shapes to compile them for.
       weights: the arrays of the model.
       state: the state; nothing runs on it here.
-      report: called with the number of programs done, their total, and the name of one that is
-        done.
+      report: function that is called with the number of programs done, their total, and the name
+        of the one just done.
     """
     # Compilers leave Python's lock alone, so that threads make use of several cores; each takes
     # some 100 MB for a model of 30 layers.

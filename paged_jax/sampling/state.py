@@ -138,7 +138,7 @@ def write_slot(
     Args:
       state: the state to change; donated.
       slot: the row to write, 0 <= slot < S.
-      params: what the request asks for.
+      params: sampling parameters of the request.
       seed: the seed of the random draws, 0 to 2**63 - 1, used in place of ``params.seed``, which
         may be None.
       sample_index: which of the ``n`` samples this is.

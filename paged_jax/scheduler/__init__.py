@@ -1,6 +1,6 @@
-"""Who runs next: requests, their order, and what they wait for. Plain Python: imports no jax.
+"""Decides what runs next: requests, their order, and their waits. Plain Python: imports no jax.
 
-Others use the names below, and the outputs of `paged_jax.scheduler.outputs`.
+Other folders use the names below, and the outputs of `paged_jax.scheduler.outputs`.
 """
 
 from paged_jax.scheduler.completion import Completion

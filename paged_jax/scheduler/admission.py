@@ -16,8 +16,8 @@ class Admission:
     """Gives slots to waiting sequences, in order of seniority.
 
     Args:
-      queue: where the sequences are.
-      prefixes: which prefixes are being computed.
+      queue: the waiting line and the slots.
+      prefixes: the prefixes that are being computed.
       stats: totals of the scheduler; admissions and look-ups are counted here.
       num_slots: S, most sequences that run at once.
       block_size: C, tokens in a block.

@@ -16,7 +16,7 @@ class StepBudget:
     Attributes:
       num_tokens: tokens that are left.
       num_free: free blocks that are left.
-      num_promised: how many of these running sequences will take, later in this step or in the
+      num_promised: free blocks that running sequences will take, later in this step or in the
         next: each is promised the blocks of its remaining prefill and of its first decode.
     """
 

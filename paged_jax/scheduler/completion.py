@@ -16,7 +16,7 @@ class Completion:
     Attributes:
       cumulative_logprob: sum of the tokens' log-probabilities, in nats.
       logprobs: candidates for each token; None if not asked for.
-      finish_reason, stop_reason: as in `CompletionOutput`.
+      finish_reason, stop_reason: see `CompletionOutput`.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class History:
       arrival_time: seconds, on the clock of ``time.perf_counter()``.
 
     Attributes:
-      prefix_match: as in `Explanation`.
+      prefix_match: see `Explanation`.
 
     Example:
       >>> history = History(time.perf_counter())
@@ -62,7 +62,7 @@ class History:
         )
 
     def run(self, sample: int) -> None:
-        """Note that a sample waits no more: it has got a slot, or has ended."""
+        """Note that a sample no longer waits: it has got a slot, or has ended."""
         self._close(sample, self._now())
 
     def preempt(

@@ -31,7 +31,8 @@ class CompletionOutput:
       token_ids: the generated tokens; an end-of-sequence token that stopped it is the last.
       cumulative_logprob: sum of the tokens' log-probabilities in nats, under the model's own
         distribution.
-      logprobs: for each token itself and the most probable ones; None if not asked for.
+      logprobs: log-probabilities of each token itself and of the most probable ones at its
+        position; None if not asked for.
       finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (the asked-for tokens or
         the context are used up), ``"abort"`` (by the caller or a deadline), ``"error"``, or None
         before it ends.
@@ -151,12 +152,12 @@ class RequestOutput:
       request_id: the request's name; its number where none was given.
       prompt: the prompt's text; None if the request was given as token ids.
       prompt_token_ids: the tokens that the model read.
-      outputs: one for each of the ``n`` samples.
+      outputs: one output for each of the ``n`` samples.
       finished: whether all samples are complete.
       metrics: the times of the request.
       num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-      prompt_logprobs: for each token of the prompt itself and the most probable ones, None for the
-        first token; None if not asked for.
+      prompt_logprobs: log-probabilities of each token of the prompt itself and of the most probable
+        ones at its position, None for the first token; None if not asked for.
       explanation: why the request waited, and where its prefix match ended; None if not asked for.
     """
 

@@ -13,7 +13,7 @@ class StepPlanner:
     Args:
       plan: the plan to fill.
       budget: what the step may take.
-      queue: where the sequences are. Forks get slots, or join the line.
+      queue: the waiting line and the slots. Forks get slots, or join the line.
       block_size: C, tokens in a block.
       max_chunk: most tokens of one sequence that a step prefills.
     """

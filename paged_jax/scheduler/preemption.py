@@ -12,7 +12,7 @@ from paged_jax.scheduler.request import Sequence
 Preemption = Literal["auto", "recompute", "swap"]
 """How blocks are taken away; ``"auto"`` is whichever costs less."""
 
-# What a victim is told apart by, in the order of `PreemptionPolicy.rank`.
+# Why a victim is chosen before another, in the order of `PreemptionPolicy.rank`.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",
@@ -29,7 +29,7 @@ class PreemptionCosts:
     Attributes:
       seconds_per_token: seconds to compute a token again.
       seconds_per_block: seconds to copy a block between device and host; a swap copies each twice.
-      max_swapped_blocks: how many blocks fit host memory; None for any number.
+      max_swapped_blocks: blocks that fit host memory; None for any number.
     """
 
     seconds_per_token: float = 1e-4
@@ -42,8 +42,8 @@ class PreemptionPolicy:
     """The choice of a victim at one moment. It changes nothing.
 
     Attributes:
-      preemption: which ways to take blocks away are allowed.
-      costs: what these ways cost.
+      preemption: the ways to take blocks away that are allowed.
+      costs: the costs of these ways.
       block_size: C, tokens in a block.
       num_swapped_blocks: blocks that are in host memory already.
       entries: what the scheduler remembers of each sequence.
@@ -56,14 +56,14 @@ class PreemptionPolicy:
     entries: Mapping[Sequence, Entry]
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
-        """Of the worst priority the one that loses least, then the newest."""
+        """The candidate of the worst priority that loses least, then the newest."""
         return min(candidates, key=self.rank)
 
     def rank(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
         """Ranks sequences: the smaller, the sooner it is preempted.
 
-        One that came back and has no more tokens since is left alone if another can be had: else
-        the same two might push each other out again and again.
+        A sequence that came back and has gained no tokens since is spared if there is another: else
+        the same two might preempt each other again and again.
         """
         has_progressed = len(sequence.token_ids) > self.entries[sequence].length_before
         priority, arrival, index = sequence.seniority

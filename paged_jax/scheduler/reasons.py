@@ -20,7 +20,7 @@ class WaitFacts(NamedTuple):
 
     Attributes:
       numbers: the numbers of the sentence, as in `Wait`.
-      other_request: as in `Wait`.
+      other_request: see `Wait`.
     """
 
     numbers: Mapping[str, int] = {}
@@ -49,8 +49,8 @@ def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
     """A wait as a sentence.
 
     Args:
-      wait: its `detail` is not read.
-      name: how another request is called, from its id.
+      wait: the wait; its `detail` is not read.
+      name: function that names another request, given its id.
 
     Example:
       >>> describe_wait(Wait("turn", 0.0, 0.0, numbers={"num_ahead": 2}))
@@ -89,8 +89,8 @@ def describe_preemption(note: PreemptionNote, name: Callable[[str], str] = name_
     """A preemption as a sentence: why it came to that, and why it was this sample.
 
     Args:
-      note: its `detail` is not read.
-      name: how another request is called, from its id.
+      note: the preemption; its `detail` is not read.
+      name: function that names another request, given its id.
     """
     return f"{_describe_cause(note, name)}; {_describe_choice(note, name)}"
 
@@ -149,8 +149,8 @@ def describe_match(num_tokens: int, num_cached_tokens: int, block_size: int) -> 
         )
     return (
         f"block {num_found} (tokens {num_cached_tokens}..{num_cached_tokens + block_size - 1}) was "
-        "not in the cache: nobody has computed the prompt up to there with this cache_salt and "
-        "these weights, or the cache has given the block up since"
+        "not in the cache: no request has computed the prompt up to there with this cache_salt "
+        "and these weights, or the cache has given the block up since"
     )
 
 

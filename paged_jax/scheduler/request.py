@@ -22,21 +22,21 @@ class Request:
     """One prompt and what is asked of it.
 
     Attributes:
-      request_id: its name; unique among the requests that are not finished.
-      arrival: how many requests came before it; ranks equal priorities.
+      request_id: name of the request; unique among the requests that are not finished.
+      arrival: number of requests that came before it; ranks equal priorities.
       prompt: the text; None if it was given as token ids.
       prompt_token_ids: the tokens that the model reads.
-      params: how tokens are chosen.
+      params: sampling parameters.
       seed: seed of its random draws.
       max_tokens: most tokens of each sample, with the context taken into account.
-      metrics: its times.
-      priority: lower is served first.
-      deadline: when it expires, on the clock of the metrics; None for never.
-      cache_salt: it shares cached blocks only with requests that have the same.
+      metrics: times of the request.
+      priority: rank of the request; lower is served first.
+      deadline: time at which it expires, on the clock of the metrics; None for never.
+      cache_salt: salt of the prefix cache: requests share cached blocks only where it is the same.
       num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-      prompt_logprobs: as in `RequestOutput`; grows while the prompt is computed.
-      history: its waits and preemptions; None if no explanation was asked for.
-      sequences: one for each sample, in their order.
+      prompt_logprobs: see `RequestOutput`; grows while the prompt is computed.
+      history: waits and preemptions; None if no explanation was asked for.
+      sequences: the sequence of each sample, in their order.
     """
 
     request_id: str
@@ -88,18 +88,18 @@ class Sequence:
 
     Attributes:
       request: the request, which all of its sequences share.
-      index: which sample this is.
+      index: index of the sample.
       token_ids: prompt and generated tokens.
       max_length: number of tokens at which it is complete; above the number of the prompt's.
       completion: the text of the generated tokens, and why they ended.
-      chain: names its full blocks for the prefix cache; None if it takes no part in that.
-      num_computed: how many of the tokens are in the cache, or in its copy in host memory.
-      slot: its row of the block tables; None unless it runs.
-      is_swapped: whether its blocks are in host memory.
+      chain: names the full blocks for the prefix cache; None if they are not cached.
+      num_computed: tokens that are in the cache, or in its copy in host memory.
+      slot: row of the block tables; None unless the sequence runs.
+      is_swapped: whether the blocks are in host memory.
       host_blocks: what `BlockMemory` keeps there, so that it is freed with the sequence.
-      is_fork: whether its slot began as a copy of that of another sample.
-      waits_for: why it does not run; empty if it does.
-      num_preemptions: how often it was preempted.
+      is_fork: whether the slot began as a copy of that of another sample.
+      waits_for: why the sequence does not run; empty if it does.
+      num_preemptions: times that the sequence was preempted.
     """
 
     request: Request

@@ -1,4 +1,4 @@
-"""Who runs next: which sequences get a slot, blocks and a share of the next step. Imports no jax.
+"""Decides which sequences get a slot, blocks and a share of the next step. Imports no jax.
 
 The scheduler is policy. It knows requests, numbers of blocks and numbers of tokens, never arrays or
 block ids; what it decides about memory, a `BlockMemory` does at once. A step of the engine is
@@ -53,8 +53,8 @@ def check_step_limits(
       function: the name that messages begin with.
       max_num_batched_tokens: most tokens in a step.
       num_slots: S, most sequences that run at once.
-      preemption: one of the values of `Preemption`.
-      slots_name: what `num_slots` is called there.
+      preemption: the way to take blocks away, a value of `Preemption`.
+      slots_name: the caller's name of `num_slots`.
 
     Raises:
       ArgumentError: naming the argument.
@@ -165,13 +165,13 @@ class Scheduler:
         self._queue.join(leader)
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
-        """Let a sequence go that is complete. Nothing, if its request was aborted before."""
+        """Release a sequence that is complete, unless its request was aborted before."""
         if sequence in self._queue.entries:
             self._drop(memory, sequence)
             self.stats.num_finished += 1
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
-        """Let all sequences of a request go that have not finished, and return them."""
+        """Release all unfinished sequences of a request, and return them."""
         sequences = list(self._queue.unfinished.get(request.request_id, ()))
         for sequence in sequences:
             self._drop(memory, sequence)
@@ -288,8 +288,8 @@ class Scheduler:
             if self._queue.free_slots:
                 if self._admission.try_to_start(memory, budget, sequence):
                     return True
-                # With them goes what they alone hold, what they will claim, and the block that is
-                # kept back for each that grows.
+                # Preempting them frees what they alone hold, what they will claim, and the block
+                # that is kept back for each that grows.
                 claims = sum(num_claimed(s, C) + can_grow(s, C) for s in juniors)
                 most = budget.num_spare + memory.num_held(juniors) + claims
                 if self._queue.entries[sequence].num_wanted > most:

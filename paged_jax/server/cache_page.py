@@ -68,7 +68,7 @@ async def _state(service: Service, request: Request) -> Response:
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # Tells the page when the server was restarted, which resets the numbers of events.
+            # Shows the page when the server was restarted, which resets the numbers of events.
             "started": service.created,
             **dataclasses.asdict(cache_map),
             "events": events,

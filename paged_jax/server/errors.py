@@ -67,8 +67,8 @@ def too_many(things: str, most: int, limit: str) -> ApiError:
     """The answer when as many requests, streams or connections exist as a limit allows.
 
     Args:
-      things: what there are too many of, in the plural.
-      most: how many there may be.
+      things: plural noun for what the limit counts.
+      most: the greatest number allowed.
       limit: the name of the limit.
     """
     return ApiError(

@@ -139,7 +139,7 @@ class Metrics:
 
         Args:
           reading: the engine's counts after the step.
-          requests: those that got tokens or ended in it.
+          requests: the requests that got tokens or ended in it.
         """
         self.reading = reading
         for request in requests:

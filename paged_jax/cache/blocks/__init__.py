@@ -1,4 +1,4 @@
-"""Who holds which block of KV memory: reserve, share, copy on write and release, as pure functions.
+"""Which slot holds which block of KV memory: reserve, share, copy on write, release; all pure.
 
 The pool is P blocks of C tokens each. A slot is one running sequence, a row of the block table that
 names, in order, the blocks in which its tokens lie. Here C = 4, P = 6, and slot 1 was forked from
@@ -11,7 +11,7 @@ slot 0, so that the two share their blocks until one of them writes:
                                         with mode="drop" ignores it
 
 A full block can be *cached*: `publish` notes the digest and the tokens by which `attach` finds it
-for another slot that begins alike. It stays cached when nobody holds it any more, until it is
+for another slot that begins alike. It stays cached when no slot holds it any more, until it is
 taken again; blocks that are not cached are taken first. See `paged_jax.cache.block_pool`.
 
 Every operation returns new state and serves all slots at once, with cumulative sums and ranks in

@@ -123,7 +123,7 @@ def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWri
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If nobody else is left to hold the block, the last writer keeps it: no leak, one copy less.
+    # If no other slot is left to hold the block, the last writer keeps it: no leak, one copy less.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return _SharedWrites(

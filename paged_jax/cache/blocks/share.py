@@ -93,7 +93,7 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
 
 
 def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty slots; blocks that nobody holds any more join the free queue.
+    """Empty slots; blocks that no slot holds any more join the free queue.
 
     Cached ones join its tail, slot by slot, the end of a sequence before its beginning, because
     the beginning is what other sequences are likely to have in common and should be reused last.

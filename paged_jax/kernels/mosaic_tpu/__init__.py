@@ -45,7 +45,7 @@ class MosaicTpu:
     """The backend ``"mosaic_tpu"``; writes and copies are left to XLA, which does them in place.
 
     Attributes:
-      interpret: how to interpret its kernel, if at all.
+      interpret: how to interpret the kernel, if at all.
     """
 
     interpret: Interpret = False

@@ -271,7 +271,7 @@ def _fold(
 
 
 def _clear_unseen(span: _Span, first, slot, v_buffer) -> None:
-    """Zero the values that nobody sees: a weight of zero would not remove a NaN among them."""
+    """Zero the values that no query sees: a weight of zero would not remove a NaN among them."""
     num_heads, num_keys = v_buffer.shape[1:3]
     positions = first + lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
     is_token = (positions >= span.begin) & (positions < span.end)

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels.layout import LANES
 
-# The smallest VMEM of the chips from v5e to 7x is 64 MiB; the compiler uses 16 MiB unless told.
+# The smallest VMEM of the chips from v5e to 7x is 64 MiB; the compiler uses 16 MiB by default.
 VMEM_BYTES = 48 << 20
 
 # Bytes of keys, and as many of values, that are in flight while a tile is computed: each is about

@@ -33,7 +33,7 @@ class Triton:
     """The backend ``"triton"``.
 
     Attributes:
-      interpret: how to interpret its kernels, if at all.
+      interpret: how to interpret the kernels, if at all.
     """
 
     interpret: Interpret = False

@@ -116,8 +116,8 @@ def choose_num_splits(batch: int, kv_heads: int, max_steps: int, num_cores: int)
     """How many parts to divide each sequence into.
 
     Few enough that starting and merging parts costs little, many enough that all multiprocessors
-    read. The kernel is limited by the bytes that it reads, and whoever still has work gets the
-    bandwidth: a batch takes its work divided over the resident programs, or its longest part,
+    read. The kernel is limited by the bytes that it reads, and programs that still have work get
+    the bandwidth: a batch takes its work divided over the resident programs, or its longest part,
     whichever is more. That is weighed for a batch of full sequences and for a ragged one.
 
     Args:
@@ -149,10 +149,10 @@ class _Part(NamedTuple):
 
     Attributes:
       pools: refs, as `tiles.as_words` has made them.
-      pool_dtype: what their words hold.
+      pool_dtype: type of the numbers in their words.
       head_dim: D.
       tables_ref: i32 ``[B, M]``.
-      sequence, head, layer: which.
+      sequence, head, layer: indices of what is read.
       first, length: the first token that the query sees, and the end of the sequence.
       begin, end: loop steps, counted from `first`.
     """

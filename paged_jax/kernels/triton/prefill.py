@@ -101,7 +101,7 @@ class _Keys(NamedTuple):
 
     Attributes:
       pools: refs, as `tiles.as_words` has made them.
-      pool_dtype: what their words hold.
+      pool_dtype: type of the numbers in their words.
       tables_ref: i32 ``[B, M]``.
       sequence, layer, head: scalars.
       head_dim: D.
@@ -186,7 +186,7 @@ def _attend_kernel(
             step_tokens,
         )
         out, lse = tiles.finish(softmax)
-        # The chunk's padding has seen tokens like everyone else.
+        # The chunk's padding has seen tokens as its queries have.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 
@@ -203,7 +203,7 @@ def _fold_keys(
     """Fold the tokens that a tile of R rows sees into its softmax.
 
     Args:
-      softmax: one of R rows.
+      softmax: the softmax in progress of R rows.
       q: ``[R, lanes]`` in the type of the products.
       positions: i32 ``[R]``, places of the queries in their sequence.
       first, last: the least and the greatest of them, padding left out.
@@ -248,7 +248,7 @@ def _fold_keys(
 def _cut_into_runs(
     first: jax.Array, last: jax.Array, step_tokens: int, window: int | None
 ) -> list[_Run]:
-    """Tell the steps whose tokens all queries of a tile see from those that need masks.
+    """Separate the steps whose tokens all queries of a tile see from those that need masks.
 
     Args:
       first, last: positions of the tile's first and last query.

@@ -232,7 +232,7 @@ def fold(
     """Fold a tile of tokens into a softmax (Milakov and Gimelshein, 2018).
 
     Args:
-      softmax: one of R rows.
+      softmax: the softmax in progress of R rows.
       scores: f32 ``[R, N]`` in log2, -inf where not seen.
       v: ``[N, lanes]``, in the type of the products; or a tuple.
       v_scale: None or f32 ``[N]``.
@@ -275,7 +275,7 @@ def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    # Triton rounds float32 operands to TF32 (10 bits of mantissa) unless told otherwise.
+    # Triton rounds float32 operands to TF32 (10 bits of mantissa) by default.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 

@@ -36,9 +36,9 @@ class Device(NamedTuple):
     """The GPU that kernels are shaped for.
 
     Attributes:
-      kind: as `jax.Device.device_kind` spells it, "" where it is not known.
-      num_cores: its multiprocessors.
-      compute_capability: as ``(9, 0)``.
+      kind: the name in `jax.Device.device_kind`; "" where it is not known.
+      num_cores: number of multiprocessors.
+      compute_capability: major and minor version, such as ``(9, 0)``.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class PrefillParams(NamedTuple):
 
     Attributes:
       query_rows: rows of its query tile, a token and a head of the group each.
-      step_tokens, num_warps, num_stages: as in `DecodeParams`.
+      step_tokens, num_warps, num_stages: see `DecodeParams`.
     """
 
     query_rows: int

@@ -2,7 +2,7 @@
 
 Every write is a scatter into the pool seen as rows ``[L * P * K * C, D]``. Once the pool is
 donated, that form is done in place by the compilers for CPU, GPU and TPU alike, whereas a
-`dynamic_update_slice` makes the one for TPU lay the whole pool out anew. For the same reason pools
+`dynamic_update_slice` makes the one for TPU copy the pool to another layout. For that reason pools
 are passed around whole, with a layer index; slicing a layer out would copy it.
 
 XLA's CPU backend cannot update an array of bfloat16 or fp8 in place (see `set_rows`): there, keep
@@ -33,7 +33,7 @@ def write(args: WriteArgs) -> Pools:
         return _set_pool_rows(pool, index, new)
 
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Flat, as the pools are, these would be laid out anew on TPU, where P is their fastest
+        # Flat, as the pools are, these would change their layout on TPU, where P is their fastest
         # axis. Dropped tokens are sent past the end, each to its own place.
         past = P + jnp.arange(blocks.size, dtype=jnp.int32)
         place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
@@ -98,7 +98,8 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
 
     if pool.shape[2] > 1:
         return flat(pool, index, new)
-    # Of a single KV head, XLA's CPU backend lays the rows out anew as a pool, which copies them.
+    # With a single KV head, XLA's CPU backend changes the layout of the rows back to that of a
+    # pool, which copies them.
     return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 

@@ -93,9 +93,9 @@ def load_weights(
     weights themselves, memory for one parameter is needed, on the host.
 
     Args:
-      model_class: what to make, such as `Llama`.
-      folder: where the safetensors are.
-      config: what they should hold.
+      model_class: class of the model to make, such as `Llama`.
+      folder: folder of the safetensors.
+      config: configuration of the model, which they must fit.
       dtype: float32, bfloat16 or float16; ``"auto"`` is ``config.dtype``.
       scan_layers: stack the layers, see `Llama`.
       sharding: one for all parameters, or a function of a parameter's name and shape.
@@ -129,7 +129,7 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
 
     Args:
       model: a `Llama`, its layers stacked or not.
-      folder: made if need be; weights in it are replaced once the new ones are written.
+      folder: the folder, made if need be; weights in it are replaced once the new ones are written.
       max_file_bytes: weights of more bytes than this are written as several files.
 
     Raises:

@@ -41,7 +41,7 @@ def save_checkpoint(model: Any, path: str | Path) -> None:
 
     Args:
       model: a `Llama`.
-      path: made if need be.
+      path: the folder to write, made if need be.
 
     Raises:
       FileExistsError: the path holds a checkpoint. It is never replaced: were the save to fail
@@ -72,9 +72,9 @@ def load_checkpoint(
     layers is needed.
 
     Args:
-      model_class: what to make, such as `Llama`.
-      path: where the checkpoint is.
-      config: that of its ``config.json``.
+      model_class: class of the model to make, such as `Llama`.
+      path: the folder of the checkpoint.
+      config: the content of its ``config.json``.
       dtype: float32, bfloat16 or float16; ``"auto"`` is that of the checkpoint.
       scan_layers: stack the layers, see `Llama`.
       sharding: one for all parameters, or a function of a parameter's name and shape.

@@ -75,7 +75,7 @@ def resolve_dtype(function: str, dtype: Any, config: LlamaConfig) -> np.dtype:
     Args:
       function: the name that an error begins with.
       dtype: ``"auto"`` or None is that of the config.
-      config: of the model.
+      config: configuration of the model.
 
     Raises:
       ValueError: not a floating point dtype that this library computes with.

@@ -16,7 +16,7 @@ class ChatTemplateError(ArgumentError):
 
 
 class ChatTemplate:
-    """A chat template, compiled in a sandbox: it comes from strangers.
+    """A chat template, compiled in a sandbox, as its source is not trusted.
 
     Args:
       source: the Jinja template.
@@ -57,10 +57,10 @@ class ChatTemplate:
         """Write a chat as the text that the model was trained to continue.
 
         Args:
-          messages: each with ``"role"`` and most often ``"content"``, oldest first. The content is
+          messages: dicts with ``"role"`` and most often ``"content"``, oldest first. The content is
             a text, a list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
           add_generation_prompt: end with what opens an answer.
-          **variables: others that the template reads.
+          **variables: further variables of the template.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template refuses them.

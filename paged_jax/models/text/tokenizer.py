@@ -38,8 +38,8 @@ class Tokenizer:
     """A Hugging Face tokenizer, with the special tokens and chat template of its model.
 
     Args:
-      backend: from the `tokenizers` library; its post-processor adds the special tokens.
-      special_tokens: such as ``{"bos_token": "<s>"}``, for the chat template.
+      backend: a tokenizer of the `tokenizers` library; its post-processor adds the special tokens.
+      special_tokens: special tokens by name, ``{"bos_token": "<s>"}``, for the chat template.
       eos_token_ids: the tokens that end a text.
       chat_template: Jinja source, None where the model has none.
       sampling_defaults: what the model's authors recommend, by the names of `SamplingParams`.
@@ -117,9 +117,9 @@ class Tokenizer:
         """Turn text into token ids.
 
         Args:
-          text: may contain special tokens, which become themselves.
-          add_special_tokens: such as the one that starts every text. Not for a chat, whose
-            template has written them already.
+          text: the text; special tokens in it become themselves.
+          add_special_tokens: add special tokens, such as the one that starts every text. Not for a
+            chat, whose template has written them already.
         """
         # As a batch, for which other threads need not wait: that of a server's streams, say.
         [encoded] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -137,12 +137,12 @@ class Tokenizer:
         As the `tokenizers` library does, except next to bytes that are not UTF-8, in tokenizers
         that have a token for each byte (byte fallback). There the library gives up every character
         that is spelled in bytes; here only those bytes become replacement characters, because what
-        stands in front of them has been streamed already.
+        stands before them has been streamed already.
 
         Args:
           token_ids: ids; those outside the vocabulary are left out.
           skip_special_tokens: leave special tokens out.
-          continues_text: the tokens follow others: keep the space in front of the first, which
+          continues_text: the tokens follow others: keep the space before the first, which
             some tokenizers drop at the start of a text.
         """
         text = self._decode(token_ids, skip_special_tokens, continues_text)
@@ -163,10 +163,10 @@ class Tokenizer:
         """Write a chat as text, to be encoded without adding special tokens.
 
         Args:
-          messages: each with ``"role"`` and ``"content"``, oldest first. The content is a text, a
+          messages: dicts with ``"role"`` and ``"content"``, oldest first. The content is a text, a
             list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
           add_generation_prompt: end with what opens an answer.
-          **variables: others that the template reads, such as ``enable_thinking``.
+          **variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
           ChatTemplateError: the model has no chat template, or it refuses the messages.
@@ -190,7 +190,7 @@ class Tokenizer:
         """Turn a chat into the token ids that ask for its next message.
 
         Args:
-          messages: as for `apply_chat_template`.
+          messages: see `apply_chat_template`.
           chat_template_kwargs: variables for the template, such as ``enable_thinking``.
 
         Raises:
@@ -250,7 +250,7 @@ class Detokenizer:
     costs the same however many came before it, and whatever they are.
 
     Args:
-      tokenizer: where the tokens come from.
+      tokenizer: the tokenizer of the tokens.
       skip_special_tokens: leave special tokens out.
       continues_text: the tokens follow a prompt, see `Tokenizer.decode`.
     """
