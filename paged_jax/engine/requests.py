@@ -63,7 +63,9 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         """Remove a finished request."""
         request.mark(finished_time=time.perf_counter())
-        self.unfinished.pop(request.request_id, None)
+        # Another request may have taken the id of one that ended in a step that was cut short.
+        if self.unfinished.get(request.request_id) is request:
+            del self.unfinished[request.request_id]
 
     def take_ended(self, request_id: str) -> Request | None:
         """Take a request that ended in a step that was cut short; None if there is no such one."""
