@@ -7,7 +7,7 @@
 For every shape (head dimension, group, block size, types) each candidate runs on a few batches.
 What does not compile, or whose result is not that of the XLA backend, is dropped; the others take
 turns, and the least geometric mean of the times over the batches wins. Winners go into
-`paged_jax/kernels/tuning.json`, where the kernels look; its other entries stay.
+`paged_jax/kernels/triton/tuning.json`, where the kernels look; its other entries stay.
 
 For decode it also says how the number of splits that the kernel chooses compares with others.
 """
