@@ -21,7 +21,7 @@ def check_arguments(
     num_blocks: int | None = None,
     memory_fraction: float | None = None,
     max_num_seqs: int,
-    max_num_batched_tokens: int | None = None,
+    max_num_batched_tokens: int,
     max_model_len: int | None = None,
     num_speculative_tokens: int = 0,
     preemption: str = "auto",
@@ -32,23 +32,19 @@ def check_arguments(
     Args:
       function: the name that messages begin with.
       kv_dtype, num_blocks, memory_fraction, max_num_seqs, max_num_batched_tokens, max_model_len,
-        num_speculative_tokens, preemption: see `Engine`; those that are None are not checked.
+        num_speculative_tokens, preemption: see `Engine`.
       **sizes: other arguments that must be positive integers.
 
     Raises:
       ValueError: an argument is out of bounds; the message names it and the bound.
     """
-    optional = {
-        "num_blocks": num_blocks,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "num_speculative_tokens": num_speculative_tokens or None,  # 0 is for none
-    }
-    given = {name: value for name, value in optional.items() if value is not None}
-    check_positive(function, max_num_seqs=max_num_seqs, **sizes, **given)
+    sizes |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    optional = {"num_blocks": num_blocks, "max_model_len": max_model_len}
+    sizes |= {name: value for name, value in optional.items() if value is not None}
+    if num_speculative_tokens != 0:
+        sizes["num_speculative_tokens"] = num_speculative_tokens
+    check_positive(function, **sizes)
     _check_memory_fraction(function, memory_fraction, num_blocks)
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = max_num_seqs
     check_step_limits(
         function, max_num_batched_tokens, max_num_seqs, preemption, slots_name="max_num_seqs"
     )

@@ -104,6 +104,7 @@ def make_plan(
         kv_dtype=kv_dtype,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs,  # no part of a plan: the least there can be
         max_model_len=max_model_len,
         max_chunk=max_chunk,
         num_speculative_tokens=num_speculative_tokens,

@@ -418,6 +418,8 @@ def test_automatic_ids_step_aside(engine) -> None:
     ("options", "message"),
     [
         ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens must be a positive .* got None"),
+        ({"num_speculative_tokens": None}, "num_speculative_tokens must be a positive .* got None"),
         ({"preemption": "drop"}, "preemption must be auto, recompute or swap, got 'drop'"),
     ],
 )
