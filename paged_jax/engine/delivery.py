@@ -20,7 +20,8 @@ class Delivery:
 
     def __init__(self) -> None:
         self._receivers: dict[str, Callable[[Request], None]] = {}
-        self._kept: dict[str, Request] = {}
+        # Not by their ids: one that has ended and one that has taken its id may both be there.
+        self._kept: dict[Request, None] = {}
 
     def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
         """Call a function with a request whenever it has new tokens, and when it has ended."""
@@ -34,7 +35,7 @@ class Delivery:
         """Give each request to its subscriber, or keep it."""
         for request in requests:
             if not self.notify(request):
-                self._kept[request.request_id] = request
+                self._kept[request] = None
 
     def notify(self, request: Request) -> bool:
         """Give a request to its subscriber, if it has one."""
@@ -51,4 +52,4 @@ class Delivery:
     def take_kept(self) -> list[Request]:
         """The requests without a subscriber that were delivered since the last call."""
         kept, self._kept = self._kept, {}
-        return list(kept.values())
+        return list(kept)

@@ -377,6 +377,29 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
     check_empty(engine)
 
 
+def test_an_id_may_be_taken_again_after_a_step_that_was_cut_short(engine, monkeypatch) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=3)
+    expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
+    original, finished = engine._postprocessor.take_row, []
+
+    def fail(sequence, *args):
+        original(sequence, *args)
+        if sequence.is_finished:
+            raise KeyboardInterrupt
+
+    engine.add_request(OTHER, params, request_id="again")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._postprocessor, "take_row", fail)
+        with pytest.raises(KeyboardInterrupt):
+            while engine.has_unfinished:
+                engine.step()
+    engine.add_request(LONG, params, request_id="again")
+    while engine.has_unfinished:
+        finished += [o for o in engine.step() if o.finished]
+    assert [output.outputs[0].token_ids for output in finished] == expected
+    check_empty(engine)
+
+
 def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
     params = dataclasses.replace(SEEDED, max_tokens=20)
     expected = complete(engine, LONG, params).outputs[0].token_ids
