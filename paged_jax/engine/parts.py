@@ -16,7 +16,7 @@ from paged_jax.engine.footprint import footprint, resolve_kv_dtype
 from paged_jax.engine.inputs import Inputs
 from paged_jax.engine.loading import find_eos_token_ids, load_tokenizer
 from paged_jax.engine.pool_size import choose_num_blocks
-from paged_jax.engine.postprocess import Postprocessor, draw_of
+from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.run import PlanRunner
@@ -146,7 +146,6 @@ class EngineParts:
             ),
             backend=backend,
             eos_token_ids=self._eos_token_ids,
-            draw_of=draw_of,
             on_compile=on_compile,
         )
         self._scheduler = Scheduler(

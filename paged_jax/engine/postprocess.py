@@ -7,7 +7,7 @@ from typing import Any
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import EngineStats
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner import Draw, Scores, StepTokens
+from paged_jax.runner import Scores, StepTokens
 from paged_jax.scheduler import Request, Sequence, StepPlan
 from paged_jax.scheduler.outputs import Logprob
 
@@ -162,9 +162,3 @@ class Postprocessor:
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
-
-
-def draw_of(sequence: Sequence) -> Draw:
-    """How the tokens of a sequence are drawn."""
-    request = sequence.request
-    return Draw(request.params, request.seed, sequence.index)

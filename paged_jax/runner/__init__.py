@@ -5,13 +5,12 @@ from paged_jax.runner.decoding import StepTokens, decode_steps, verify_steps
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
-from paged_jax.runner.slots import Draw, Slots, slot_of
+from paged_jax.runner.slots import Slots, slot_of
 
 __all__ = [
     "MAX_NUM_BATCHED_TOKENS",
     "BeamTokens",
     "DecodeState",
-    "Draw",
     "ModelRunner",
     "Scores",
     "Sizes",

@@ -18,7 +18,7 @@ from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
-from paged_jax.runner.slots import Draw, Slots, slot_of
+from paged_jax.runner.slots import Slots, slot_of
 from paged_jax.scheduler.request import Sequence
 
 
@@ -33,7 +33,6 @@ class ModelRunner:
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: the backend of the attention, see `paged_attention`.
       eos_token_ids: the model's end tokens.
-      draw_of: how the tokens of a sequence are drawn.
       on_compile: function that is called with one line before a program is compiled.
 
     Attributes:
@@ -51,7 +50,6 @@ class ModelRunner:
         cascade: bool,
         backend: str | None,
         eos_token_ids: Iterable[int],
-        draw_of: Callable[[Sequence], Draw],
         on_compile: Callable[[str], None] | None = None,
     ):
         self.sizes = sizes
@@ -64,7 +62,7 @@ class ModelRunner:
             backend=backend,
             on_compile=on_compile,
         )
-        self.slots = Slots(self._executor, eos_token_ids, draw_of)
+        self.slots = Slots(self._executor, eos_token_ids)
 
     def reset(self) -> None:
         """Start with an empty cache: nothing runs or is cached any more."""

@@ -7,8 +7,7 @@ short, `reset` forgets all slots, and every sequence can be computed again from 
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -18,26 +17,11 @@ from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.sizes import PUBLISH_WIDTH
-from paged_jax.sampling import SamplingParams
 from paged_jax.scheduler import Sequence
 
 # Digests that the host remembers, for each block of the pool: the device is asked which of them are
 # still cached when they are more.
 _MAX_PUBLISHED = 4
-
-
-class Draw(NamedTuple):
-    """How the tokens of a sequence are drawn.
-
-    Attributes:
-      params: the parameters of the request.
-      seed: the seed of the random draws.
-      sample_index: which of the ``n`` samples of the request the sequence is.
-    """
-
-    params: SamplingParams
-    seed: int
-    sample_index: int
 
 
 def slot_of(sequence: Sequence) -> int:
@@ -52,7 +36,6 @@ class Slots:
     Args:
       executor: runs the programs.
       eos_token_ids: the model's end tokens.
-      draw_of: how the tokens of a sequence are drawn.
 
     Attributes:
       swap_seconds: time that moves between device and host have taken, compilation left out.
@@ -60,16 +43,10 @@ class Slots:
       num_resets: times that all cached blocks were lost at once.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        eos_token_ids: Iterable[int],
-        draw_of: Callable[[Sequence], Draw],
-    ):
+    def __init__(self, executor: Executor, eos_token_ids: Iterable[int]):
         self._executor = executor
         self._sizes = executor.sizes
         self._eos_token_ids = sorted(eos_token_ids)
-        self._draw_of = draw_of
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
         self.num_resets = 0
@@ -200,15 +177,15 @@ class Slots:
         slot = slot_of(sequence)
         if self._owners[slot] is sequence:
             return
-        draw = self._draw_of(sequence)
+        request = sequence.request
         self.flush()
         self._executor.assign(
             slot,
-            draw.params,
+            request.params,
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=draw.seed,
-            sample_index=draw.sample_index,
+            seed=request.seed,
+            sample_index=sequence.index,
             eos_token_ids=self._eos_token_ids,
             max_length=sequence.max_length,
         )
