@@ -1,6 +1,6 @@
 """Attention, cache writes and block copies on NVIDIA GPUs: Pallas through the Triton backend.
 
-JAX has announced the end of that backend since 0.11. Nothing outside of this package knows of it.
+JAX has deprecated that backend since 0.11. Nothing outside of this package knows of it.
 """
 
 from dataclasses import dataclass
