@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not kind:
         platform = jax.devices()[0].platform
         print(
-            f"tune_kernels: needs an NVIDIA GPU, JAX has a {platform} here. "
+            f"benchmarks.attention.tune: needs an NVIDIA GPU, JAX has a {platform} here. "
             "`--dry-run` prints what would be timed.",
             file=sys.stderr,
         )

@@ -6,7 +6,7 @@
 
 Five questions. How much of the memory holds tokens? What does the block size change? What does a
 shared prompt cost? How many sequences fit a budget? What do samples and beams of a prompt share?
-The allocator is the library's own, under jit; see `memory_allocator.py` and `memory_sharing.py`.
+The allocator is the library's own, under jit; see `allocator.py` and `sharing.py`.
 A full run says of each goal whether it is met.
 
 Nothing but the times depends on the machine: counts are the same wherever the seed is. (The beams

@@ -57,7 +57,7 @@ def measure(
       dtype: "float32" or "bfloat16".
       requests: what is timed.
       warmup: what is served before, to compile; other prompts than those of the requests.
-      sizes: the fields of `serving_engines.EngineSizes`.
+      sizes: the fields of `benchmarks.serving.engines.EngineSizes`.
       timeout: seconds after which the process is ended.
 
     Returns:

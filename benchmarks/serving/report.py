@@ -3,9 +3,9 @@
 A report is what the JSON holds::
 
     sizes, settings     what was run
-    results             name -> figures of `serving_outcome.median_summary`, "details", "rounds"
+    results             name -> figures of `outcome.median_summary`, "details", "rounds"
     ratios_to_naive     name -> rate of generation over that of "naive", median over rounds
-    peers               name -> record of `serving_peers.measure`, without its tokens
+    peers               name -> record of `peers.measure`, without its tokens
     replays             name -> figures of a trace
 """
 

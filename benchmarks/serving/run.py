@@ -7,15 +7,15 @@
 Every engine gets the same weights and the same requests, which share a prefix, decodes greedily and
 generates the same number of tokens for each of them:
 
-    naive            one request at a time, K and V in one piece       (serving_baselines.py)
-    static batches   batches that wait for their longest               (serving_baselines.py)
-    offline          continuous batching, all requests there at once   (serving_engines.py)
-    online           the same, requests arrive in a Poisson process    (serving_engines.py)
+    naive            one request at a time, K and V in one piece       (baselines.py)
+    static batches   batches that wait for their longest               (baselines.py)
+    offline          continuous batching, all requests there at once   (engines.py)
+    online           the same, requests arrive in a Poisson process    (engines.py)
 
 the last two with K and V in blocks with and without a prefix cache, and in one piece for each
 sequence, all in the same memory. The engines take turns in every round, and ratios are made within
 a round; figures are medians over rounds. A prefix cache is empty when a run begins. transformers'
-continuous batching runs in a process of its own, and so does ours beside it (serving_peers.py).
+continuous batching runs in a process of its own, and so does ours beside it (peers.py).
 
 With --trace-file the requests of a trace are served instead, at their times (`--speed`), with
 their lengths scaled to the model's context (`--length-scale`). Blocks of Mooncake's prompts shrink
