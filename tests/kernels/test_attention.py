@@ -52,6 +52,7 @@ def check(batch: PagedBatch, q, query_lens, backend, *, rtol=0.0, atol=1e-5, **o
     got = batch.attend(q, query_lens, **backend, **options)
     want = batch.expected(q, query_lens, **options)
     assert got[0][0].dtype == got[1][0].dtype == q.dtype
+    assert got[0][1].dtype == got[1][1].dtype == np.float32
     names = ("decode", "decode lse", "prefill", "prefill lse")
     for name, a, b in zip(names, (*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=rtol, atol=atol, err_msg=name)
@@ -180,7 +181,7 @@ def test_paged_attention_wide_tables(backend) -> None:
 FACTORS = {
     "D": [(8,), (64, 32, 128), (80, 96), (256,)],
     "dtypes": [
-        (("float32", "float32"),),
+        (("float32", "float32"), ("float32", "bfloat16")),
         (("bfloat16", "bfloat16"), ("float16", "float16")),
         (("float32", "int8"), ("bfloat16", "int8")),
         (("bfloat16", "float8_e4m3fn"), ("float32", "float8_e4m3fn")),
@@ -202,27 +203,46 @@ TPU_FACTORS = FACTORS | {
 }
 
 
+def factors_of(name: str) -> dict[str, Any]:
+    return TPU_FACTORS if name == "mosaic_tpu" else FACTORS
+
+
 @functools.cache
 def shapes(name: str) -> list[dict[str, Any]]:
-    """Sizes, types and variants for a backend, of which every pair of ways occurs."""
-    factors: dict[str, Any] = TPU_FACTORS if name == "mosaic_tpu" else FACTORS
+    """Sizes, types and variants for a backend: every way occurs, of kernels every pair of ways.
+
+    What depends on sizes in `reference` and `xla` are their tiles alone.
+    """
+    factors = factors_of(name)
+    rows = all_pairs(factors)
+    if not IS_KERNEL[name]:
+        rows = with_a_new_way(rows)
     turns = {
         (name, ways): itertools.cycle(ways) for name, factor in factors.items() for ways in factor
     }
     return [
         {name: next(turns[item]) for name, item in zip(row, row.items(), strict=True)}
-        for row in all_pairs(factors)
+        for row in rows
     ]
 
 
-@pytest.mark.parametrize(("name", "factors"), [("triton", FACTORS), ("mosaic_tpu", TPU_FACTORS)])
-def test_every_size_and_type_of_the_contract_occurs(name, factors) -> None:
-    for factor, ways in factors.items():
-        assert {row[factor] for row in shapes(name)} == set(itertools.chain(*ways)), factor
+def with_a_new_way(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of which each has a way that none of those before it has."""
+    seen, kept = set(), []
+    for row in rows:
+        if not seen.issuperset(row.items()):
+            seen.update(row.items())
+            kept.append(row)
+    return kept
 
 
-# Every so many of the rows: what depends on sizes in `reference` and `xla` are their tiles alone.
-STRIDE_OF = {"reference": 5, "xla": 3, "triton": 1, "mosaic_tpu": 1}
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_size_and_type_of_the_contract_occurs(name) -> None:
+    """Of kernels each value, of other backends one of each way."""
+    for factor, ways in factors_of(name).items():
+        values = {row[factor] for row in shapes(name)}
+        assert all(values & set(way) for way in ways), factor
+        assert not IS_KERNEL[name] or values == set(itertools.chain(*ways)), factor
 
 
 @pytest.mark.parametrize(
@@ -230,7 +250,7 @@ STRIDE_OF = {"reference": 5, "xla": 3, "triton": 1, "mosaic_tpu": 1}
     [
         slow_kernels(name, index, is_slow=index > 5)
         for name in BACKENDS
-        for index in range(0, len(shapes(name)), STRIDE_OF[name])
+        for index in range(len(shapes(name)))
     ],
 )
 def test_paged_attention_any_shape(name, index) -> None:
