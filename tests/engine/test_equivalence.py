@@ -258,6 +258,13 @@ def test_blocks_that_are_read_once_give_the_same_tokens(
     # Contexts this short are not worth it by themselves. The backend is named so that no other
     # engine shares the programs that are traced here.
     monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
+    traced, cascade_attention = [], cascade.cascade_attention
+
+    def counted(*args, **options):
+        traced.append(options["layer"])
+        return cascade_attention(*args, **options)
+
+    monkeypatch.setattr(cascade, "cascade_attention", counted)
     options = {"cascade_attention": True, "backend": "xla"}
     engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, "num_blocks": 32, **options})
     num_shared = []
@@ -268,7 +275,7 @@ def test_blocks_that_are_read_once_give_the_same_tokens(
         num_shared.append(int(count))
 
     outputs = play(engine, jobs, on_step=look)
-    assert max(num_shared) == 5, "make it happen"
+    assert max(num_shared) == 5 and traced, "make it happen"
     for job in jobs:
         assert_same(outputs[job.name], expected[job.name])
     check_empty(engine)
