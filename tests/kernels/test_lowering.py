@@ -5,6 +5,7 @@ Interpret mode hides what the lowering of Pallas refuses. What comes out here is
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -104,12 +105,14 @@ def supported(rows_of: Callable[[Mapping[Any, Any]], Iterable[Mapping[Any, Any]]
 
 
 def all_sizes(factors: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    """All combinations of pool type, block size and head dimension, other factors in turn."""
+    """All combinations of pool type, block size and head dimension, others drawn from a seed."""
     crossed = ("pool_dtype", "C", "D")
-    others = {name: itertools.cycle(x) for name, x in factors.items() if name not in crossed}
+    others = {name: values for name, values in factors.items() if name not in crossed}
+    # Not in turn: factors with as many values, or multiples of them, would keep step.
+    draws = random.Random(0)
     for values in itertools.product(*(factors[name] for name in crossed)):
-        turns = {name: next(cycle) for name, cycle in others.items()}
-        yield dict(zip(crossed, values, strict=True)) | turns
+        drawn = {name: draws.choice(x) for name, x in others.items()}
+        yield dict(zip(crossed, values, strict=True)) | drawn
 
 
 def lower_case(platform: str, case: Case) -> str:
