@@ -12,6 +12,8 @@ import pytest
 
 from tests.support import ROOT
 
+# What lies beside the package, and must not be installed with it.
+OTHERS = ("benchmarks", "docs", "examples", "kernels", "models", "tests")
 BUNDLED = ROOT / "paged_jax" / "models" / "bundled"
 
 
@@ -49,7 +51,7 @@ def test_distributions_hold_the_whole_package(distributions) -> None:
     assert package_files() <= in_wheel
     assert package_files() <= in_sdist
     # The links at the root would otherwise become packages that collide with other people's.
-    assert not [name for name in in_wheel if name.startswith(("kernels", "models", "tests"))]
+    assert not [name for name in in_wheel if name.startswith(OTHERS)]
 
 
 @pytest.mark.slow
