@@ -1,5 +1,6 @@
 """What all tests share: strict broadcasting, one compilation cache, and where the real data is."""
 
+import gc
 import itertools
 import os
 import shutil
@@ -115,3 +116,11 @@ def tiny_folder(tmp_path_factory) -> Path:
 def tiny_model(tiny_folder) -> Llama:
     """The tiny model that all tests share; one that gives it other weights loads its own."""
     return Llama.from_pretrained(tiny_folder)
+
+
+@pytest.fixture
+def no_collector() -> Generator[None]:
+    """No collector of cycles: an object is freed with the last reference to it, or not at all."""
+    gc.disable()
+    yield
+    gc.enable()

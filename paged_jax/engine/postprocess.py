@@ -46,14 +46,14 @@ class Postprocessor:
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
+            touched[sequence.request] = None  # first: this holds the request from here on
             sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)  # which the scheduler has let go already
-            touched[sequence.request] = None
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in enumerate(plan.decodes):
-                self.take_row(sequence, tokens, row, now)
                 touched[sequence.request] = None
+                self.take_row(sequence, tokens, row, now)
         for request in touched:
             if request.is_finished:
                 self._requests.remove(request)

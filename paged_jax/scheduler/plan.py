@@ -10,7 +10,8 @@ class StepPlan:
     """What the engine runs in one step, in this order.
 
     Attributes:
-      expired: sequences whose deadline has passed; they have left already.
+      expired: sequences whose deadline has passed; they have left already, and the scheduler no
+        longer keeps their requests.
       chunks: sequences and how many of their next tokens to prefill. Blocks that this fills should
         be published before the next plan, as other sequences may wait for them.
       forks: sequences, and those whose empty slots become copies of theirs.

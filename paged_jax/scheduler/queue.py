@@ -4,6 +4,7 @@ import bisect
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.scheduler.outputs import WaitReason
@@ -27,6 +28,13 @@ class Entry:
     num_wanted: int = 0
     num_lost: int = 0
     length_before: int = 0
+
+
+class Unfinished(NamedTuple):
+    """A request, which this keeps alive, and those of its sequences that have not finished."""
+
+    request: Request
+    sequences: list[Sequence]
 
 
 class Deadlines:
@@ -70,7 +78,7 @@ class Queue:
       running: sequences with a slot, the most senior first.
       free_slots: slots that are not taken.
       entries: what is remembered of each unfinished sequence.
-      unfinished: the unfinished sequences of each request, by its id.
+      unfinished: the unfinished sequences of each request, with the request, by its id.
       deadlines: when these requests expire.
       num_swapped_blocks: blocks of waiting sequences that are in host memory.
     """
@@ -88,32 +96,30 @@ class Queue:
         # Popped from the end: slot 0 is taken first.
         self.free_slots = list(range(self._num_slots))[::-1]
         self.entries: dict[Sequence, Entry] = {}
-        self.unfinished: dict[str, list[Sequence]] = {}
+        self.unfinished: dict[str, Unfinished] = {}
         self.deadlines = Deadlines()
         self.num_swapped_blocks = 0
 
     @property
     def sequences(self) -> list[Sequence]:
         """All unfinished sequences, the most senior first."""
-        unfinished = [s for sequences in self.unfinished.values() for s in sequences]
+        unfinished = [s for _, sequences in self.unfinished.values() for s in sequences]
         return sorted(unfinished, key=lambda s: s.seniority)
 
-    def track(self, sequences: list[Sequence]) -> None:
-        """Count sequences as unfinished. They are not in line yet."""
-        for sequence in sequences:
-            request = sequence.request
-            if request.request_id not in self.unfinished:
-                self.deadlines.add(request)
-            self.unfinished.setdefault(request.request_id, []).append(sequence)
-            self.entries[sequence] = Entry()
+    def track(self, request: Request, sequences: list[Sequence]) -> None:
+        """Count sequences of a request as unfinished. They are not in line yet."""
+        self.unfinished[request.request_id] = Unfinished(request, list(sequences))
+        self.entries.update((sequence, Entry()) for sequence in sequences)
+        self.deadlines.add(request)
         if len(self.deadlines) > 2 * len(self.unfinished):
             # Deadlines of requests that are gone may lie in a far future.
             self.deadlines.keep_only(
-                {name: left[0].request.arrival for name, left in self.unfinished.items()}
+                {name: request.arrival for name, (request, _) in self.unfinished.items()}
             )
 
     def drop(self, sequence: Sequence) -> None:
         """Count a sequence as finished, wherever it is. Its siblings join the line."""
+        request = sequence.request  # freed at the end, if only the queue holds it
         if sequence.slot is not None:
             self.give_slot(sequence)
         elif sequence in self.waiting:
@@ -123,20 +129,20 @@ class Queue:
         self.mark_swapped(sequence, False)
         sequence.host_blocks = None
         self._end_wait(sequence)
-        left = self.unfinished[sequence.request.request_id]
+        left = self.unfinished[request.request_id].sequences
         left.remove(sequence)
         if not left:
-            del self.unfinished[sequence.request.request_id]
+            del self.unfinished[request.request_id]
 
     def due(self, now: float) -> list[Sequence]:
         """The unfinished sequences whose deadlines have passed since the last call."""
-        return [
-            sequence
-            for arrival, request_id in self.deadlines.pop_due(now)
-            for sequence in self.unfinished.get(request_id, ())
+        due: list[Sequence] = []
+        for arrival, request_id in self.deadlines.pop_due(now):
+            unfinished = self.unfinished.get(request_id)
             # Another request may have taken the id since.
-            if sequence.request.arrival == arrival
-        ]
+            if unfinished is not None and unfinished.request.arrival == arrival:
+                due += unfinished.sequences
+        return due
 
     # The waiting line
 

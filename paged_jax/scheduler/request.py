@@ -1,6 +1,7 @@
 """A request and its sequences, one for each sample, while they run: plain Python, no arrays."""
 
 import dataclasses
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +83,13 @@ class Request:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, init=False)
 class Sequence:
     """One sample of a request: its tokens, how many of them are in the cache, and its text.
 
     Attributes:
-      request: the request, which all of its sequences share.
+      request: the request, which all of its sequences share; kept weakly: a request owns its
+        sequences, and both are freed as soon as nothing else holds the request.
       index: index of the sample.
       token_ids: prompt and generated tokens.
       max_length: number of tokens at which it is complete; above the number of the prompt's.
@@ -102,19 +104,41 @@ class Sequence:
       num_preemptions: times that the sequence was preempted.
     """
 
-    request: Request
     index: int
     token_ids: list[int] = field(repr=False)
     max_length: int
     completion: Completion = field(repr=False)
     chain: PrefixChain | None = field(default=None, repr=False)
-    num_computed: int = field(default=0, init=False)
-    slot: int | None = field(default=None, init=False)
-    is_swapped: bool = field(default=False, init=False)
-    host_blocks: Any = field(default=None, init=False, repr=False)
-    is_fork: bool = field(default=False, init=False)
-    waits_for: WaitReason = field(default="", init=False)
-    num_preemptions: int = field(default=0, init=False)
+    num_computed: int = 0
+    slot: int | None = None
+    is_swapped: bool = False
+    host_blocks: Any = field(default=None, repr=False)
+    is_fork: bool = False
+    waits_for: WaitReason = ""
+    num_preemptions: int = 0
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        token_ids: list[int],
+        max_length: int,
+        completion: Completion,
+        chain: PrefixChain | None = None,
+    ):
+        self._request = weakref.ref(request)
+        self.index = index
+        self.token_ids = token_ids
+        self.max_length = max_length
+        self.completion = completion
+        self.chain = chain
+
+    @property
+    def request(self) -> Request:
+        """The request, which must be held elsewhere: by the scheduler until the sequence ends."""
+        request = self._request()
+        assert request is not None, "its request must be held as long as the sequence is used"
+        return request
 
     @property
     def seniority(self) -> tuple[int, int, int]:

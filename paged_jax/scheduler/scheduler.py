@@ -143,6 +143,7 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the samples of a new request, which all have the same tokens so far.
 
+        The request is kept until its last sequence has left: sequences hold it only weakly.
         Only the first is admitted and prefilled; the others become forks of it.
 
         Raises:
@@ -158,7 +159,7 @@ class Scheduler:
         for sequence in sequences:
             _check_fits(sequence, self.num_blocks, self.block_size)
             assert sequence.request is request and sequence.token_ids == leader.token_ids
-        self._queue.track(sequences)
+        self._queue.track(request, sequences)
         self._queue.entries[leader].siblings = siblings
         for sibling in siblings:
             self._queue.note_wait(sibling, "fork")
@@ -172,7 +173,8 @@ class Scheduler:
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
         """Release all unfinished sequences of a request, and return them."""
-        sequences = list(self._queue.unfinished.get(request.request_id, ()))
+        unfinished = self._queue.unfinished.get(request.request_id)
+        sequences = [] if unfinished is None else list(unfinished.sequences)
         for sequence in sequences:
             self._drop(memory, sequence)
         self.stats.num_aborted += len(sequences)
@@ -183,11 +185,15 @@ class Scheduler:
 
         All others are forgotten, and so is what was running, swapped or half planned; stats stay.
         """
+        by_request: dict[Request, list[Sequence]] = {}
+        for sequence in sequences:
+            by_request.setdefault(sequence.request, []).append(sequence)
         self._queue.clear()
         self._admission.clear()
         for sequence in sequences:
             sequence.restart()
-        self._queue.track(sequences)
+        for request, own in by_request.items():
+            self._queue.track(request, own)
         for sequence in sequences:
             self._queue.join(sequence)
 

@@ -1,6 +1,7 @@
 """`Engine`: requests that come and go, what they share, and what survives when something fails."""
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,32 @@ def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
 
 
 # Coming and going
+
+
+def test_requests_are_freed_as_soon_as_they_have_ended(engine, no_collector) -> None:
+    ids = [engine.add_request(prompt, GREEDY) for prompt in (LONG, OTHER)]
+    ids.append(engine.add_request(OTHER, GREEDY, timeout=1e-9))
+    requests = [engine.get_request(request_id) for request_id in ids]
+    engine.step()
+    engine.abort(ids[1])
+    finish(engine)
+    assert all(request.is_finished for request in requests)
+    freed = [weakref.ref(x) for request in requests for x in (request, *request.sequences)]
+    assert all(reference() is not None for reference in freed)
+    del requests
+    assert [reference() for reference in freed] == [None] * 6
+
+
+def test_a_request_that_fails_is_returned_though_only_the_engine_held_it(
+    engine, no_collector, monkeypatch
+) -> None:
+    def fail(*_):
+        raise FloatingPointError("not a number")
+
+    monkeypatch.setattr(engine._postprocessor, "append_tokens", fail)
+    completions = complete(engine, LONG, dataclasses.replace(SEEDED, n=4)).outputs
+    assert [c.finish_reason for c in completions] == ["error"] * 4
+    check_empty(engine)
 
 
 def test_requests_join_a_running_batch(engine) -> None:

@@ -67,10 +67,13 @@ def make_request(num_prompt_tokens: int = 3, max_tokens: int = 100, n: int = 1) 
     return request
 
 
+REQUEST = make_request()  # sequences hold theirs only weakly
+
+
 def start(tokenizer: Tokenizer | None, max_length: int = 103, **params) -> Sequence:
     """The third sequence of a prompt of three tokens."""
     completion = Completion(SamplingParams(**params), tokenizer)
-    return Sequence(make_request(), 2, [1] * 3, max_length, completion)
+    return Sequence(REQUEST, 2, [1] * 3, max_length, completion)
 
 
 def ends(sequence: Sequence) -> tuple[str | None, str | int | None]:

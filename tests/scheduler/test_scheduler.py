@@ -1,5 +1,7 @@
 """The scheduler: each rule by itself, then random histories, run by a fake device."""
 
+import weakref
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -124,8 +126,9 @@ def test_abort_brings_every_block_home():
     engine.step()
     memory, scheduler = engine.memory, engine.scheduler
     assert scheduler.abort(memory, waiting[0].request) == waiting
-    assert scheduler.abort(memory, running[0].request) == running
-    assert scheduler.abort(memory, running[0].request) == []
+    request = running[0].request
+    assert scheduler.abort(memory, request) == running
+    assert scheduler.abort(memory, request) == []
     engine.run()
     check_outputs(engine)
     assert (scheduler.stats.num_aborted, scheduler.stats.num_finished) == (5, 1)
@@ -174,6 +177,23 @@ def test_restart_goes_on_with_the_tokens_that_there_are():
     assert engine.finished == old[2:]
 
 
+def test_requests_are_kept_as_long_as_they_have_unfinished_sequences(no_collector):
+    engine = make_engine(num_slots=2)
+    sequences = add(engine, 0, length=9, max_tokens=9, num_samples=2)
+    sequences += add(engine, 1, length=9, deadline=1.0)
+    first, _, expiring = (weakref.ref(sequence.request) for sequence in sequences)
+    engine.step()
+    engine.scheduler.finish(engine.memory, sequences[0])
+    engine.scheduler.restart(sequences[1:])
+    engine.memory = FakeMemory(2, 20, C)
+    assert first() is not None and expiring() is not None
+    assert engine.step(now=1.0).expired == sequences[2:]
+    assert first() is not None and expiring() is None
+    engine.run()
+    engine.finished_requests.clear()
+    assert first() is None
+
+
 def test_samples_go_on_if_the_first_leaves_before_they_are_forked():
     engine = make_engine(max_chunk=4)
     first, second, third = add(engine, 0, length=11, num_samples=3)
@@ -205,7 +225,8 @@ def test_a_deadline_does_not_end_a_later_request_of_the_same_name():
     engine = make_engine()
     [old] = add(engine, 0, length=3, deadline=5.0)
     engine.run()
-    engine.scheduler.add(make_request(1, [1, 2, 3], max_tokens=3, request_id="0").sequences)
+    request = make_request(1, [1, 2, 3], max_tokens=3, request_id="0")
+    engine.scheduler.add(request.sequences)
     assert engine.step(now=6.0).expired == []
     assert old in engine.finished
 

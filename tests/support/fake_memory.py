@@ -235,6 +235,7 @@ class FakeEngine:
         self.eos = eos
         self.memory = FakeMemory(num_slots, scheduler.num_blocks, scheduler.block_size)
         self.finished: list[Sequence] = []
+        self.finished_requests: set[Request] = set()  # which the scheduler keeps no longer
         self.num_prefilled = 0
         self.num_steps = 0
 
@@ -282,6 +283,7 @@ class FakeEngine:
             append(sequence, token_ids)
             self.memory.publish(sequence)
             if self.is_complete(sequence.token_ids, sequence):
+                self.finished_requests.add(sequence.request)
                 self.scheduler.finish(self.memory, sequence)
                 self.finished.append(sequence)
 
