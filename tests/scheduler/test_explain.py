@@ -60,11 +60,11 @@ def match(engine: Engine, prompt, **changes) -> str:
 
 def test_prefix_match_names_the_block_at_which_it_ended(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
-    assert match(engine, LONG).startswith("block 0 (tokens 0..3) was not in the cache: nobody")
+    assert match(engine, LONG).startswith("block 0 (tokens 0..3) was not in the cache: no request")
     assert match(engine, LONG).startswith("every full block before the last token")
     assert match(engine, LONG).endswith("in the cache: 16 of 18 tokens")
     fork = {"prompt_token_ids": [*LONG["prompt_token_ids"][:10], *range(30, 36)]}
-    assert match(engine, fork).startswith("block 2 (tokens 8..11) was not in the cache: nobody")
+    assert match(engine, fork).startswith("block 2 (tokens 8..11) was not in the cache: no request")
     short = {"prompt_token_ids": LONG["prompt_token_ids"][:C]}
     assert match(engine, short).endswith("the last token is always computed, and the prompt has 4")
     salted = {**LONG, "cache_salt": "tenant"}
