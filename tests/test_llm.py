@@ -19,12 +19,15 @@ from flax import nnx
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
 from paged_jax.cache.blocks import check_invariants
 from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
+from tests.support.workload import check_empty
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}. {% endfor %}"
     "{% if add_generation_prompt %}a: {% endif %}{% if enable_thinking %}hm{% endif %}"
 )
 PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
+# A pool that holds less than the context.
+SMALL = {**SIZES, "num_blocks": 12, "max_num_seqs": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
 
@@ -46,13 +49,6 @@ def llm(shared_llm):
     check_empty(shared_llm)
 
 
-def check_empty(llm: LLM) -> None:
-    tables = llm.cache.tables
-    check_invariants(tables)
-    assert int(tables.pool.num_free) == llm.num_blocks
-    assert tables.lengths.tolist() == [0] * llm.max_num_seqs
-
-
 def generate(llm: LLM, prompts, params=None):
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -72,14 +68,7 @@ def tokens_of(outputs) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "max_num_seqs"),
-    [
-        pytest.param(1, 4, marks=pytest.mark.slow),
-        (4, 4),
-        pytest.param(8, 4, marks=pytest.mark.slow),
-        pytest.param(16, 1, marks=pytest.mark.slow),
-        pytest.param(32, 4, marks=pytest.mark.slow),
-    ],
+    ("block_size", "max_num_seqs"), [(16, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
 )
 def test_greedy_tokens_are_those_of_transformers(data_dir, block_size, max_num_seqs) -> None:
     folder = data_dir / "models" / "stories260K"
@@ -112,23 +101,6 @@ def test_tokens_do_not_depend_on_batch_mates_or_order(llm, params) -> None:
     assert tokens_of(generate(llm, PROMPTS, params)) == alone
     assert tokens_of(generate(llm, PROMPTS[::-1], params)) == alone[::-1]
     assert len({tuple(samples[0]) for samples in alone}) == len(PROMPTS)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "max_num_seqs", "max_chunk"),
-    [
-        pytest.param(16, 2, 5, marks=pytest.mark.slow),
-        pytest.param(1, 4, 512, marks=pytest.mark.slow),
-        pytest.param(8, 5, 7, marks=pytest.mark.slow),
-    ],
-)
-def test_tokens_do_not_depend_on_sizes(llm, folder, block_size, max_num_seqs, max_chunk) -> None:
-    other = LLM(folder, block_size=block_size, max_num_seqs=max_num_seqs, max_chunk=max_chunk)
-    samples = dataclasses.replace(SEEDED, n=2)
-    for prompts, params in ((PROMPTS[:4], GREEDY), (PROMPTS[:4], SEEDED), (PROMPTS[:2], samples)):
-        expected = tokens_of(generate(llm, prompts, params))
-        assert tokens_of(generate(other, prompts, params)) == expected
-    check_empty(other)
 
 
 def test_prompts_without_a_seed_differ_and_are_reproducible(folder) -> None:
@@ -409,7 +381,7 @@ def test_a_call_within_another_is_refused(llm, monkeypatch) -> None:
 
 
 def test_no_bound_on_tokens_means_what_the_pool_holds(llm) -> None:
-    small = LLM(llm.model, tokenizer=llm.tokenizer, **{**SIZES, "num_blocks": 12})
+    small = LLM(llm.model, tokenizer=llm.tokenizer, **SMALL)
     completion = complete(small, "ab", max_tokens=None)
     assert completion.finish_reason == "length"
     assert len(completion.token_ids) == 12 * 4 + 1 - len(llm.tokenizer.encode("ab"))
@@ -588,8 +560,8 @@ def test_more_requests_than_slots_and_blocks_all_finish(llm) -> None:
 
 @pytest.mark.slow
 def test_a_request_may_use_the_whole_pool(llm) -> None:
-    # 20 blocks of 4: the last token is never written.
-    llm = LLM(llm.model, tokenizer=llm.tokenizer, **{**SIZES, "num_blocks": 12})
+    # 12 blocks of 4: the last token is never written.
+    llm = LLM(llm.model, tokenizer=llm.tokenizer, **SMALL)
     prompt = {"prompt_token_ids": [BOS, 5, 6, 7]}
     params = SamplingParams(n=3, temperature=1, seed=0, max_tokens=45, ignore_eos=True)
     [output] = generate(llm, prompt, params)
@@ -742,7 +714,9 @@ def test_chat_without_a_template_is_refused(llm, folder) -> None:
 @pytest.mark.slow
 def test_nothing_compiles_after_warmup(folder) -> None:
     lines: list[str] = []
-    llm = LLM(folder, on_compile=lines.append, **{**SIZES, "num_blocks": 12})
+    # What tests before this one have compiled must not hide what warmup leaves out.
+    jax.clear_caches()
+    llm = LLM(folder, on_compile=lines.append, **SIZES)
     reports: list[tuple[int, int, str]] = []
     llm.warmup(lambda *report: reports.append(report))
     assert [done for done, _, _ in reports] == list(range(1, len(reports) + 1))

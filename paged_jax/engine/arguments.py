@@ -109,7 +109,8 @@ def program_sizes(
         max_steps=steps_per_dispatch,
         num_drafts=num_speculative_tokens,
         max_logit_bias=MAX_LOGIT_BIAS,
-        max_stop_ids=num_eos_token_ids + MAX_STOP_TOKEN_IDS,
+        # Rounded up, so that models and tokenizers of few end tokens or more share programs.
+        max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
     )
 
 

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM, BeamSearchParams, Llama, SamplingParams, Tokenizer
-from paged_jax.cache.blocks import check_invariants
-from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES, save_tiny_model
+from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
+from tests.support.workload import check_empty
 
 V = CONFIG.vocab_size
 LONG = [BOS, *range(5, 22)]  # 18 tokens: 4 full blocks and 2 tokens
@@ -22,23 +22,13 @@ BAD = "BeamSearchParams: "
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("beams"))
+def tokenizer(tiny_folder) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_folder)
 
 
 @pytest.fixture(scope="session")
-def model(folder) -> Llama:
-    return Llama.from_pretrained(folder)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(folder) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
-
-
-@pytest.fixture(scope="session")
-def shared_llm(model, tokenizer) -> LLM:
-    return LLM(model, tokenizer=tokenizer, **SIZES)
+def shared_llm(tiny_model, tokenizer) -> LLM:
+    return LLM(tiny_model, tokenizer=tokenizer, **SIZES)
 
 
 @pytest.fixture
@@ -49,16 +39,16 @@ def llm(shared_llm):
 
 
 @pytest.fixture(scope="session")
-def ending_llm(model, tokenizer) -> LLM:
+def ending_llm(tiny_model, tokenizer) -> LLM:
     """Sequences end often."""
-    return with_ends(model, tokenizer, END_IDS)
+    return with_ends(tiny_model, tokenizer, END_IDS)
 
 
 @pytest.fixture(scope="session")
-def log_softmax(model):
+def log_softmax(tiny_model):
     """Of the tokens after each of up to V sequences, float64 [number, V], by the plain forward."""
     run = jax.jit(lambda weights, ids: nnx.merge(graphdef, weights)(ids))
-    graphdef, weights = nnx.split(model)
+    graphdef, weights = nnx.split(tiny_model)
 
     def log_softmax(sequences: list[list[int]]) -> np.ndarray:
         token_ids = np.zeros((V, 40), np.int32)
@@ -76,13 +66,6 @@ def with_ends(model: Llama, tokenizer: Tokenizer, end_ids) -> LLM:
     return LLM(model, tokenizer=Tokenizer(tokenizer._backend, eos_token_ids=end_ids), **SIZES)
 
 
-def check_empty(llm: LLM) -> None:
-    tables = llm.cache.tables
-    check_invariants(tables)
-    assert int(tables.pool.num_free) == llm.num_blocks
-    assert tables.lengths.tolist() == [0] * llm.max_num_seqs
-
-
 def search(llm: LLM, prompts: list[list[int]], **params):
     params = BeamSearchParams(**{"beam_width": 4, "max_tokens": 12, **params})
     outputs = llm.beam_search([{"prompt_token_ids": ids} for ids in prompts], params)
@@ -90,9 +73,9 @@ def search(llm: LLM, prompts: list[list[int]], **params):
 
 
 @pytest.fixture(scope="session")
-def wide_llm(model) -> LLM:
+def wide_llm(tiny_model) -> LLM:
     """For more beams than there are tokens."""
-    return LLM(model, **{**SIZES, "max_num_seqs": V + 9, "num_blocks": 2 * V + 30})
+    return LLM(tiny_model, **{**SIZES, "max_num_seqs": V + 9, "num_blocks": 2 * V + 30})
 
 
 def expected(log_softmax, prompt, *, width, end_ids=(), penalty=1.0, max_tokens=12):
@@ -158,11 +141,11 @@ def test_sequences_complete_and_are_ranked_by_length(ending_llm, log_softmax, pe
     check_empty(ending_llm)
 
 
-def test_more_end_tokens_than_beams_let_a_beam_go_on(model, tokenizer, log_softmax) -> None:
+def test_more_end_tokens_than_beams_let_a_beam_go_on(tiny_model, tokenizer, log_softmax) -> None:
     for prompt in PROMPTS[:2]:
         [row] = log_softmax([prompt])
         end_ids = [token for token in np.argsort(-row).tolist() if token != EOS][:2]
-        llm = with_ends(model, tokenizer, end_ids)
+        llm = with_ends(tiny_model, tokenizer, end_ids)
         [sequences] = search(llm, [prompt], beam_width=1, length_penalty=9.0)
         assert len(sequences[0].tokens) == len(prompt) + 12
         end_ids = (EOS, *end_ids)
@@ -261,11 +244,9 @@ def test_prompts_wait_where_blocks_may_not_suffice(llm) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"block_size": 3, "num_blocks": 24}, {"block_size": 16, "num_blocks": 9}]
-)
-def test_sizes_change_nothing(llm, model, sizes) -> None:
-    other = LLM(model, **{**SIZES, **sizes, "max_chunk": 8}, enable_prefix_caching=False)
+def test_sizes_change_nothing(llm, tiny_model) -> None:
+    sizes = {**SIZES, "block_size": 3, "num_blocks": 24, "max_chunk": 8}
+    other = LLM(tiny_model, **sizes, enable_prefix_caching=False)
     found = search(other, [LONG], ignore_eos=True)
     for a, b in zip(found[0], search(llm, [LONG], ignore_eos=True)[0], strict=True):
         assert a.tokens == b.tokens
@@ -274,8 +255,8 @@ def test_sizes_change_nothing(llm, model, sizes) -> None:
     check_empty(other)
 
 
-def test_beams_share_blocks_and_the_savings_are_counted(model) -> None:
-    llm = LLM(model, **SIZES)
+def test_beams_share_blocks_and_the_savings_are_counted(tiny_model) -> None:
+    llm = LLM(tiny_model, **SIZES)
     search(llm, [LONG], max_tokens=15, ignore_eos=True)
     # Without sharing, 4 beams would hold 8 blocks each in the end; sharing only the prompt, 20.
     assert 0.4 < llm.stats.sharing < 0.8
@@ -359,9 +340,9 @@ def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
         assert search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True) == first
 
 
-def test_nan_is_an_error(model) -> None:
-    llm = LLM(model, **SIZES)
-    llm.update_params(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model)))
+def test_nan_is_an_error(tiny_model) -> None:
+    llm = LLM(tiny_model, **SIZES)
+    llm.update_params(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(tiny_model)))
     with pytest.raises(FloatingPointError, match="NaN after 18 tokens"):
         search(llm, [LONG])
     check_empty(llm)
