@@ -25,35 +25,35 @@ def costs(**cpu_seconds: float) -> dict[str, Cost]:
 
 
 def test_over_budget_is_quiet_where_files_cost_what_they_did() -> None:
-    assert over_budget(costs(a=40, b=20, c=10, d=1), TABLE) == []
+    assert over_budget(costs(a=40, b=20, c=10, d=1), TABLE, slack=5.0) == []
     # A part of the suite.
-    assert over_budget(costs(b=20), TABLE) == []
+    assert over_budget(costs(b=20), TABLE, slack=5.0) == []
 
 
 def test_over_budget_names_a_file_that_costs_much_more() -> None:
-    assert over_budget(costs(a=40, b=34.9, c=10, d=1), TABLE) == []
-    [message] = over_budget(costs(a=40, b=35.1, c=10, d=1), TABLE)
+    assert over_budget(costs(a=40, b=34.9, c=10, d=1), TABLE, slack=5.0) == []
+    [message] = over_budget(costs(a=40, b=35.1, c=10, d=1), TABLE, slack=5.0)
     assert message.startswith("tests/test_b.py takes 35.1 CPU-seconds, allowed are 35.0")
 
 
 def test_over_budget_lets_small_files_compile_what_others_compiled() -> None:
-    assert over_budget(costs(a=40, b=20, c=10, d=6), TABLE) == []
-    assert len(over_budget(costs(a=40, b=20, c=10, d=7), TABLE)) == 1
+    assert over_budget(costs(a=40, b=20, c=10, d=6), TABLE, slack=5.0) == []
+    assert len(over_budget(costs(a=40, b=20, c=10, d=7), TABLE, slack=5.0)) == 1
 
 
 def test_over_budget_allows_for_a_slow_machine_but_not_for_a_slow_file_on_it() -> None:
-    assert over_budget(costs(a=120, b=60, c=30, d=3), TABLE) == []
-    [message] = over_budget(costs(a=120, b=60, c=51, d=3), TABLE)
+    assert over_budget(costs(a=120, b=60, c=30, d=3), TABLE, slack=5.0) == []
+    [message] = over_budget(costs(a=120, b=60, c=51, d=3), TABLE, slack=5.0)
     assert message.startswith("tests/test_c.py takes 51.0")
 
 
 def test_over_budget_gives_nothing_away_on_a_fast_machine() -> None:
-    assert over_budget(costs(a=20, b=20, c=5, d=1), TABLE) == []
-    assert len(over_budget(costs(a=20, b=36, c=5, d=1), TABLE)) == 1
+    assert over_budget(costs(a=20, b=20, c=5, d=1), TABLE, slack=5.0) == []
+    assert len(over_budget(costs(a=20, b=36, c=5, d=1), TABLE, slack=5.0)) == 1
 
 
 def test_over_budget_asks_for_a_line() -> None:
-    assert over_budget(costs(a=40, e=0.1), TABLE) == [
+    assert over_budget(costs(a=40, e=0.1), TABLE, slack=5.0) == [
         "tests/test_e.py has no line; it takes 0.1 CPU-seconds"
     ]
 
