@@ -60,14 +60,16 @@ def test_wheel_runs_in_a_clean_environment(distributions, tmp_path) -> None:
     _, wheel = distributions
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+    # As a stranger starts it: without what the tests have set and compiled, and without a path to
+    # this folder, where pip would find the package installed already.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTHON"))}
+    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True, env=env)
     done = subprocess.run(
         [python, "-m", "paged_jax.generate", "--prompt", "It is", "--max-tokens", "3", "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        # As a stranger starts it: without what the tests have set and compiled.
-        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTHON"))},
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     [output] = json.loads(done.stdout)["outputs"]

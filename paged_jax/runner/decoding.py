@@ -55,6 +55,7 @@ def decode_steps(
     slots: jax.Array,
     num_steps: int | jax.Array,
     leave_on_stop: bool | jax.Array = False,
+    with_top: bool | jax.Array = True,
     *,
     max_steps: int,
     num_top: int = 0,
@@ -75,6 +76,8 @@ def decode_steps(
       num_steps: i32[], the limit of decode steps; no more than `max_steps` are made.
       leave_on_stop: bool[], whether the loop ends as soon as any row stops, which is worth it where
         a request waits for the slot.
+      with_top: bool[], whether the `num_top` most probable tokens are looked for; else 0 stands
+        in their place.
       max_steps: N, the size of the result (static).
       num_top: how many of the most probable tokens to report, with the ranks of the drawn ones
         (static); 0 reports neither.
@@ -111,6 +114,7 @@ def decode_steps(
     slots = _as_slots("decode_steps", slots)
     num_steps = jnp.minimum(jnp.asarray(num_steps, jnp.int32), max_steps)
     leave_on_stop = jnp.asarray(leave_on_stop, jnp.bool_)
+    with_top = jnp.asarray(with_top, jnp.bool_)
     is_row = slots >= 0
 
     def should_continue(carry: tuple[PagedCache, _Batch]) -> jax.Array:
@@ -129,7 +133,7 @@ def decode_steps(
             cache, batch.token_ids, running, cascade=cascade, backend=backend
         )
         positions = cache.lengths.at[_drop(slots, cache)].get(mode="fill", fill_value=0)
-        return cache, batch.draw(logits, positions, batch.is_running & ok, ok, num_top)
+        return cache, batch.draw(logits, positions, batch.is_running & ok, ok, with_top)
 
     batch = _Batch.take(state, slots, max_steps, num_top)
     cache, batch = lax.while_loop(should_continue, decode_step, (state.cache, batch))
@@ -142,6 +146,7 @@ def verify_steps(
     drafts: jax.Array,
     num_drafts: jax.Array,
     slots: jax.Array,
+    with_top: bool | jax.Array = True,
     *,
     num_top: int = 0,
     backend: str | None = None,
@@ -153,7 +158,7 @@ def verify_steps(
     draft is the last. The tokens of the drafts after it leave the cache again.
 
     Args:
-      model, state, slots, num_top, backend: see `decode_steps`.
+      model, state, slots, with_top, num_top, backend: see `decode_steps`.
       drafts: i32[B, T], guesses of each row's next tokens.
       num_drafts: i32[B], how many of them count; 0 makes it an ordinary decode step of the row.
 
@@ -172,6 +177,7 @@ def verify_steps(
         "verify_steps", drafts=(drafts, "BT"), num_drafts=(num_drafts, "B"), slots=(slots, "B")
     )
     T = sizes["T"]
+    with_top = jnp.asarray(with_top, jnp.bool_)
     batch = _Batch.take(state, slots, T + 1, num_top)
     starts = state.cache.lengths.at[_drop(slots, state.cache)].get(mode="fill", fill_value=0)
     # Known now: starts + 1. Nothing past the last token but one will ever be in the cache.
@@ -186,7 +192,7 @@ def verify_steps(
 
     def draw_next(batch: _Batch) -> _Batch:
         i = batch.tokens.num_steps
-        drawn = batch.draw(logits[:, i], starts + i + 1, batch.is_running, ok, num_top)
+        drawn = batch.draw(logits[:, i], starts + i + 1, batch.is_running, ok, with_top)
         is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
         return dataclasses.replace(drawn, is_running=drawn.is_running & is_confirmed)
 
@@ -238,7 +244,7 @@ class _Batch:
         positions: jax.Array,
         active: jax.Array,
         ok: jax.Array,
-        num_top: int,
+        with_top: jax.Array,
     ) -> "_Batch":
         """Draw a token for each active row from f32 [B, V]; rows that must stop run no more."""
         ids, logprobs, new_sampling = sampling.sample(
@@ -252,15 +258,12 @@ class _Batch:
             num_steps=i + ok.astype(jnp.int32),
             ok=ok,
         )
-        if num_top:
-            ranks = sampling.ranks(logits, ids)
-            top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+        if num_top := done.top_ids.shape[2]:
+            ranks, top_ids, top_logprobs = _candidates(logits, ids, active & with_top, num_top)
             tokens = tokens._replace(
-                ranks=done.ranks.at[i].set(jnp.where(active, ranks, 0)),
-                top_ids=done.top_ids.at[i].set(jnp.where(active[:, None], top_ids, 0)),
-                top_logprobs=done.top_logprobs.at[i].set(
-                    jnp.where(active[:, None], top_logprobs, 0.0)
-                ),
+                ranks=done.ranks.at[i].set(ranks),
+                top_ids=done.top_ids.at[i].set(top_ids),
+                top_logprobs=done.top_logprobs.at[i].set(top_logprobs),
             )
         # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0.
         is_stop = jnp.any(ids[:, None] == self.stop_ids, axis=1)
@@ -283,6 +286,33 @@ class _Batch:
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         return self.tokens._replace(num_free=cache.tables.pool.num_free), state
+
+
+def _candidates(
+    logits: jax.Array, token_ids: jax.Array, active: jax.Array, num_top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each active row the rank of a token, and the most probable tokens; 0 for other rows.
+
+    All requests have one program, so what is rarely asked for is skipped at run time.
+    """
+    B = token_ids.shape[0]
+
+    def find() -> tuple[jax.Array, jax.Array, jax.Array]:
+        top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+        return (
+            jnp.where(active, sampling.ranks(logits, token_ids), 0),
+            jnp.where(active[:, None], top_ids, 0),
+            jnp.where(active[:, None], top_logprobs, 0.0),
+        )
+
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return (
+            jnp.zeros(B, jnp.int32),
+            jnp.zeros((B, num_top), jnp.int32),
+            jnp.zeros((B, num_top), jnp.float32),
+        )
+
+    return lax.cond(jnp.any(active), find, skip)
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

@@ -81,10 +81,10 @@ class Programs(NamedTuple):
     prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``.
     score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
       ``(Scores, ok)``: as prefill, and how probable the tokens that come next, `targets`, are.
-    decode, decode_top: ``(slots i32[B], num_steps i32[], leave_on_stop bool[])`` to `StepTokens`,
-      see `decoding.decode_steps`; without and with the most probable tokens.
-    verify, verify_top: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B])`` to `StepTokens`, see
-      `decoding.verify_steps`.
+    decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to
+      `StepTokens`, see `decoding.decode_steps`.
+    verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], with_top bool[])`` to
+      `StepTokens`, see `decoding.verify_steps`.
     beam: ``(parents i32[S], token_ids i32[B], slots i32[B], num_top=)`` to `BeamTokens`: slots
       become what their parents were, see `cache.reorder`, then take one token each.
     fork: ``(parents i32[S])`` to ``ok``.
@@ -101,9 +101,7 @@ class Programs(NamedTuple):
     prefill: Program
     score: Program
     decode: Program
-    decode_top: Program
     verify: Program
-    verify_top: Program
     beam: Program
     fork: Program
     release: Program
@@ -145,16 +143,13 @@ def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
       num_top: number of most probable tokens that are reported where a request asks for them.
     """
     jit = functools.partial(_jit, structure)
-    score, decode, verify = jit(_score), jit(_decode), jit(_verify)
     steps, top = {"max_steps": sizes.dispatch_capacity}, {"num_top": num_top}
-    no_top, width = {"num_top": 0}, {"width": sizes.swap_width}
+    width = {"width": sizes.swap_width}
     return Programs(
         prefill=Program("prefill of {0.shape[0]} x {0.shape[1]} tokens", jit(_prefill)),
-        score=Program("score of {3.size} tokens", score, top),
-        decode=Program("decode of {0.size} samples", decode, steps | no_top),
-        decode_top=Program("decode of {0.size} samples with candidates", decode, steps | top),
-        verify=Program("verification of {2.size} samples", verify, no_top),
-        verify_top=Program("verification of {2.size} samples with candidates", verify, top),
+        score=Program("score of {3.size} tokens", jit(_score), top),
+        decode=Program("decode of {0.size} samples", jit(_decode), steps | top),
+        verify=Program("verification of {2.size} samples", jit(_verify), top),
         beam=Program("beam search of {2.size} beams with {num_top} candidates", jit(_beam)),
         fork=Program("fork of samples", jit(_fork)),
         release=Program("release of slots", jit(_release)),
@@ -210,17 +205,19 @@ def _scores(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
     )
 
 
-def _decode(structure, weights, state, slots, num_steps, leave_on_stop, *, max_steps, num_top):
+def _decode(
+    structure, weights, state, slots, num_steps, leave_on_stop, with_top, *, max_steps, num_top
+):
     tokens, state = decoding.decode_steps(
-        structure.model(weights), state, slots, num_steps, leave_on_stop, max_steps=max_steps,
-        num_top=num_top, cascade=structure.cascade, backend=structure.backend,
+        structure.model(weights), state, slots, num_steps, leave_on_stop, with_top,
+        max_steps=max_steps, num_top=num_top, cascade=structure.cascade, backend=structure.backend,
     )  # fmt: skip
     return state, tokens
 
 
-def _verify(structure, weights, state, drafts, num_drafts, slots, *, num_top):
+def _verify(structure, weights, state, drafts, num_drafts, slots, with_top, *, num_top):
     tokens, state = decoding.verify_steps(
-        structure.model(weights), state, drafts, num_drafts, slots,
+        structure.model(weights), state, drafts, num_drafts, slots, with_top,
         num_top=num_top, backend=structure.backend,
     )  # fmt: skip
     return state, tokens

@@ -150,10 +150,10 @@ class ModelRunner:
         with_top: bool,
     ) -> StepTokens:
         """Draw up to `num_steps` tokens for each sequence, a row each. On the host."""
-        slots, programs = self._decode_slots(sequences, with_top), self._executor.programs
-        decode = programs.decode_top if with_top else programs.decode
-        call = decode.call(slots, np.int32(num_steps), np.bool_(leave_on_stop))
-        return self._executor.fetch(call)
+        decode, slots = self._executor.programs.decode, self._decode_slots(sequences)
+        return self._executor.fetch(
+            decode.call(slots, np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top))
+        )
 
     def verify(
         self,
@@ -163,13 +163,12 @@ class ModelRunner:
         with_top: bool,
     ) -> StepTokens:
         """As `decode`, for sequences of which drafts guess the next tokens."""
-        slots, programs = self._decode_slots(sequences, with_top), self._executor.programs
+        verify, slots = self._executor.programs.verify, self._decode_slots(sequences)
         guesses = np.zeros((slots.size, self.sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
             guesses[row, : len(draft)], num_drafts[row] = list(draft), len(draft)
-        verify = programs.verify_top if with_top else programs.verify
-        return self._executor.fetch(verify.call(guesses, num_drafts, slots))
+        return self._executor.fetch(verify.call(guesses, num_drafts, slots, np.bool_(with_top)))
 
     def beam(
         self, beams: Iterable[tuple[int, int, int]], *, num_rows: int, num_top: int
@@ -193,11 +192,11 @@ class ModelRunner:
         require_blocks(tokens.ok)
         return tokens
 
-    def _decode_slots(self, sequences: Collection[Sequence], with_top: bool) -> np.ndarray:
+    def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
         """The slots of the sequences, padded with -1; all of them are assigned on the device."""
         for sequence in sequences:
             self.slots.assign(sequence)
         self.slots.flush()
-        slots = no_slots(row_bucket(len(sequences), self.sizes.num_slots, with_top))
+        slots = no_slots(row_bucket(len(sequences), self.sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

@@ -4,7 +4,7 @@ Sizes are padded to a few buckets, so that `list_calls` names all that will ever
 
     prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk
     score            T: 128;  B: 1, for log-probabilities of prompts
-    decode, verify   B: powers of two up to the number of slots; with candidates 1 and all slots
+    decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
     all others       one shape each
 
 Beam search is not on the list, because its programs depend on the width: nothing compiles them
@@ -66,13 +66,11 @@ def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 
 def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
-    kinds = (programs.decode, programs.verify), (programs.decode_top, programs.verify_top)
-    calls = []
-    for with_top, (decode, verify) in enumerate(kinds):
-        for B in row_buckets(sizes.num_slots, bool(with_top)):
-            calls.append(decode.call(no_slots(B), np.int32(0), np.bool_(False)))
-            if sizes.num_drafts:
-                calls.append(verify.call(_zeros(B, sizes.num_drafts), _zeros(B), no_slots(B)))
+    calls, no = [], np.bool_(False)
+    for B in row_buckets(sizes.num_slots):
+        calls.append(programs.decode.call(no_slots(B), np.int32(0), no, no))
+        if T := sizes.num_drafts:
+            calls.append(programs.verify.call(_zeros(B, T), _zeros(B), no_slots(B), no))
     return calls
 
 

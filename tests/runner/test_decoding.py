@@ -91,9 +91,13 @@ class Sequence:
         )
 
 
+def empty_cache(model) -> PagedCache:
+    return model.create_cache(num_slots=S, max_length=WIDTH * C, num_blocks=P, block_size=C)
+
+
 def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
     """Each sequence in its slot, ready to decode; NaN wherever no token was written."""
-    cache = model.create_cache(num_slots=S, max_length=WIDTH * C, num_blocks=P, block_size=C)
+    cache = empty_cache(model)
     nan = jnp.full_like(cache.k, jnp.nan)
     cache = PagedCache(k=nan, v=nan + 0, tables=cache.tables)
     token_ids, num_tokens = np.zeros((S, PROMPT), np.int32), np.zeros(S, np.int32)
@@ -108,11 +112,13 @@ def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
     return state
 
 
-def run(model, state, slots=range(S), *, num_steps=N, leave_on_stop=False, **statics):
+def run(
+    model, state, slots=range(S), *, num_steps=N, leave_on_stop=False, with_top=True, **statics
+):
     """`decode_steps` as the host calls it, padded to S rows."""
     slots = jnp.array([*slots, *[-1] * (S - len(slots))], jnp.int32)
-    statics = {"max_steps": N, "num_top": NUM_TOP, **statics}
-    return RUN(model, state, slots, np.int32(num_steps), np.bool_(leave_on_stop), **statics)
+    limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
+    return RUN(model, state, slots, *limits, **{"max_steps": N, "num_top": NUM_TOP, **statics})
 
 
 def drawn(tokens) -> list[list[int]]:
@@ -272,15 +278,23 @@ def test_logprobs_ranks_and_candidates_are_those_of_the_model(model) -> None:
         assert not padding[:, 1:].any()
 
 
-@pytest.mark.slow
 def test_without_candidates_the_tokens_are_the_same(model) -> None:
-    tokens, _ = run(model, start(model, mixed()), num_top=0)
+    tokens, _ = run(model, start(model, mixed()), with_top=False)
     assert drawn(tokens) == free_run(model)
-    assert (tokens.top_ids.shape, tokens.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
-    assert not tokens.ranks.any()
-    slots, drafts = jnp.arange(S, dtype=jnp.int32), tokens.token_ids[:T].T
-    verified, _ = VERIFY(model, start(model, mixed()), drafts, jnp.full(S, T), slots)
+    drafts = [(ids[:T], T) for ids in free_run(model)]
+    verified, _ = verify(model, start(model, mixed()), drafts, with_top=False)
     assert drawn(verified) == [ids[: T + 1] for ids in free_run(model)]
+    for drawn_tokens in (tokens, verified):
+        assert not drawn_tokens.ranks.any()
+        assert not drawn_tokens.top_ids.any()
+        assert not drawn_tokens.top_logprobs.any()
+
+
+def test_without_room_for_candidates_none_are_reported(model) -> None:
+    run_without = functools.partial(decode_steps, max_steps=N)
+    state = jax.eval_shape(lambda: DecodeState.create(empty_cache(model), V))
+    tokens, _ = jax.eval_shape(run_without, model, state, jnp.arange(S, dtype=jnp.int32), N)
+    assert (tokens.top_ids.shape, tokens.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
 
 
 # When it stops
@@ -423,13 +437,13 @@ def drafts_of(free: list[int], kind: str) -> tuple[list[int], int]:
 NUM_ACCEPTED = {"right": 3, "wrong": 0, "partly": 1, "mended": 1, "short": 1, "none": 0}
 
 
-def verify(model, state, drafts: list[tuple[list[int], int]], slots=range(S)):
+def verify(model, state, drafts: list[tuple[list[int], int]], slots=range(S), with_top=True):
     """`verify_steps` as the host calls it, padded to S rows."""
     padded, num_drafts = np.zeros((S, T), np.int32), np.zeros(S, np.int32)
     for row, (draft, num_used) in enumerate(drafts):
         padded[row], num_drafts[row] = draft, num_used
     slots = np.array([*slots, *[-1] * (S - len(slots))], np.int32)
-    return VERIFY(model, state, padded, num_drafts, slots, num_top=NUM_TOP)
+    return VERIFY(model, state, padded, num_drafts, slots, np.bool_(with_top), num_top=NUM_TOP)
 
 
 def step_each(model, state, num_new: list[int]) -> DecodeState:

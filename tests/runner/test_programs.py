@@ -50,8 +50,7 @@ def test_calls_name_each_program_once(num_drafts) -> None:
     names = [call.name for call in calls]
     assert len(set(names)) == len(names)
     for kind, is_listed in (("decode", True), ("verification", num_drafts > 0)):
-        wanted = [f"{kind} of {rows} samples" for rows in (1, 2, 4, 6)]
-        wanted += [f"{kind} of {rows} samples with candidates" for rows in (1, 6)]
+        wanted = [f"{kind} of {rows} samples" for rows in (1, 4, 6)]
         assert [name for name in names if name.startswith(kind)] == wanted * is_listed
     wanted = ["1 x 16", "1 x 32"]
     assert [name for name in names if name.startswith("prefill")] == [
