@@ -59,12 +59,12 @@ def check(batch: PagedBatch, q, query_lens, backend, *, rtol=0.0, atol=1e-5, **o
 
 
 SINKS = np.array([0.3, -1.0, 2.5, 0.0, 4.0, -3.0], np.float32)
+# Windows, caps and sinks: each two of them occur together, and each without the other.
 OPTIONS = {
     "plain": {},
-    "window": {"sliding_window": 11, "scale": 0.3},
     "window-of-one": {"sliding_window": 1, "sinks": SINKS},
-    "cap": {"soft_cap": 2.0},
-    "all": {"scale": 0.5, "sliding_window": 150, "soft_cap": 5.0, "sinks": SINKS},
+    "window": {"scale": 0.3, "sliding_window": 150, "soft_cap": 2.0},
+    "cap": {"scale": 0.5, "soft_cap": 5.0, "sinks": SINKS},
 }
 
 # Around the ends of blocks and of tiles; the longest sequence fills its table. Chunks alone, after
@@ -87,7 +87,7 @@ def standard_queries() -> np.ndarray:
         slow_kernels(
             name,
             options,
-            is_slow=name == "reference" and options not in ("plain", "all"),
+            is_slow=name == "reference" and options != "plain",
             is_quick=options == "window",
         )
         for name, options in itertools.product(BACKENDS, OPTIONS)
@@ -166,8 +166,10 @@ def test_paged_attention_in_a_traced_layer_that_is_none(backend, layer) -> None:
     np.testing.assert_array_equal(prefill_lse, np.full(prefill_lse.shape, -np.inf))
 
 
-def test_paged_attention_wide_tables(backend) -> None:
+@pytest.mark.parametrize("name", [slow_kernels(name) for name in BACKENDS if IS_KERNEL[name]])
+def test_paged_attention_wide_tables(name) -> None:
     """Contexts that a kernel divides among programs: all parts count, a NaN in one of them too."""
+    backend = BACKENDS[name]
     batch = PagedBatch.random([300, 300, 9], extra_width=500, lanes=lanes_for(backend, 16))
     q = queries((3, 2, 4, 16))
     check(batch, q, [2, 1, 0], backend)
@@ -203,7 +205,13 @@ TPU_FACTORS = FACTORS | {
 }
 
 
+# Blocks of one token are tested with each kernel for GPUs by itself.
+XLA_FACTORS = FACTORS | {"C": [(1,), *FACTORS["C"]]}
+
+
 def factors_of(name: str) -> dict[str, Any]:
+    if not IS_KERNEL[name]:
+        return XLA_FACTORS
     return TPU_FACTORS if name == "mosaic_tpu" else FACTORS
 
 
@@ -214,9 +222,7 @@ def shapes(name: str) -> list[dict[str, Any]]:
     What depends on sizes in `reference` and `xla` are their tiles alone.
     """
     factors = factors_of(name)
-    rows = all_pairs(factors)
-    if not IS_KERNEL[name]:
-        rows = with_a_new_way(rows)
+    rows = all_pairs(factors) if IS_KERNEL[name] else all_once(factors)
     turns = {
         (name, ways): itertools.cycle(ways) for name, factor in factors.items() for ways in factor
     }
@@ -226,14 +232,12 @@ def shapes(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def with_a_new_way(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of which each has a way that none of those before it has."""
-    seen, kept = set(), []
-    for row in rows:
-        if not seen.issuperset(row.items()):
-            seen.update(row.items())
-            kept.append(row)
-    return kept
+def all_once(factors: dict[str, Any]) -> list[dict[str, Any]]:
+    """As few rows as there can be in which every way occurs."""
+    num_rows = max(map(len, factors.values()))
+    return [
+        {name: ways[row % len(ways)] for name, ways in factors.items()} for row in range(num_rows)
+    ]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -272,15 +276,6 @@ def test_paged_attention_any_shape(name, index) -> None:
     check(batch, q, [min(n, 5) for n in lengths], backend, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "C"), [("reference", 1), ("xla", 1), pytest.param("xla", 4, marks=pytest.mark.slow)]
-)
-def test_paged_attention_small_blocks(name, C) -> None:
-    """`test_triton_decode` and `test_triton_prefill` have those of the one kernel that does."""
-    batch = PagedBatch.random([0, 1, 3, 17], C=C)
-    check(batch, queries((4, 3, 6, 16)), [0, 1, 2, 3], BACKENDS[name])
-
-
 def test_paged_attention_large_batch() -> None:
     """Where sequences take turns in a loop step, longest first: the kernels have no such groups."""
     lengths = np.random.default_rng(3).integers(0, 90, 64)
@@ -311,13 +306,6 @@ def test_paged_attention_of_nothing(backend, num_sequences, width) -> None:
     np.testing.assert_array_equal(lse, np.full(q.shape[:3], -np.inf))
 
 
-def test_paged_attention_sinks_in_half_precision() -> None:
-    """With every branch traced that the platforms may choose."""
-    batch = PagedBatch.random([9, 20])
-    q, sinks = queries((2, 1, 6, 16)), SINKS.astype(jnp.bfloat16)
-    check(batch, q, [1, 1], {}, sinks=sinks)
-
-
 # What a user may have set, and what must then change neither a type nor a value.
 SETTINGS = {
     "x64": lambda: jax.enable_x64(True),
@@ -325,14 +313,20 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("options", ["plain", "window", "cap", "all"])
-@pytest.mark.parametrize("pool_dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize(
+    ("options", "setting", "pool_dtype"),
+    [
+        tuple(row.values())
+        for row in all_pairs(
+            {"options": OPTIONS, "setting": SETTINGS, "pool_dtype": ["bfloat16", "int8"]}
+        )
+    ],
+)
 def test_paged_attention_has_the_same_types_under_settings_of_jax(
     options, setting, pool_dtype
 ) -> None:
     """With the branches of all platforms traced, the kernels' own programs among them."""
-    batch = PagedBatch.random([0, 9, 20], dtype=pool_dtype, lanes=128)
+    batch = PagedBatch.random([0, 9, 20], dtype=jnp.dtype(pool_dtype), lanes=128)
     q, query_lens = queries((3, 4, 6, 16)), np.array([0, 4, 3], np.int32)
     pools, arrays = batch.pools, (batch.block_tables, batch.lengths)
     shared = {"k_scale": pools.k_scale, "v_scale": pools.v_scale, **OPTIONS[options]}
@@ -351,11 +345,15 @@ def test_paged_attention_has_the_same_types_under_settings_of_jax(
 
 @pytest.mark.parametrize("name", [slow_kernels("triton"), slow_kernels("mosaic_tpu"), "None"])
 def test_paged_attention_has_the_same_values_where_numbers_have_64_bits(name) -> None:
-    """Strict promotion changes no value: it raises, or does nothing."""
+    """Strict promotion changes no value: it raises, or does nothing.
+
+    Sinks may be of half precision. None has every branch traced that the platforms may choose.
+    """
     backend = BACKENDS.get(name, {})
     batch = PagedBatch.random([9, 20], lanes=lanes_for(backend or BACKENDS["xla"], 16))
+    options = {"sliding_window": 11, "soft_cap": 5.0, "sinks": SINKS.astype(jnp.bfloat16)}
     with SETTINGS["x64"]():
-        check(batch, queries((2, 3, 6, 16)), [3, 2], backend, **OPTIONS["all"])
+        check(batch, queries((2, 3, 6, 16)), [3, 2], backend, **options)
 
 
 def test_paged_attention_options_are_static_numbers_of_any_type() -> None:
@@ -396,7 +394,7 @@ def test_paged_attention_names_the_device_that_a_kernel_needs() -> None:
         paged_prefill_attention(q[:, None], *arrays, np.ones(2, np.int32), backend="triton")
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_paged_attention_tables_may_be_narrow(dtype) -> None:
     """Row numbers of the pool are larger than the block ids that they are made from.
 
@@ -428,15 +426,18 @@ def test_paged_attention_cost_follows_the_tokens() -> None:
     assert costs[1] - costs[0] <= 2 * table_bytes
 
 
+MERGE = jax.jit(merge_attention)
+
+
 def test_merge_attention_of_a_shared_prefix() -> None:
     """Two sequences read 24 shared tokens once, as one row of queries, then each its own."""
-    prefix = PagedBatch.random([24, 24]).sharing(3)
-    rest = PagedBatch.random([9, 0], seed=5)
+    prefix = PagedBatch.random([24, 0]).rows(np.array([0, 0]))
+    rest = PagedBatch.random([17, 0], seed=5)  # of the same shapes
     q = queries((2, 4, 16))
     parts = (*prefix.decode(q, backend="xla"), *rest.decode(q, backend="xla"))
-    out, lse = jax.jit(merge_attention)(*parts)
+    out, lse = MERGE(*parts)
 
-    whole = PagedBatch.random([33, 24])
+    whole = PagedBatch.random([41, 24])
     whole.k = [np.concatenate([prefix.k[0], k]) for k in rest.k]
     whole.v = [np.concatenate([prefix.v[0], v]) for v in rest.v]
     want_out, want_lse = whole.expected_decode(q)
@@ -445,16 +446,16 @@ def test_merge_attention_of_a_shared_prefix() -> None:
 
 
 def test_merge_attention_of_nothing_is_nothing() -> None:
-    nothing = jnp.zeros((1, 4)), jnp.full(1, -jnp.inf)
-    out, lse = merge_attention(*nothing, *nothing)
+    nothing = np.zeros((1, 4), np.float32), np.full(1, -np.inf, np.float32)
+    out, lse = MERGE(*nothing, *nothing)
     assert out.tolist() == [[0, 0, 0, 0]] and lse.tolist() == [-np.inf]
-    out, lse = merge_attention(*nothing, jnp.ones((1, 4)), jnp.array([2.0]))
+    out, lse = MERGE(*nothing, np.ones((1, 4), np.float32), np.array([2.0], np.float32))
     assert out.tolist() == [[1, 1, 1, 1]] and lse.tolist() == [2]
 
 
 def test_merge_attention_refuses_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"shapes \[..., D\], \[...\]"):
-        merge_attention(jnp.ones((2, 4)), jnp.ones(3), jnp.ones((2, 4)), jnp.ones(3))
+        merge_attention(np.ones((2, 4)), np.ones(3), np.ones((2, 4)), np.ones(3))
 
 
 SCALE = np.ones((2, 4, 2, 8), np.float32)

@@ -16,6 +16,7 @@ import numpy as np
 from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention
 from paged_jax.kernels.quantisation import QUANTISED, is_quantised
 from tests.support import oracles
+from tests.support.interpreted import jit_interpreted
 
 OUT_OF_RANGE = 10**6
 LAYER = 1
@@ -126,7 +127,7 @@ class PagedBatch:
         return self._run(_attend, q, (np.asarray(query_lens, np.int32),), **options)
 
     def _run(self, function: Callable[..., Any], q, query_lens, layer=LAYER, sinks=None, **static):
-        run = _program(function)
+        run = _program(function, bool(static.get("interpret")))
         arrays = self.pools, self.block_tables, self.lengths, *query_lens
         return jax.tree.map(np.asarray, run(q, *arrays, np.int32(layer), sinks, **static))
 
@@ -183,9 +184,9 @@ def _attend(q, pools: Pools, tables, lengths, query_lens, *arrays, **static):
 
 
 @functools.cache
-def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+def _program(function: Callable[..., Any], is_interpreted: bool) -> Callable[..., Any]:
     static = ("scale", "sliding_window", "soft_cap", "backend", "interpret")
-    return jax.jit(function, static_argnames=static)
+    return (jit_interpreted if is_interpreted else jax.jit)(function, static_argnames=static)
 
 
 def queries(shape, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
