@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from paged_jax.kernels import merge_attention, paged_attention, paged_prefill_attention
 from paged_jax.kernels.dispatch import backends_of
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, take_turns
 from tests.support.paged_batch import (
     BACKENDS,
     LAYER,
@@ -181,7 +181,7 @@ def test_paged_attention_wide_tables(name) -> None:
 
 # Values that take the same way through a kernel stand in for one another, in turn.
 FACTORS = {
-    "D": [(8,), (64, 32, 128), (80, 96), (256,)],
+    "D": [(8,), (64, 32, 128, 256), (80, 96)],
     "dtypes": [
         (("float32", "float32"), ("float32", "bfloat16")),
         (("bfloat16", "bfloat16"), ("float16", "float16")),
@@ -221,15 +221,7 @@ def shapes(name: str) -> list[dict[str, Any]]:
 
     What depends on sizes in `reference` and `xla` are their tiles alone.
     """
-    factors = factors_of(name)
-    rows = all_pairs(factors) if IS_KERNEL[name] else all_once(factors)
-    turns = {
-        (name, ways): itertools.cycle(ways) for name, factor in factors.items() for ways in factor
-    }
-    return [
-        {name: next(turns[item]) for name, item in zip(row, row.items(), strict=True)}
-        for row in rows
-    ]
+    return take_turns((all_pairs if IS_KERNEL[name] else all_once)(factors_of(name)))
 
 
 def all_once(factors: dict[str, Any]) -> list[dict[str, Any]]:

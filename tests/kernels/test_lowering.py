@@ -14,18 +14,27 @@ import pytest
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, take_turns
 from tests.support.decode_step import DecodeStep
 from tests.support.kernel_cases import Case, lower
 
 LANES = 128
 
+# Sizes of one kind take the same way through a kernel and stand in for one another, in turn.
+Kind = tuple[Any, ...]
+
+
+def each(*values: Any) -> list[Kind]:
+    """Values that are each of a kind of their own."""
+    return [(value,) for value in values]
+
+
 # Of queries, or of what is written, and of pools. TPUs do not multiply float16.
-DTYPES = ["bfloat16", "float32", "float16"]
-POOL_DTYPES = ["bfloat16", "float32", "int8", "float8_e4m3fn", "float16"]
-TPU_BLOCK_SIZES = [16, 8, 32, 64, 128]
-BLOCK_SIZES = [*TPU_BLOCK_SIZES, 1, 4, 12]
-HEAD_DIMS = [128, 8, 20, 32, 64, 80, 96, 256]
+DTYPES = each("bfloat16", "float32", "float16")
+POOL_DTYPES = each("bfloat16", "float32", "int8", "float8_e4m3fn", "float16")
+# Powers of two, less than what a matrix unit takes, and others.
+BLOCK_SIZES: list[Kind] = [(16, 8, 32, 64, 128), (1, 4), (12,)]
+HEAD_DIMS: list[Kind] = [(128, 32, 64, 256), (8,), (20,), (80, 96)]
 VARIANTS = {
     "plain": {},
     "window": {"sliding_window": 11},
@@ -33,33 +42,35 @@ VARIANTS = {
     "sinks": {"has_sinks": True},
     "all": {"sliding_window": 1000, "soft_cap": 5.0, "has_sinks": True},
 }
-ATTENTION = {
+ATTENTION: dict[Any, list[Kind]] = {
     "dtype": DTYPES,
     "pool_dtype": POOL_DTYPES,
     "C": BLOCK_SIZES,
     "D": HEAD_DIMS,
-    "G": [4, 1, 2, 3, 5, 7, 8, 12],
-    "K": [2, 1, 3, 8],
-    "variant": list(VARIANTS),
-    "is_padded": [False, True],
+    "G": [(4, 2, 8), (1,), (3, 5, 7, 12)],
+    "K": [(2, 8), (1,), (3,)],
+    "variant": each(*VARIANTS),
+    "is_padded": each(False, True),
     # Sequences and blocks of each: in decode few and long ones are divided among programs.
-    ("B", "M"): [(3, 6), (1, 1), (1, 700), (70, 700)],
+    ("B", "M"): each((3, 6), (1, 1), (1, 700), (70, 700)),
 }
-ON_TPU = {
+# Tiles of registers have 8, 16 or 32 rows, by the type, and 128 lanes.
+ON_TPU: dict[Any, list[Kind]] = {
     "dtype": DTYPES[:2],
     "pool_dtype": POOL_DTYPES[:4],
-    "C": TPU_BLOCK_SIZES,
-    "is_padded": [True],
+    "C": [(16,), (8,), (32, 64, 128)],
+    "D": [(128, 8, 20, 32, 64, 80, 96), (256,)],
+    "is_padded": each(True),
 }
-CHUNKS = {"T": [5, 1, 3, 100, 300]}
-WRITING = {
+CHUNKS: dict[Any, list[Kind]] = {"T": [(5, 3), (1,), (100, 300)]}
+WRITING: dict[Any, list[Kind]] = {
     "dtype": DTYPES,
     "pool_dtype": POOL_DTYPES,
     "C": BLOCK_SIZES,
     "D": HEAD_DIMS,
-    "K": [2, 1, 3, 7, 8],
-    "T": [5, 1, 3, 64],
-    "is_padded": [False, True],
+    "K": [(2, 8), (1,), (3, 7)],
+    "T": [(5, 3), (1,), (64,)],
+    "is_padded": each(False, True),
 }
 
 # What a Pallas kernel is called in a lowered program.
@@ -69,7 +80,7 @@ SUPPORTED = [
     ("cuda", "triton", "decode", ATTENTION),
     ("cuda", "triton", "prefill", ATTENTION | CHUNKS),
     ("cuda", "triton", "write", WRITING),
-    ("cuda", "triton", "copy_blocks", WRITING | {"dtype": ["float32"]}),
+    ("cuda", "triton", "copy_blocks", WRITING | {"dtype": each("float32")}),
     ("tpu", "mosaic_tpu", "decode", ATTENTION | ON_TPU),
     ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
 ]
@@ -104,9 +115,15 @@ def supported(rows_of: Callable[[Mapping[Any, Any]], Iterable[Mapping[Any, Any]]
     return parameters
 
 
-def all_sizes(factors: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
+def all_kinds(factors: Mapping[Any, list[Kind]]) -> list[dict[Any, Any]]:
+    """Every pair of kinds, and every value of each."""
+    return take_turns(all_pairs(factors))
+
+
+def all_sizes(factors: Mapping[Any, list[Kind]]) -> Iterator[Mapping[Any, Any]]:
     """All combinations of pool type, block size and head dimension, others drawn from a seed."""
     crossed = ("pool_dtype", "C", "D")
+    factors = {name: list(itertools.chain(*kinds)) for name, kinds in factors.items()}
     others = {name: values for name, values in factors.items() if name not in crossed}
     # Not in turn: factors with as many values, or multiples of them, would keep step.
     draws = random.Random(0)
@@ -129,9 +146,16 @@ def check_lowers_to_one_kernel(platform: str, case: Case) -> None:
     assert not is_merged or (case.op, platform) == ("decode", "cuda")
 
 
-@pytest.mark.parametrize(("platform", "case"), supported(all_pairs))
+@pytest.mark.parametrize("factors", [row[-1] for row in SUPPORTED])
+def test_every_value_is_lowered(factors) -> None:
+    rows = all_kinds(factors)
+    for name, kinds in factors.items():
+        assert {row[name] for row in rows} == set(itertools.chain(*kinds))
+
+
+@pytest.mark.parametrize(("platform", "case"), supported(all_kinds))
 def test_op_lowers_to_one_kernel(platform, case) -> None:
-    """Every pair of types, sizes and variants occurs."""
+    """Every pair of types, kinds of sizes and variants occurs."""
     check_lowers_to_one_kernel(platform, case)
 
 

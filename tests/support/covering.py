@@ -44,6 +44,19 @@ def all_pairs(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hasha
     return rows
 
 
+def take_turns(
+    rows: Sequence[Mapping[str, tuple[Hashable, ...]]],
+) -> list[dict[str, Hashable]]:
+    """Rows of values from rows of alternatives: values that stand in for one another, in turn.
+
+    Example:
+      >>> take_turns([{"a": (1, 2)}, {"a": (3,)}, {"a": (1, 2)}])
+      [{'a': 1}, {'a': 3}, {'a': 2}]
+    """
+    turns = {item: itertools.cycle(item[1]) for row in rows for item in row.items()}
+    return [{item[0]: next(turns[item]) for item in row.items()} for row in rows]
+
+
 def _num_covered(
     row: Mapping[str, Hashable],
     item: tuple[str, Hashable],
