@@ -1,0 +1,31 @@
+"""Models with random weights that numpy draws: JAX would compile a program for every shape."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+
+
+def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> Llama:
+    """A model with random norms and biases too: at one and zero they would hide.
+
+    Args:
+      config: sizes and switches.
+      scale: standard deviation of the weights; at 0.4 the next token depends on all before it.
+      options: those of `Llama`, without `rngs`.
+    """
+    abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), **options))
+    graphdef, state = nnx.split(abstract)
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        offset = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        drawn = offset + scale * rng.standard_normal(leaf.shape, np.float32)
+        return jnp.asarray(drawn.astype(leaf.dtype))
+
+    return nnx.merge(graphdef, jax.tree.map_with_path(fill, state))
