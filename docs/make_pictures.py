@@ -247,7 +247,7 @@ class Trace(NamedTuple):
 def run_engine() -> Trace:
     """Serve five requests, three at a time, a token a step; the fourth begins as the first does."""
     engine = _small_engine()
-    prompts = [[(7 * i + 3 * n) % 63 + 1 for i in range(n)] for n in PROMPT_LENS]
+    prompts = [[(7 * i + 3 * n) % 31 + 1 for i in range(n)] for n in PROMPT_LENS]
     prompts[3] = [*prompts[0][:16], 9, 9, 9, 9]
     trace = Trace([], [], [], {})
     while len(trace.starts) <= max(ARRIVALS) or engine.has_unfinished:
@@ -269,20 +269,21 @@ def run_engine() -> Trace:
 
 
 def _small_engine() -> Engine:
+    # The model of the pages, so that tests of both share compiled programs.
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=32,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
     )
     return Engine(
         Llama(config, rngs=nnx.Rngs(0)),
         block_size=4,
         num_blocks=24,
         max_num_seqs=3,
-        max_model_len=32,
         max_chunk=8,
         max_num_batched_tokens=11,
         steps_per_dispatch=1,
