@@ -205,7 +205,7 @@ def block_text(engine: Engine, block_id: int) -> list[BlockText]:
       ValueError: there is no such block.
 
     Example:
-      >>> engine = Engine(num_blocks=8, max_num_seqs=2)
+      >>> engine = Engine(max_num_seqs=2)
       >>> _ = engine.add_request({"prompt_token_ids": list(range(20))})
       >>> _ = engine.step()
       >>> [entry] = block_text(engine, 0)
@@ -244,7 +244,7 @@ def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
     A sample that came and went between the two leaves no event; a map after every step misses few.
 
     Example:
-      >>> engine = Engine(num_blocks=8, max_num_seqs=2)
+      >>> engine = Engine(max_num_seqs=2)
       >>> before = snapshot(engine)
       >>> _ = engine.add_request("It is")
       >>> _ = engine.step()

@@ -87,7 +87,7 @@ def rollout(
       >>> from flax import nnx
       >>> from paged_jax.models.config import LlamaConfig
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-      ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+      ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))
       >>> run = jax.jit(rollout, static_argnames=("max_tokens", "stop_token_ids"))
       >>> out = run(model, jnp.array([[3, 7, 5], [4, 0, 0]]), jnp.array([3, 1]), max_tokens=6,

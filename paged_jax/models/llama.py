@@ -125,8 +125,8 @@ class Llama(nnx.Module):
 
         Example:
           >>> model = Llama.from_pretrained()
-          >>> model(jnp.array([[1, 2, 3]])).shape[-1] == model.config.vocab_size
-          True
+          >>> len(model.layers), model.config.vocab_size
+          (5, 1536)
         """
         return loading.from_pretrained(
             cls, folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding

@@ -98,9 +98,9 @@ def decode_steps(
       >>> from paged_jax.runner.decode_state import assign
       >>> from paged_jax.sampling import SamplingParams
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-      ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+      ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))
-      >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
+      >>> cache = PagedCache.create(num_layers=1, num_blocks=8, num_kv_heads=1, block_size=4,
       ...                           head_dim=8, num_slots=2, max_blocks_per_slot=4)
       >>> state = DecodeState.create(cache, config.vocab_size)
       >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3],

@@ -7,11 +7,10 @@ import pytest
 
 from benchmarks import kv_dtype
 from paged_jax import LLM, Llama
-from tests.support.tiny_model import SIZES
 
 
 def test_loss_is_that_of_the_model(tiny_folder) -> None:
-    llm = LLM(tiny_folder, **SIZES)
+    llm = LLM(tiny_folder, max_num_seqs=kv_dtype.NUM_SLOTS)
     windows = np.random.default_rng(0).integers(2, 43, (3, 30)).tolist()
     logits = jax.jit(Llama.__call__)(llm.model, jnp.array(windows))
     logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))

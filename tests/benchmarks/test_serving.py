@@ -28,6 +28,7 @@ from benchmarks.serving.workloads import (
     with_poisson_arrivals,
 )
 from paged_jax import Llama
+from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 
 SIZES = Sizes(num_requests=5, prefix_len=6, prompt_lens=(1, 7), new_lens=(2, 6))
@@ -43,9 +44,7 @@ ENGINE_SIZES = EngineSizes(
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    """Random, and far from zero, so that the next token depends on all that came before."""
-    model = Llama(dataclasses.replace(CONFIG, initializer_range=0.4), rngs=nnx.Rngs(0))
-    return model
+    return random_llama(CONFIG, scale=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +190,8 @@ def test_contiguous_batches_equal_the_plain_forward(model, expected, batch) -> N
 
 def test_contiguous_batches_attend_within_the_window(model) -> None:
     """Prompts longer than the window of a model that has one."""
-    windowed = Llama(dataclasses.replace(model.config, sliding_window=4), rngs=nnx.Rngs(0))
-    nnx.update(windowed, nnx.state(model))
+    windowed = nnx.clone(model)
+    windowed.config = dataclasses.replace(model.config, sliding_window=4)
     one = requests()[:1]
     assert ContiguousBatches(windowed, batch=1).run(one).token_ids == [greedy(windowed, one[0])]
     assert greedy(windowed, one[0]) != greedy(model, one[0])
@@ -288,8 +287,8 @@ def test_serve_gives_the_tokens_of_the_plain_forward(model, expected, variant) -
 
 @pytest.mark.slow
 def test_runs_find_nothing_cached_that_an_earlier_one_left(model) -> None:
-    sizes = ENGINE_SIZES._replace(max_num_seqs=2)
-    runs = serving.make_runs(model, ["offline", "online"], sizes, lambda _: requests()[:2])
+    modes = ["offline", "online"]
+    runs = serving.make_runs(model, modes, ENGINE_SIZES, lambda _: requests()[:2])
     cached = [run(requests()[:2]).details["num_cached_tokens"] for run in runs.values()]
     # The second request of a run finds the full block of the shared prefix; a run that found the
     # prompts of the one before would find more. Only the first variant has a prefix cache.

@@ -572,10 +572,6 @@ WIDE = LlamaConfig(
     [
         DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="float32", batch=1),
         pytest.param(
-            DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="float32", batch=4),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             DecodeLoop(WIDE, 0.1, scan_layers=False, pool_dtype="int8", batch=4),
             marks=pytest.mark.slow,
         ),
@@ -585,7 +581,7 @@ WIDE = LlamaConfig(
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["float32", "float32 of 4", "int8 of 4", "scanned"],
+    ids=["float32", "int8 of 4", "scanned"],
 )
 def test_loop_copies_neither_pools_nor_weights(loop) -> None:
     """Of bfloat16 weights XLA would like to have a float32 copy, made before the loop."""
