@@ -29,6 +29,19 @@ def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
     return wider_dtype(q_dtype, pool_dtype)
 
 
+def query_dtype(pool_dtype: DTypeLike) -> Any:
+    """The type in which a model hands queries to the ops, so that they meet keys in one product.
+
+    That of the pool, and bfloat16 where the pool is quantised. In float32, which a model computes
+    in elsewhere, tensor cores and matrix units would multiply slowly or not at all.
+
+    Example:
+      >>> [query_dtype(dtype).name for dtype in ("float32", "float16", "int8")]
+      ['float32', 'float16', 'bfloat16']
+    """
+    return jnp.dtype(jnp.bfloat16 if is_quantised(pool_dtype) else pool_dtype)
+
+
 def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
     """The type that two types promote to, also where `jax_numpy_dtype_promotion` is strict."""
     with jax.numpy_dtype_promotion("standard"):

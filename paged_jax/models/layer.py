@@ -12,8 +12,8 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.rope import rotate
 
-# One layer's attention: (layer index, q, k, v, carry) -> (output, carry). The caller chooses the
-# carry: the K and V pools, or nothing.
+# One layer's attention: (layer index, q, k, v, carry) -> (output, carry). q, k and v are float32,
+# the output is in any type. The caller chooses the carry: the K and V pools, or nothing.
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 

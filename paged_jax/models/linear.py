@@ -29,7 +29,7 @@ def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     """Apply a weight to the last dimension of ``x``.
 
     Args:
-      x: float32 ``[..., in]``.
+      x: floating point ``[..., in]``.
       w: ``[out, in]``, float32, bfloat16 or float16; with the latter two ``x`` is rounded to the
         same dtype first (except for one row on CPU).
 
@@ -62,7 +62,7 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _product_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
     """The output's two halves as a batch of two products, the weight on the left."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.astype(w.dtype).reshape(-1, x.shape[-1])
     halves = w.reshape(2, w.shape[0] // 2, w.shape[1])
     rows = jnp.broadcast_to(rows[None], (2, *rows.shape))
     out = lax.dot_general(halves, rows, (((2,), (2,)), ((0,), (0,))))  # [2, out / 2, rows]
@@ -71,5 +71,6 @@ def _product_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
     """One row. As a product, XLA's CPU backend would convert all of the weight to float32."""
-    out = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1), axis=-1)
+    row = x.astype(jnp.float32).reshape(1, -1)
+    out = jnp.sum(w.astype(jnp.float32) * row, axis=-1)
     return out.reshape(*x.shape[:-1], w.shape[0])

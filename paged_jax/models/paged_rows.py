@@ -15,6 +15,7 @@ from paged_jax.kernels import (
     paged_write,
 )
 from paged_jax.kernels.cascade import choose_decode_attention
+from paged_jax.kernels.quantisation import query_dtype
 from paged_jax.models.layer import Attend
 
 
@@ -100,8 +101,7 @@ def decode_attention(
 
     def attend(layer, q, k, v, pools):
         pools = rows.write(pools, k, v, layer, backend)
-        out = attention(q, pools, layer)
-        return out, pools
+        return attention(q.astype(query_dtype(pools.k.dtype)), pools, layer), pools
 
     return attend
 
@@ -114,7 +114,7 @@ def chunk_attention(
     def attend(layer, q, k, v, pools):
         pools = rows.write(pools, k, v, layer, backend)
         out = paged_prefill_attention(
-            q.reshape(B, T, *q.shape[1:]),
+            q.astype(query_dtype(pools.k.dtype)).reshape(B, T, *q.shape[1:]),
             pools.k,
             pools.v,
             rows.block_tables,

@@ -16,6 +16,7 @@ from tests.support.aot_cases import (
     compiled,
     run_script,
 )
+from tests.support.decode_step import PrefillStep
 from tests.support.kernel_cases import Case
 
 # What one block may have on compute capability 9.0 (CUDA C++ Programming Guide).
@@ -83,10 +84,31 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
 
 
 @pytest.mark.parametrize("name", GPU_STEPS)
-def test_step_copies_no_pool_on_h200(results, name) -> None:
-    program = compiled(results, name)
-    pool_bytes = GPU_STEPS[name].pool_gigabytes * 10**9
-    assert program["temporary_bytes"] < 0.01 * pool_bytes
+def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
+    """The kernels as the model calls them, not as a test of the op does."""
+    program, is_chunk = compiled(results, name), isinstance(GPU_STEPS[name], PrefillStep)
+    attention = "paged_prefill" if is_chunk else "paged_decode"
     launches = [launch["name"] for launch in program["launches"]]
-    for kernel in ("paged_decode", "paged_write"):
-        assert any(launch.startswith(kernel) for launch in launches), launches
+    for wanted in (attention, "paged_write"):
+        assert any(launch.startswith(wanted) for launch in launches), launches
+    kernels = {kernel["name"]: kernel for kernel in program["kernels"]}
+    pallas = [kernels[name] for name in kernels if name.startswith(("paged_", "copy_blocks"))]
+    assert not [kernel for kernel in pallas if kernel["spilled_bytes"]]
+    assert kernels[attention]["tensor_core_products"] > 0, kernels[attention]
+    # A chunk has rows enough for the products of a whole warpgroup, which alone are fast.
+    assert (kernels[attention]["warpgroup_products"] > 0) == is_chunk, kernels[attention]
+    # Rotated queries leave their kernel in the type that attention wants.
+    before = launches[: launches.index(attention)]
+    last_product = max(i for i, launch in enumerate(before) if "gemm" in launch)
+    assert not [launch for launch in before[last_product:] if "convert" in launch], before
+
+
+@pytest.mark.parametrize("name", GPU_STEPS)
+def test_step_copies_no_pool_on_h200(results, name) -> None:
+    program, step = compiled(results, name), GPU_STEPS[name]
+    pool_bytes = step.pool_gigabytes * 10**9
+    assert program["aliased_bytes"] >= 0.99 * pool_bytes
+    # A chunk needs activations besides, those of the gate and up projections the most.
+    rows = step.chunk if isinstance(step, PrefillStep) else 0
+    activation_bytes = 8 * rows * 2 * step.config.intermediate_size
+    assert program["temporary_bytes"] < 0.01 * pool_bytes + activation_bytes

@@ -37,6 +37,7 @@ def results(generation) -> dict[str, Any]:
 def test_attention_compiles_for_tpu(results, name) -> None:
     program = compiled(results, name)
     assert program["kernels"] == 1
+    assert program["multiplied_types"] == ["f32" if "float32" in name else "bf16"]
     # The pool is read where it lies: XLA lays no part of it out anew for the kernel, except that
     # it may lay out scales, which have no whole registers of lanes.
     case = TPU_ATTENTION[name]
@@ -55,4 +56,6 @@ def test_step_copies_no_pool_on_tpu(results, generation) -> None:
     for name, step in TPU_STEPS[generation].items():
         program = compiled(results, name)
         assert program["kernels"] == 1  # in the body of the scan over layers
+        # The matrix unit multiplies float32 in several passes.
+        assert program["multiplied_types"] == ["bf16"]
         assert program["temporary_bytes"] < 0.01 * step.pool_gigabytes * 10**9

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
+from paged_jax.models.config import LlamaConfig
 from tests.support import ROOT
-from tests.support.decode_step import LLAMA_3_8B, QWEN_3_1B7, DecodeLoop, DecodeStep
+from tests.support.decode_step import (
+    LLAMA_3_8B,
+    QWEN_3_1B7,
+    SMOLLM2_135M,
+    DecodeLoop,
+    DecodeStep,
+    PrefillStep,
+)
 from tests.support.kernel_cases import Case
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
@@ -72,9 +80,24 @@ GPU_UPDATES: Mapping[str, Case] = {
     "copy_blocks, fp8": _gpu("copy_blocks", B=8, T=1, pool_dtype="float8_e4m3fn"),
 }
 
+
+def _layers_of(config: LlamaConfig, step: type[DecodeStep], **changes) -> DecodeStep:
+    # Two layers have every kernel that all of them have.
+    config = dataclasses.replace(config, num_hidden_layers=2)
+    return step(config, pool_gigabytes=2, scan_layers=False, **changes)
+
+
 GPU_STEPS: Mapping[str, DecodeStep] = {
     "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
     "loop of Llama 3 8B": DecodeLoop(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
+    "step, int8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="int8"),
+    "step, fp8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="float8_e4m3fn"),
+    "step of SmolLM2 135M": _layers_of(SMOLLM2_135M, DecodeStep),
+    "step of SmolLM2 135M, int8": _layers_of(SMOLLM2_135M, DecodeStep, pool_dtype="int8"),
+    "chunk of Llama 3 8B": _layers_of(LLAMA_3_8B, PrefillStep, batch=1),
+    "chunk, int8": _layers_of(LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="int8"),
+    "chunk, fp8": _layers_of(LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="float8_e4m3fn"),
+    "chunk of SmolLM2 135M": _layers_of(SMOLLM2_135M, PrefillStep, batch=1),
 }
 
 GPU_CASES: Mapping[str, Case | DecodeStep] = {

@@ -153,6 +153,7 @@ def examine_kernel(path: Path, ptxas: str) -> dict[str, Any]:
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+        "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
     }
 
 

@@ -10,8 +10,10 @@ that programs compile and what they allocate, not that they are right or fast.
 It is a script because JAX and libtpu must find their settings in the environment when imported.
 """
 
+import base64
 import json
 import os
+import re
 import sys
 import traceback
 from typing import Any
@@ -32,6 +34,8 @@ os.environ.update(
 )
 
 import jax  # noqa: E402
+from jax._src.lib import tpu  # noqa: E402
+from jax._src.lib.mlir import ir  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
@@ -65,12 +69,28 @@ def compile_case(name: str, generation: str, device: Any) -> dict[str, Any]:
         platform="tpu",
         donate_argnums=donated(case),
     ).compile()
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
-        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "multiplied_types": multiplied_types(text),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }
+
+
+def multiplied_types(text: str) -> list[str]:
+    """The types that kernels in a compiled program multiply on the matrix unit, by MLIR's names."""
+    types = set()
+    for body in re.findall(r'"body":"([^"]+)"', text):
+        with ir.Context() as context:
+            context.allow_unregistered_dialects = True
+            tpu.register_dialect(context)
+            kernel = str(ir.Module.parse(base64.b64decode(body)))
+        for left, right in re.findall(
+            r"tpu\.matmul.* : \(vector<[^>]*x(\w+)>, vector<[^>]*x(\w+)>", kernel
+        ):
+            types |= {left, right}
+    return sorted(types)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Donated decode steps of a whole model as shapes alone: lowered or compiled, never run."""
+"""Donated steps of a whole model as shapes alone: lowered or compiled, never run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,6 +20,17 @@ LLAMA_3_8B = LlamaConfig(
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,
+    max_position_embeddings=8192,
+)
+SMOLLM2_135M = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    tie_word_embeddings=True,
     max_position_embeddings=8192,
 )
 QWEN_3_1B7 = LlamaConfig(
@@ -92,6 +103,33 @@ class DecodeStep:
                 dtype=self.pool_dtype,
             )
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillStep(DecodeStep):
+    """`Llama.prefill` of `chunk` tokens for each sequence of the batch."""
+
+    chunk: int = 2048
+
+    def function(self) -> Callable[..., Any]:
+        """The step, to be jitted with its second argument donated."""
+
+        def prefill_step(
+            model: Llama,
+            cache: PagedCache,
+            token_ids: jax.Array,
+            slots: jax.Array,
+            num_tokens: jax.Array,
+        ):
+            return Llama.prefill(model, cache, token_ids, slots, num_tokens)
+
+        return prefill_step
+
+    def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
+        """Model, cache, tokens, slots and their numbers as `jax.ShapeDtypeStruct`."""
+        token_ids = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
+        rows = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        return _placed((self._model(), self._cache(), token_ids, rows, rows), sharding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,39 @@
+"""What a model hands to the ops over a paged cache."""
+
+import re
+
+import pytest
+
+from paged_jax.models.config import LlamaConfig
+from tests.support.covering import all_pairs
+from tests.support.decode_step import DecodeStep, PrefillStep
+from tests.support.kernel_cases import lower
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=256,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+)
+# How a call of an attention kernel begins in StableHLO, whose results are that of attention in the
+# type of the queries, and the log-sum-exp.
+CALLS = {"cuda": r"@__gpu\$xla.gpu.triton\(.*paged_(?:decode|prefill)\W", "tpu": "@tpu_custom_call"}
+
+
+# By the type of the pool.
+QUERIES = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16", "float8_e4m3fn": "bf16"}
+CASES = all_pairs(
+    {"pool_dtype": [*QUERIES], "step": [DecodeStep, PrefillStep], "platform": [*CALLS]}
+)
+
+
+@pytest.mark.parametrize("pool_dtype, step, platform", [tuple(row.values()) for row in CASES])
+def test_queries_come_in_a_type_that_kernels_multiply(pool_dtype, step, platform) -> None:
+    """Whatever the model computes in. Nothing is compiled."""
+    case = step(CONFIG, 0.01, batch=3, max_blocks_per_slot=4, pool_dtype=pool_dtype)
+    text = lower(case.function(), *case.shapes(), platform=platform).as_text()
+    results = re.findall(rf"{CALLS[platform]}.*-> \(tensor<(?:\d+x)+(\w+)>", text)
+    assert results == [QUERIES[pool_dtype]]
