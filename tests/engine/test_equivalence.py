@@ -32,8 +32,7 @@ class Variant:
       arrival: ``"together"``, ``"reversed"``, or ``"one by one"``, each some steps after the last.
       num_rounds: how often they are played on the same engine.
       with_others: whether there are other requests, most of which are aborted.
-      with_logprobs: whether all jobs ask for log-probabilities. They take the programs for one
-        sample and for all slots, where others take one for each power of two.
+      with_logprobs: whether all jobs ask for log-probabilities.
       happens: names of `EngineStats` that must not be 0 in the end, or nothing was tested.
     """
 
@@ -47,25 +46,21 @@ class Variant:
 
 PREEMPTED, CACHED = "num_preemptions", "num_cached_tokens"
 SWAPPED, GUESSED = "num_swap_preemptions", "num_accepted_tokens"
-# Sizes of their own, as different from the usual ones as they can be: each compiles all programs
-# once more, so each of them is there once.
 EVERYTHING = Variant(
-    {
-        "block_size": 8,
-        "num_blocks": 9,
-        "max_num_seqs": 3,
-        "max_chunk": 5,
-        "max_num_batched_tokens": 12,
-        "steps_per_dispatch": 3,
-    },
+    {"max_num_batched_tokens": 12, "steps_per_dispatch": 3},
     arrival="one by one",
     num_rounds=3,
     with_others=True,
     with_logprobs=True,
     happens=(PREEMPTED, CACHED),
 )
-BLOCKS_OF_16 = {"block_size": 16, "num_blocks": 16, "max_chunk": 64}
-BLOCKS_OF_1 = {"block_size": 1, "num_blocks": 70, "max_num_seqs": 2, "max_chunk": 7}
+# Other shapes of prompts, alone and four at a time, while decoding has the usual programs.
+IN_ONE_PIECE = {"max_chunk": 64}
+# As different from the usual sizes as they can be, with all programs of their own. Decoding reads
+# shared blocks once, see `traced_cascades`.
+BLOCKS_OF_1 = {
+    "block_size": 1, "num_blocks": 70, "max_num_seqs": 3, "max_chunk": 5, "backend": "xla",
+}  # fmt: skip
 
 
 def _everything(*happens: str, **options: Any) -> Variant:
@@ -98,19 +93,21 @@ VARIANTS = {
         with_logprobs=True,
         happens=(GUESSED, SWAPPED),
     ),
-    "room for all, prompts in one piece": Variant(
-        {**BLOCKS_OF_16, "enable_prefix_caching": False}, with_logprobs=True
+    "everything, 4 guesses": _everything(
+        GUESSED, num_speculative_tokens=4, max_num_batched_tokens=24
     ),
-    "room for all and cached": Variant(
-        BLOCKS_OF_16, num_rounds=2, with_logprobs=True, happens=(CACHED,)
+    "everything, prompts in one piece": dataclasses.replace(
+        EVERYTHING, options={**IN_ONE_PIECE, "steps_per_dispatch": 3}
+    ),
+    "prompts in one piece, uncached": Variant(
+        {**IN_ONE_PIECE, "enable_prefix_caching": False}, happens=(PREEMPTED,)
     ),
     "blocks of 1, swapped": Variant(
         {**BLOCKS_OF_1, "preemption": "swap"}, with_logprobs=True, happens=(SWAPPED, CACHED)
     ),
-    "everything but guesses": EVERYTHING,
-    "everything, swapped": _everything(SWAPPED, preemption="swap"),
-    "everything, recomputed": _everything(preemption="recompute"),
-    "everything": _everything(GUESSED, num_speculative_tokens=2),
+    "everything, blocks of 1": _everything(**BLOCKS_OF_1),
+    "everything, blocks of 1, swapped": _everything(SWAPPED, **BLOCKS_OF_1, preemption="swap"),
+    "everything, blocks of 1, recomputed": _everything(**BLOCKS_OF_1, preemption="recompute"),
 }
 
 
@@ -207,6 +204,29 @@ def expected_with_logprobs(plain, jobs, expected) -> dict[str, RequestOutput]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def layers() -> list[int]:
+    """The layers of all cascades that tests of this file have traced."""
+    return []
+
+
+@pytest.fixture
+def traced_cascades(layers, monkeypatch) -> list[int]:
+    """Cascade attention on contexts this short, which are not worth it by themselves.
+
+    For engines that name their backend: no other engine shares the programs that are traced here.
+    """
+    cascade_attention = cascade.cascade_attention
+
+    def traced(*args, **options):
+        layers.append(options["layer"])
+        return cascade_attention(*args, **options)
+
+    monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
+    monkeypatch.setattr(cascade, "cascade_attention", traced)
+    return layers
+
+
 def with_logprobs(job: Job) -> Job:
     """The same job, which asks for log-probabilities of all that is generated."""
     count = 1 if job.params.logprobs is None else job.params.logprobs
@@ -219,8 +239,10 @@ def with_logprobs(job: Job) -> Job:
     [pytest.param(variant, id=name) for name, variant in VARIANTS.items()],
 )
 def test_outputs_do_not_depend_on(
-    tiny_model, tokenizer, jobs, expected, expected_with_logprobs, variant: Variant
+    request, tiny_model, tokenizer, jobs, expected, expected_with_logprobs, variant: Variant
 ) -> None:
+    if variant.options.get("backend"):
+        request.getfixturevalue("traced_cascades")
     if variant.with_logprobs:
         jobs, expected = list(map(with_logprobs, jobs)), expected_with_logprobs
     engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, **variant.options})
@@ -240,33 +262,22 @@ def test_outputs_do_not_depend_on(
 
 
 def test_blocks_that_are_read_once_give_the_same_tokens(
-    tiny_model, tokenizer, plain, monkeypatch
+    tiny_model, tokenizer, plain, traced_cascades
 ) -> None:
-    """Cascade attention, where four sequences begin with the same five blocks."""
+    """Cascade attention, where three sequences begin with the same 21 blocks."""
     beginning = [BOS, *range(5, 25)]
     jobs = [
         Job(
             str(number),
             {"prompt_token_ids": [*beginning, 25 + number]},
             SamplingParams(
-                temperature=number % 2, seed=number, max_tokens=20, ignore_eos=True, logprobs=2
+                temperature=number % 2, seed=number, max_tokens=15, ignore_eos=True, logprobs=2
             ),
         )
-        for number in range(4)
+        for number in range(3)
     ]
     expected = {job.name: play(plain, [job])[job.name] for job in jobs}
-    # Contexts this short are not worth it by themselves. The backend is named so that no other
-    # engine shares the programs that are traced here.
-    monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
-    traced, cascade_attention = [], cascade.cascade_attention
-
-    def counted(*args, **options):
-        traced.append(options["layer"])
-        return cascade_attention(*args, **options)
-
-    monkeypatch.setattr(cascade, "cascade_attention", counted)
-    options = {"cascade_attention": True, "backend": "xla"}
-    engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, "num_blocks": 32, **options})
+    engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, **BLOCKS_OF_1})
     num_shared = []
 
     def look(num_steps: int) -> None:
@@ -275,7 +286,7 @@ def test_blocks_that_are_read_once_give_the_same_tokens(
         num_shared.append(int(count))
 
     outputs = play(engine, jobs, on_step=look)
-    assert max(num_shared) == 5 and traced, "make it happen"
+    assert max(num_shared) == 21 and traced_cascades, "make it happen"
     for job in jobs:
         assert_same(outputs[job.name], expected[job.name])
     check_empty(engine)
