@@ -167,7 +167,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_model) 
     with pytest.raises(ValueError, match=match):
         engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=42))
     assert not engine.has_unfinished
-    complete(engine, OTHER, dataclasses.replace(GREEDY, max_tokens=41))
+    engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=41))
 
 
 # What requests share
@@ -489,13 +489,23 @@ def test_warmup_waits_for_nobody(engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "kv_dtype",
-    ["int8", *(pytest.param(t, marks=pytest.mark.slow) for t in ("bfloat16", "float16", "fp8"))],
+    ("kv_dtype", "dtype"),
+    [
+        ("auto", jnp.float32),
+        ("float32", jnp.float32),
+        ("bfloat16", jnp.bfloat16),
+        ("float16", jnp.float16),
+        ("int8", jnp.int8),
+        ("fp8", jnp.float8_e4m3fn),
+    ],
 )
-def test_narrow_caches_change_log_probabilities_a_little(tiny_model, engine, kv_dtype) -> None:
-    narrow = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype)
-    itemsize = {"bfloat16": 2, "float16": 2}.get(kv_dtype, 1)
-    assert narrow.cache.k.dtype.itemsize == itemsize
+def test_kv_dtype_is_the_type_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
+    cache = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype).cache
+    assert cache.k.dtype == cache.v.dtype == dtype
+
+
+def test_a_narrow_cache_changes_log_probabilities_a_little(tiny_model, engine) -> None:
+    narrow = Engine(tiny_model, **SIZES, kv_dtype="int8")
     params = dataclasses.replace(GREEDY, max_tokens=1)
     exact, rough = (complete(e, LONG, params).outputs[0] for e in (engine, narrow))
     assert rough.cumulative_logprob == pytest.approx(exact.cumulative_logprob, abs=0.3)
@@ -508,11 +518,19 @@ def test_unknown_kv_dtypes_are_refused(tiny_model) -> None:
 
 
 def test_settings_of_jax_change_no_token(tiny_model) -> None:
+    # In one chunk each, so that all samples begin at once, with one program of decoding.
+    prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:16]}
+    params = dataclasses.replace(SEEDED, top_k=8, top_p=0.9, n=2)
+
     def generate() -> dict[str, list[int]]:
         engine = Engine(tiny_model, **SIZES)
-        engine.add_request(LONG, GREEDY)
-        engine.add_request(LONG, dataclasses.replace(SEEDED, top_k=8, top_p=0.9, n=2))
-        return finish(engine)
+        engine.add_request(OTHER, GREEDY)
+        engine.add_request(prompt, params)
+        tokens = finish(engine)
+        engine.add_request(prompt, params)
+        again = finish(engine)
+        assert engine.stats.num_cached_tokens == 12
+        return tokens | again
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         tokens = generate()
