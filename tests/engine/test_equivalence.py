@@ -33,6 +33,7 @@ class Variant:
       num_rounds: how often they are played on the same engine.
       with_others: whether there are other requests, most of which are aborted.
       with_logprobs: whether all jobs ask for log-probabilities.
+      with_scores: whether the prompt of one job is scored, by a program for each `max_chunk`.
       happens: names of `EngineStats` that must not be 0 in the end, or nothing was tested.
     """
 
@@ -41,6 +42,7 @@ class Variant:
     num_rounds: int = 1
     with_others: bool = False
     with_logprobs: bool = False
+    with_scores: bool = True
     happens: tuple[str, ...] = ()
 
 
@@ -93,14 +95,21 @@ VARIANTS = {
         with_logprobs=True,
         happens=(GUESSED, SWAPPED),
     ),
-    "everything, 4 guesses": _everything(
-        GUESSED, num_speculative_tokens=4, max_num_batched_tokens=24
+    "everything, 4 guesses, recomputed": dataclasses.replace(
+        _everything(
+            GUESSED,
+            num_speculative_tokens=4,
+            # All that four samples may guess, and three chunks.
+            max_num_batched_tokens=64,
+            preemption="recompute",
+        ),
+        arrival="together",
     ),
     "everything, prompts in one piece": dataclasses.replace(
-        EVERYTHING, options={**IN_ONE_PIECE, "steps_per_dispatch": 3}
+        EVERYTHING, options={**IN_ONE_PIECE, "steps_per_dispatch": 3}, with_scores=False
     ),
     "prompts in one piece, uncached": Variant(
-        {**IN_ONE_PIECE, "enable_prefix_caching": False}, happens=(PREEMPTED,)
+        {**IN_ONE_PIECE, "enable_prefix_caching": False}, with_scores=False, happens=(PREEMPTED,)
     ),
     "blocks of 1, swapped": Variant(
         {**BLOCKS_OF_1, "preemption": "swap"}, with_logprobs=True, happens=(SWAPPED, CACHED)
@@ -245,6 +254,8 @@ def test_outputs_do_not_depend_on(
         request.getfixturevalue("traced_cascades")
     if variant.with_logprobs:
         jobs, expected = list(map(with_logprobs, jobs)), expected_with_logprobs
+    if not variant.with_scores:
+        jobs = [job for job in jobs if job.params.prompt_logprobs is None]
     engine = Engine(tiny_model, tokenizer=tokenizer, **{**USUAL, **variant.options})
     for seed in range(variant.num_rounds):
         random = np.random.default_rng(seed)
