@@ -1,15 +1,18 @@
 """What is shipped: sdist and wheel are whole, and run where nothing else is installed."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support import ROOT
 
@@ -55,21 +58,58 @@ def test_distributions_hold_the_whole_package(distributions) -> None:
     assert not [name for name in in_wheel if name.startswith(OTHERS)]
 
 
+def required(distribution: importlib.metadata.Distribution) -> set[str]:
+    """The names of all that it needs, and of what those need, as they are installed here."""
+    found: set[tuple[str, str]] = set()
+    to_see = [("", distribution.requires)]
+    while to_see:
+        extra, lines = to_see.pop()
+        for requirement in map(Requirement, lines or []):
+            if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+                continue
+            for each in {(requirement.name, extra) for extra in ("", *requirement.extras)} - found:
+                found.add(each)
+                to_see.append((each[1], importlib.metadata.requires(requirement.name)))
+    return {name for name, _ in found}
+
+
+def link(distribution: str, site: Path) -> None:
+    """Make an installed distribution importable from another environment."""
+    files = importlib.metadata.files(distribution) or []
+    here = Path(str(importlib.metadata.distribution(distribution).locate_file("")))
+    for name in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+        if not (site / name).exists():
+            (site / name).symlink_to(here / name)
+
+
+@pytest.fixture(scope="module")
+def clean_python(distributions, tmp_path_factory) -> Path:
+    """The Python of an environment that holds the wheel and, of what is installed here, what the
+    wheel says it needs; nothing is fetched."""
+    folder = tmp_path_factory.mktemp("clean") / "venv"
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    # Without a path to this folder, where pip would find the package installed already.
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--no-index", distributions[1]], check=True, env=clean_environment())
+    paths = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+    [installed] = importlib.metadata.distributions(path=[str(site)])
+    for name in required(installed):
+        link(name, site)
+    return python
+
+
+def clean_environment() -> dict[str, str]:
+    """As a stranger starts a program: without what the tests have set and compiled."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTHON"))}
+
+
 @pytest.mark.slow
-def test_wheel_runs_in_a_clean_environment(distributions, tmp_path) -> None:
-    _, wheel = distributions
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    # As a stranger starts it: without what the tests have set and compiled, and without a path to
-    # this folder, where pip would find the package installed already.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTHON"))}
-    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True, env=env)
+def test_wheel_runs_in_a_clean_environment(clean_python, tmp_path) -> None:
+    args = ["-m", "paged_jax.generate", "--prompt", "It is", "--max-tokens", "3", "--json"]
     done = subprocess.run(
-        [python, "-m", "paged_jax.generate", "--prompt", "It is", "--max-tokens", "3", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=env,
+        [clean_python, *args], cwd=tmp_path, capture_output=True, text=True, env=clean_environment()
     )
     assert done.returncode == 0, done.stderr
     [output] = json.loads(done.stdout)["outputs"]
