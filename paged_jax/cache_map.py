@@ -206,7 +206,7 @@ def block_text(engine: Engine, block_id: int) -> list[BlockText]:
 
     Example:
       >>> engine = Engine(max_num_seqs=2)
-      >>> _ = engine.add_request({"prompt_token_ids": list(range(20))})
+      >>> _ = engine.add_request({"prompt_token_ids": list(range(16))})
       >>> _ = engine.step()
       >>> [entry] = block_text(engine, 0)
       >>> entry.request_id, entry.start, entry.token_ids[-1]

@@ -71,13 +71,14 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
             max_length=99,
         )
     steps = jax.jit(decode_steps, static_argnames="max_steps")
-    tokens, _ = steps(model, state, slots, N, max_steps=N)
+    tokens, _ = steps(model, state, slots, N, max_steps=N + 2)
 
     names = ("temperature", "top_k", "top_p", "min_p")
     each = {name: [getattr(params, name) for params in ways] for name in names}
     out = run(model, seed=2**32 - 5, **each)
-    np.testing.assert_array_equal(out.token_ids, tokens.token_ids.T)
-    np.testing.assert_allclose(out.logprobs, tokens.logprobs.T, atol=1e-5)
+    np.testing.assert_array_equal(out.token_ids, tokens.token_ids[:N].T)
+    np.testing.assert_allclose(out.logprobs, tokens.logprobs[:N].T, atol=1e-5)
+    assert not tokens.token_ids[N:].any() and not tokens.logprobs[N:].any()
     assert out.num_tokens.tolist() == [N] * B
     assert len(set(out.token_ids[0].tolist())) > 1
 
@@ -188,4 +189,4 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
 def test_mistakes_are_refused(model, changes, message) -> None:
     arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS, "max_tokens": N}
     with pytest.raises(ValueError, match=message):
-        rollout(model, **{**arguments, **changes})
+        jax.eval_shape(lambda: rollout(model, **{**arguments, **changes}))

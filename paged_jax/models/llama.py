@@ -35,7 +35,7 @@ class Llama(nnx.Module):
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-      ...                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+      ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))
       >>> model(jnp.array([[1, 2, 3]])).shape
       (1, 3, 32)
@@ -156,12 +156,12 @@ class Llama(nnx.Module):
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-          ...                      num_hidden_layers=2, num_attention_heads=2,
+          ...                      num_hidden_layers=1, num_attention_heads=2,
           ...                      num_key_value_heads=1)
           >>> model = Llama(config, rngs=nnx.Rngs(0))
           >>> cache = model.create_cache(num_slots=4, max_length=100, num_blocks=16)
           >>> cache.k.shape, cache.block_tables.shape     # [L, P, K, C, D], [S, M]
-          ((2, 16, 1, 16, 8), (4, 7))
+          ((1, 16, 1, 16, 8), (4, 7))
         """
         return create_cache(
             self.config,
@@ -255,10 +255,10 @@ class Llama(nnx.Module):
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-          ...                      num_hidden_layers=2, num_attention_heads=2,
+          ...                      num_hidden_layers=1, num_attention_heads=2,
           ...                      num_key_value_heads=1)
           >>> model = Llama(config, rngs=nnx.Rngs(0))
-          >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
+          >>> cache = PagedCache.create(num_layers=1, num_blocks=8, num_kv_heads=1, block_size=4,
           ...                           head_dim=8, num_slots=2, max_blocks_per_slot=4)
           >>> decode = jax.jit(Llama.decode, donate_argnames="cache")
           >>> logits, cache, ok = decode(model, cache, jnp.array([3, 7]), jnp.array([0, 1]))
