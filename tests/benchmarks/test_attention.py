@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.attention import cases as attention_cases
@@ -15,16 +16,37 @@ from benchmarks.attention.cases import Case, Heads, make_inputs
 from benchmarks.attention.programs import expected_result, our_call
 from benchmarks.common import figures
 from benchmarks.common.device_time import Program, Rates, chained, take_turns
+from paged_jax.kernels.quantisation import QUANTISED
 
 RATES = Rates(memory=1000.0, matmul=1.0)
 
 
 @pytest.fixture
 def tiny(monkeypatch) -> str:
-    """The name of a model that is quick to compute."""
+    """The name of a model that is quick to compute, with numbers that compile nothing."""
     monkeypatch.setattr(attention_cases, "_ROTATED_BYTES", 1)
+    monkeypatch.setattr(attention_cases, "_random", random_numbers)
     monkeypatch.setitem(attention_cases.MODELS, "tiny", Heads(4, 2, 16))
     return "tiny"
+
+
+def random_numbers(key: jax.Array, shape, dtype: str, scale: float = 1.0) -> jax.Array:
+    """As the benchmark's own, by numpy."""
+    if jnp.dtype(dtype) in QUANTISED:
+        scale = QUANTISED[jnp.dtype(dtype)]
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return jnp.asarray((scale * rng.uniform(-1, 1, shape)).astype(jnp.dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_random_numbers_are_those_of_the_benchmark_but_for_their_digits(dtype) -> None:
+    for make in (attention_cases._random, random_numbers):
+        numbers = make(jax.random.key(0), (2, 500), dtype)
+        assert numbers.dtype == dtype and numbers.shape == (2, 500)
+        largest = QUANTISED.get(jnp.dtype(dtype), 1)
+        values = np.asarray(numbers, np.float64) / largest
+        assert -1 <= values.min() < -0.9 and 0.9 < values.max() <= 1
+        assert len(np.unique(values)) > 200
 
 
 def test_case_counts_bytes_and_flops() -> None:
