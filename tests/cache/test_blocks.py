@@ -717,7 +717,8 @@ def test_check_invariants_names_what_is_broken(message, changes):
 class Operations:
     """The operations under test, with shapes that never change, so that `jit` compiles once."""
 
-    def __init__(self, wrap: Callable):
+    def __init__(self):
+        wrap = partial(jax.jit, donate_argnums=0)
         self.prompts = wrap(partial(blocks.reserve, max_tokens=MAX_TOKENS))
         self.token = wrap(partial(blocks.reserve, max_tokens=1))
         self.fork = wrap(blocks.fork)
@@ -729,10 +730,6 @@ class Operations:
         self.forget = wrap(blocks.forget)
 
 
-EAGER = Operations(lambda function: function)
-JITTED = Operations(partial(jax.jit, donate_argnums=0))
-
-
 class AllocatorMachine(RuleBasedStateMachine):
     """Random histories, in step with the model.
 
@@ -740,7 +737,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     allocator says. What the tables then read back must be what the model knows each slot to hold.
     """
 
-    operations = EAGER
+    operations = Operations()
 
     @initialize()
     def start(self):
@@ -918,24 +915,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.memory[row].reshape(-1)[: len(tokens)].tolist() == tokens
 
 
-class JittedAllocatorMachine(AllocatorMachine):
-    operations = JITTED
-
-
-def bounded(max_examples: int) -> settings:
-    return settings(
-        max_examples=max_examples,
-        stateful_step_count=30,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-# Eager execution is some twenty times slower than compiled execution.
-TestEagerHistories = AllocatorMachine.TestCase
-TestEagerHistories.settings = bounded(3)
-TestJittedHistories = JittedAllocatorMachine.TestCase
-TestJittedHistories.settings = bounded(60)
+TestHistories = AllocatorMachine.TestCase
+TestHistories.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -944,7 +930,7 @@ def test_histories_like_those_of_an_engine(seed):
 
     Hypothesis tries rules in small sets at a time; here all of them meet.
     """
-    machine, rng = JittedAllocatorMachine(), np.random.default_rng(seed)
+    machine, rng = AllocatorMachine(), np.random.default_rng(seed)
     machine.start()
     num_found = num_forgotten = 0
     for _ in range(200):

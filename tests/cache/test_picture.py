@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from paged_jax.cache import blocks
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.picture import draw_tables, locate_token
 
+RESERVE = jax.jit(blocks.reserve, static_argnames="max_tokens")
+
 
 @pytest.fixture(scope="module")
 def tables() -> BlockTables:
     """Slot 1 holds 6 tokens, slot 2 a copy of it, slot 3 nine of its own; slot 0 is empty."""
     tables = BlockTables.create(70, num_slots=4, max_blocks_per_slot=3, block_size=4)
-    # Slot 0 comes and goes, so that the others' blocks are not in the order of their ids.
+    # Not jitted, as a reader might do it. Slot 0 comes and goes, so that the others' blocks are not
+    # in the order of their ids.
     tables, _, ok = blocks.reserve(tables, jnp.array([5, 0, 0, 3]), max_tokens=12)
     tables, _, more = blocks.reserve(tables, jnp.array([0, 6, 0, 6]), max_tokens=12)
     tables = blocks.release(tables, jnp.array([True, False, False, False]))
@@ -66,8 +70,8 @@ def test_draw_tables_shows_sharing(tables) -> None:
 
 def test_draw_tables_caps_counts_at_nine() -> None:
     tables = BlockTables.create(2, num_slots=12, max_blocks_per_slot=1, block_size=4)
-    tables, _, _ = blocks.reserve(tables, jnp.array([3] + [0] * 11), max_tokens=4)
-    tables, ok = blocks.fork(tables, jnp.array([-1] + [0] * 11))
+    tables, _, _ = RESERVE(tables, jnp.array([3] + [0] * 11), max_tokens=4)
+    tables, ok = jax.jit(blocks.fork)(tables, jnp.array([-1] + [0] * 11))
     assert ok
     text = draw_tables(tables, "now")
     assert text.count("shared by 12") == 12
@@ -87,7 +91,7 @@ def test_draw_tables_locates_first_middle_and_last_token(tables) -> None:
 
 def test_draw_tables_of_one_token() -> None:
     tables = BlockTables.create(2, num_slots=1, max_blocks_per_slot=1, block_size=4)
-    tables, _, _ = blocks.reserve(tables, jnp.array([1]))
+    tables, _, _ = RESERVE(tables, jnp.array([1]))
     text = draw_tables(tables, "now")
     assert text.count("token 0:") == 1
     assert parse_row(text, 0) == [(0, int(tables.block_tables[0, 0]), 0, 0, 1)]
