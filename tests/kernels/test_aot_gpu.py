@@ -73,6 +73,14 @@ def test_prefill_compiles_for_h200(results, name) -> None:
     assert program["temporary_bytes"] == 0
 
 
+def test_chunks_take_few_instructions_on_h200(results) -> None:
+    """Beside the products of 128 rows and 64 tokens, which keep tensor cores busy 512 cycles."""
+    [kernel] = compiled(results, "prefill of one chunk of 2048")["kernels"]
+    whole, masked = sorted(kernel["loop_instructions"])
+    assert whole <= 340 * 2, "128 tokens"
+    assert masked <= 430 * 2
+
+
 @pytest.mark.parametrize("name", GPU_UPDATES)
 def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     program = compiled(results, name)

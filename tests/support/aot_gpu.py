@@ -4,8 +4,9 @@
     python -m tests.support.aot_gpu decode step      # those whose names begin so
 
 Needs the extra "aot". XLA compiles for a GPU that is described to it; ptxas, run once more on the
-PTX that XLA writes, tells registers and spills. Nothing runs: this proves that programs compile and
-what they cost in registers, shared memory, copies and launches, not that they are right or fast.
+PTX that XLA writes, tells registers and spills, and nvdisasm the instructions of loops. Nothing
+runs: this proves that programs compile and what they cost in registers, shared memory, copies,
+instructions and launches, not that they are right or fast.
 
 It is a script because JAX must find its settings in the environment when it is imported.
 """
@@ -71,14 +72,14 @@ gpu_device_info {
 """
 
 
-def find_ptxas() -> str:
-    """The ptxas that XLA uses too: one installed by pip first, else one on the PATH."""
+def find_tool(name: str) -> str:
+    """A tool of the CUDA toolkit: installed by pip, as what XLA uses, else one on the PATH."""
     site_packages = Path(jax.__file__).parent.parent
-    installed = next(site_packages.glob("nvidia/*/bin/ptxas"), None)
-    found = installed or shutil.which("ptxas")
+    installed = next(site_packages.glob(f"nvidia/*/bin/{name}"), None)
+    found = installed or shutil.which(name)
     if found is None:
         sys.exit(
-            'aot_gpu.py: no ptxas. Install the extra "aot", or put a CUDA toolkit on the PATH.'
+            f'aot_gpu.py: no {name}. Install the extra "aot", or put a CUDA toolkit on the PATH.'
         )
     return str(found)
 
@@ -97,7 +98,7 @@ def find_device() -> Any:
     return topology.devices[0]
 
 
-def compile_case(name: str, device: Any, ptxas: str) -> dict[str, Any]:
+def compile_case(name: str, device: Any) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = GPU_CASES[name]
     lowered = lower(
@@ -112,7 +113,7 @@ def compile_case(name: str, device: Any, ptxas: str) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     return {
         "launches": read_launches(),
-        "kernels": [examine_kernel(path, ptxas) for path in DUMP.glob("*.ptx") if has_kernel(path)],
+        "kernels": [examine_kernel(path) for path in DUMP.glob("*.ptx") if has_kernel(path)],
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }
@@ -138,23 +139,46 @@ def has_kernel(path: Path) -> bool:
     return ".entry" in path.read_text()
 
 
-def examine_kernel(path: Path, ptxas: str) -> dict[str, Any]:
-    """Count in the PTX of a kernel, and assemble it to see its registers."""
-    ptx = path.read_text()
+def examine_kernel(path: Path) -> dict[str, Any]:
+    """Count in the PTX of a kernel, and assemble it to see its registers and its loops."""
+    ptx, cubin = path.read_text(), path.with_suffix(".cubin")
     target = find(r"\.target (\w+)", ptx)
-    command = [ptxas, "--verbose", f"--gpu-name={target}", str(path), "--output-file=/dev/null"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+    _, log = run("ptxas", "--verbose", f"--gpu-name={target}", str(path), f"--output-file={cubin}")
+    listing, _ = run("nvdisasm", "--print-code", str(cubin))
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], *\[.*?\], *(\w+)", ptx)
     return {
         "name": find(r"\.entry (\w+)", ptx),
-        "registers": int(find(r"Used (\d+) registers", done.stderr)),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
+        "registers": int(find(r"Used (\d+) registers", log)),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        "loop_instructions": loop_instructions(listing),
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
     }
+
+
+def run(tool: str, *arguments: str) -> tuple[str, str]:
+    """What a tool prints, to stdout and to stderr."""
+    done = subprocess.run([find_tool(tool), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} {' '.join(arguments)}: {done.stderr}")
+    return done.stdout, done.stderr
+
+
+def loop_instructions(listing: str) -> list[int]:
+    """Instructions in each loop of a disassembled kernel: from a label to a branch back to it."""
+    labels: dict[str, int] = {}
+    lengths, count = [], 0
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            count += 1
+            back = re.search(r"\bBRA\b.*(\.L_x_\d+)", instruction[1])
+            # Behind the end of each kernel lies a branch to itself.
+            if back and labels.get(back[1], count - 1) < count - 1:
+                lengths.append(count - labels[back[1]])
+    return lengths
 
 
 def find(pattern: str, text: str) -> str:
@@ -166,16 +190,16 @@ def find(pattern: str, text: str) -> str:
 
 
 def main() -> None:
-    ptxas, device = find_ptxas(), find_device()
+    device = find_device()
     names = [name for name in GPU_CASES if name.startswith(tuple(sys.argv[1:]) or "")]
     results = {}
     for name in names:
         try:
-            results[name] = compile_case(name, device, ptxas)
+            results[name] = compile_case(name, device)
         except Exception:
             # One case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}
-    json.dump({"jax": jax.__version__, "ptxas": ptxas, "cases": results}, sys.stdout, indent=1)
+    json.dump({"jax": jax.__version__, "cases": results}, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def _decode(
             pool_dtype=pools.k.dtype,
             step_tokens=params.step_tokens,
             num_splits=num_splits,
+            exp2=tiles.choose_exp2(interpret),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((B, H, *parts, D), dtype),
@@ -184,6 +185,7 @@ def _attend_kernel(
     pool_dtype: Any,
     step_tokens: int,
     num_splits: int,
+    exp2: tiles.Exp2,
 ) -> None:
     head, split, sequence = (pl.program_id(axis) for axis in range(3))
     H, D = q_ref.shape[1:]
@@ -214,7 +216,7 @@ def _attend_kernel(
         # They count once: in the first part.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (split == 0), other=-jnp.inf)
     softmax = tiles.start_softmax(rows.size, tuple(lane.size for lane in lanes), sinks)
-    out, lse = tiles.finish(_fold_part(softmax, q, part, options, step_tokens))
+    out, lse = tiles.finish(_fold_part(softmax, q, part, options, step_tokens, exp2))
 
     place = () if num_splits == 1 else (split,)
     # The merge does not read the out of a part that has no lse.
@@ -240,6 +242,7 @@ def _fold_part(
     part: _Part,
     options: Options,
     step_tokens: int,
+    exp2: tiles.Exp2,
 ) -> tiles.Softmax:
     """Fold the tokens of a part into a softmax of the rows of `q`, which are not scaled."""
     q_dtype = q[0].dtype
@@ -264,8 +267,9 @@ def _fold_part(
         v = _load_heads(part.pools.v, place, part, v_dtype)
         k_scale = tiles.load_scales(part.pools.k_scale, *place)
         v_scale = tiles.load_scales(part.pools.v_scale, *place)
-        scores = tiles.score(q, k, k_scale, is_seen[None], options)
-        return tiles.fold(softmax, scores, v, v_scale, tiles.weigh_exactly), next_block_ids
+        scores, factor = tiles.score(q, k, k_scale, is_seen[None], options)
+        softmax = tiles.fold(softmax, scores, factor, v, v_scale, tiles.weigh_exactly, exp2)
+        return softmax, next_block_ids
 
     carry = (softmax, block_ids_of(part.begin))
     return lax.fori_loop(part.begin, part.end, fold_step, carry)[0]

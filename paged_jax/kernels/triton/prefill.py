@@ -82,6 +82,7 @@ def _prefill(
             pool_dtype=pools.k.dtype,
             query_rows=query_rows,
             step_tokens=params.step_tokens,
+            exp2=tiles.choose_exp2(interpret),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((B, T, H, D), q.dtype),
@@ -139,6 +140,7 @@ def _attend_kernel(
     pool_dtype: Any,
     query_rows: int,
     step_tokens: int,
+    exp2: tiles.Exp2,
 ) -> None:
     T, H, D = q_ref.shape[1:]
     G = H // pools.k.shape[2]
@@ -184,6 +186,7 @@ def _attend_kernel(
             _Keys(pools, pool_dtype, tables_ref, sequence, layer_ref[0], head, D),
             options,
             step_tokens,
+            exp2,
         )
         out, lse = tiles.finish(softmax)
         # The chunk's padding has seen tokens as its queries have.
@@ -199,6 +202,7 @@ def _fold_keys(
     keys: _Keys,
     options: Options,
     step_tokens: int,
+    exp2: tiles.Exp2,
 ) -> tiles.Softmax:
     """Fold the tokens that a tile of R rows sees into its softmax.
 
@@ -233,9 +237,10 @@ def _fold_keys(
         k, v = (_load_heads(pool_ref, place, keys) for pool_ref in (keys.pools.k, keys.pools.v))
         k_scale = tiles.load_scales(keys.pools.k_scale, *place)
         v_scale = tiles.load_scales(keys.pools.v_scale, *place)
-        scores = tiles.score(q, k, k_scale, is_seen, options)
+        scores, factor = tiles.score(q, k, k_scale, is_seen, options)
         v = v.astype(tiles.value_dtype(q.dtype, keys.pool_dtype))
-        return tiles.fold(softmax, scores, v, v_scale, tiles.weigh_rounded), next_block_ids
+        softmax = tiles.fold(softmax, scores, factor, v, v_scale, tiles.weigh_rounded, exp2)
+        return softmax, next_block_ids
 
     runs = _cut_into_runs(first, last, step_tokens, window)
     carry = (softmax, block_ids_of(runs[0].begin))

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.quantisation import product_dtype
+from paged_jax.kernels.quantisation import is_quantised, product_dtype
 
 
 class Device(NamedTuple):
@@ -195,11 +195,11 @@ def prefill_params(
     Example:
       >>> prefill_params("", head_dim=128, group=4, block_size=16,
       ...                q_dtype=jnp.bfloat16, pool_dtype=jnp.bfloat16)
-      PrefillParams(query_rows=128, step_tokens=64, num_warps=8, num_stages=3)
+      PrefillParams(query_rows=128, step_tokens=128, num_warps=8, num_stages=2)
     """
     shape = Shape(head_dim, group, block_size, _name(q_dtype), _name(pool_dtype))
     measured = _nearest(_measured(), device_kind, "prefill", shape)
-    return _prefill_rule(shape) if measured is None else PrefillParams(*measured)
+    return _prefill_rule(shape, device()) if measured is None else PrefillParams(*measured)
 
 
 def _name(dtype: DTypeLike) -> str:
@@ -234,11 +234,21 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
-def _prefill_rule(shape: Shape) -> PrefillParams:
+# With 227 KB of shared memory; others have 163 or 99 KB.
+_LARGE_ARCHITECTURES = (9, 10)
+
+
+def _prefill_rule(shape: Shape, device: Device) -> PrefillParams:
     if _is_exact(shape):
         # Converted numbers of a quantised pool need registers besides.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
+    is_large = device.compute_capability[0] in _LARGE_ARCHITECTURES
+    if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
+        # 128 rows by 128 tokens take 254 registers at 128 lanes, and 319 instructions of a warp for
+        # 64 tokens where 64 take 410 (SASS for compute capability 9.0). Converted numbers of a
+        # quantised pool would spill.
+        return PrefillParams(128, 128, num_warps=8, num_stages=2)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
     # The float32 accumulator, rows x lanes, takes 64 registers of each thread at these sizes.
     query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)
