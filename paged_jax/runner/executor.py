@@ -58,12 +58,14 @@ class Executor:
         # program is compiled once for arrays that are bound to a device and once for others.
         self.weights = [jax.device_put(x, in_auto_mode(x.sharding)) for x in arrays]
         self._placement = placement_beside(self.weights)
-        self._structure = Structure(graphdef, treedef, cascade, backend, self._placement)
+        self._device = next(iter(self.weights[0].devices()))
+        self._structure = Structure(
+            graphdef, treedef, cascade, backend, self._placement, self._device.platform
+        )
         self.sizes = sizes
         self.num_blocks = num_blocks
         num_top = min(MAX_LOGPROBS, model.config.vocab_size)
         self.programs = list_programs(self._structure, sizes, num_top)
-        self._device = next(iter(self.weights[0].devices()))
         self._config = model.config
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile or (lambda line: None)

@@ -5,7 +5,7 @@ flattening a Flax module, or hashing its graph, would cost more than a small mod
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,13 @@ from paged_jax.cache import paged_cache
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decoding
 from paged_jax.runner.sizes import Sizes
+
+# What a compiler is asked for, by `jax.Device.platform`. For GPUs XLA counts the donated pools
+# twice, as arguments and as results, takes the memory for overfull where they fill it, and would
+# compute positions, cosines and sines again in every layer.
+COMPILER_OPTIONS: Mapping[str, dict[str, str]] = {
+    "gpu": {"xla_disable_hlo_passes": "rematerialization"}
+}
 
 
 class Scores(NamedTuple):
@@ -121,6 +128,7 @@ class Structure(NamedTuple):
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: the backend of the attention, see `paged_attention`.
       placement: placement of all results; None for one device, which needs none.
+      platform: `jax.Device.platform` of the devices.
     """
 
     graphdef: Any
@@ -128,6 +136,7 @@ class Structure(NamedTuple):
     cascade: bool
     backend: str | None
     placement: jax.sharding.Sharding | None = None
+    platform: str = "cpu"
 
     def model(self, weights: list[jax.Array]) -> Llama:
         """The model over some weights."""
@@ -175,6 +184,7 @@ def _jit(structure: Structure, function: Callable[..., Any]) -> Any:
         static_argnames=("max_steps", "num_top", "width"),
         # Else XLA would choose how the state lies, and not the same way in all programs.
         out_shardings=structure.placement,
+        compiler_options=COMPILER_OPTIONS.get(structure.platform),
     )
 
 

@@ -111,6 +111,11 @@ def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
     assert not [launch for launch in before[last_product:] if "convert" in launch], before
 
 
+def test_engine_computes_nothing_twice_where_pools_fill_an_h200(results) -> None:
+    launches = [x["name"] for x in compiled(results, "engine of Llama 3 8B")["launches"]]
+    assert not [name for name in launches if "remat" in name]
+
+
 @pytest.mark.parametrize("name", GPU_STEPS)
 def test_step_copies_no_pool_on_h200(results, name) -> None:
     program, step = compiled(results, name), GPU_STEPS[name]

@@ -37,6 +37,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from tests.support.aot_cases import GPU_CASES, donated  # noqa: E402
+from tests.support.decode_step import EngineDecode  # noqa: E402
 from tests.support.kernel_cases import lower  # noqa: E402
 
 # A GPU as XLA describes it (xla/stream_executor/device_description.proto). The limits are those of
@@ -101,12 +102,16 @@ def find_device() -> Any:
 def compile_case(name: str, device: Any) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = GPU_CASES[name]
-    lowered = lower(
-        case.function(),
-        *case.shapes(SingleDeviceSharding(device)),
-        platform="cuda",
-        donate_argnums=donated(case),
-    )
+    sharding = SingleDeviceSharding(device)
+    if isinstance(case, EngineDecode):
+        lowered = case.lower(sharding)
+    else:
+        lowered = lower(
+            case.function(),
+            *case.shapes(sharding),
+            platform="cuda",
+            donate_argnums=donated(case),
+        )
     for path in DUMP.iterdir():
         path.unlink()
     compiled = lowered.compile()

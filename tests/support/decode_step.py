@@ -10,7 +10,10 @@ from flax import nnx
 
 from paged_jax import Llama, PagedCache
 from paged_jax.models.config import LlamaConfig
-from paged_jax.runner import DecodeState, decode_steps
+from paged_jax.runner import DecodeState, Sizes, decode_steps
+from paged_jax.runner.programs import Structure, list_programs
+from paged_jax.sampling import MAX_LOGPROBS
+from tests.support.kernel_cases import lowering_for
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -154,6 +157,36 @@ class DecodeLoop(DecodeStep):
         slots = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         num_steps = jax.ShapeDtypeStruct((), jnp.int32)
         return _placed((self._model(), state, slots, num_steps), sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineDecode(DecodeLoop):
+    """The program that an engine decodes with on a GPU, its compiler's options included."""
+
+    def lower(self, sharding: Any = None) -> jax.stages.Lowered:
+        """The program for CUDA; its state is donated."""
+        graphdef, weights = nnx.split(self._model())
+        arrays, treedef = jax.tree.flatten(weights)
+        structure = Structure(graphdef, treedef, cascade=False, backend=None, platform="gpu")
+        sizes = Sizes(
+            block_size=self.block_size,
+            num_slots=self.batch,
+            max_model_len=self.block_size * self.max_blocks_per_slot,
+            max_chunk=512,
+            max_steps=self.max_steps,
+            num_drafts=0,
+            max_logit_bias=32,
+            max_stop_ids=16,
+        )
+        _, state, slots, num_steps = self.shapes()
+        flag = jax.ShapeDtypeStruct((), jnp.bool_)
+        call = list_programs(structure, sizes, MAX_LOGPROBS).decode.call(
+            slots, num_steps, flag, flag
+        )
+        shapes = _placed((arrays, state, *call.args), sharding)
+        with lowering_for("cuda"):
+            traced = call.program.trace(*shapes, **call.static)
+            return traced.lower(lowering_platforms=("cuda",))
 
 
 def _placed(shapes: tuple[Any, ...], sharding: Any) -> tuple[Any, ...]:

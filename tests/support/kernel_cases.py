@@ -141,12 +141,13 @@ def lower(
     function: Callable[..., Any], *shapes: Any, platform: str, **jit_options: Any
 ) -> jax.stages.Lowered:
     """Lower a function for ``"cuda"`` or ``"tpu"``, on a machine that may have neither."""
-    with _lowering_for(platform):
+    with lowering_for(platform):
         return jax.jit(function, **jit_options).trace(*shapes).lower(lowering_platforms=(platform,))
 
 
 @contextlib.contextmanager
-def _lowering_for(platform: str) -> Iterator[None]:
+def lowering_for(platform: str) -> Iterator[None]:
+    """A context for lowering for a device that may not be here."""
     if platform != "cuda":
         yield
         return
