@@ -119,18 +119,25 @@ def page(server):
 def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     num_blocks = SIZES["num_blocks"]
     server.post("/generate", {"prompt": "<b>it</b> is", "max_tokens": 2})  # text is never markup
-    job = threading.Thread(
-        target=generate, args=(server,), kwargs={"n": 3, "max_tokens": 40, "logprobs": 20}
-    )
+    is_seen = threading.Event()
+
+    def keep_generating() -> None:
+        while not is_seen.is_set():
+            generate(server, n=3, max_tokens=40)
+
+    job = threading.Thread(target=keep_generating)
     job.start()
-    page.locator("#sequences tr").nth(2).wait_for()
-    assert int(page.locator("#num-shared").inner_text()) > 0
-    job.join()
+    try:
+        page.locator("#sequences tr").nth(2).wait_for()
+        wait_until(lambda: int(page.locator("#num-shared").inner_text()) > 0)
+    finally:
+        is_seen.set()
+        job.join()
     wait_until(lambda: page.locator("#num-used").inner_text() == "0")
     assert "0 in slots" in page.locator("#totals").inner_text()
     counts = [int(page.locator(f"#num-{kind}").inner_text()) for kind in ("free", "cached")]
     assert sum(counts) == num_blocks
-    assert page.locator("#events", has_text="copy on write").count() == 1
+    assert page.locator("#events", has_text="copy on write").count() > 0
 
     block = state(server)["is_cached"].index(True)
     page.locator("#map").focus()

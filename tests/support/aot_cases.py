@@ -81,16 +81,24 @@ GPU_UPDATES: Mapping[str, Case] = {
 }
 
 
-def _layers_of(config: LlamaConfig, step: type[DecodeStep], **changes) -> DecodeStep:
-    # Two layers have every kernel that all of them have.
-    config = dataclasses.replace(config, num_hidden_layers=2)
-    return step(config, pool_gigabytes=2, scan_layers=False, **changes)
+def _layers_of(
+    config: LlamaConfig,
+    step: type[DecodeStep],
+    *,
+    num_layers: int = 2,  # which have every kernel that all of them have
+    pool_gigabytes: float = 2,
+    **changes,
+) -> DecodeStep:
+    config = dataclasses.replace(config, num_hidden_layers=num_layers)
+    return step(config, pool_gigabytes=pool_gigabytes, scan_layers=False, **changes)
 
 
 GPU_STEPS: Mapping[str, DecodeStep] = {
     "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
-    # With the weights, 116 of 141 GB.
-    "engine of Llama 3 8B": EngineDecode(LLAMA_3_8B, pool_gigabytes=100, scan_layers=False),
+    # Of 141 GB, 3 of them weights.
+    "engine with full pools": _layers_of(
+        LLAMA_3_8B, EngineDecode, num_layers=4, pool_gigabytes=110
+    ),
     "step, int8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="int8"),
     "step, fp8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="float8_e4m3fn"),
     "step of SmolLM2 135M": _layers_of(SMOLLM2_135M, DecodeStep),
