@@ -24,8 +24,8 @@ _ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \
 _MARK = "<!-- durations -->\n"
 
 # A file may cost this many times its line and as many CPU-seconds more: programs that files share
-# are compiled by the first that needs them. Those of one engine take about 52.
-_FACTOR, _SLACK = 1.5, 60.0
+# are compiled by the first that needs them. Those of one engine take about 30.
+_FACTOR, _SLACK = 1.5, 40.0
 # Lines from which on the speed of the machine is told, in CPU-seconds.
 _LONG = 2.0
 
