@@ -67,6 +67,7 @@ def tokens_of(outputs) -> list[list[list[int]]]:
 # Against the reference implementation
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(data_dir) -> None:
     folder = data_dir / "models" / "stories260K"
     items = json.loads((folder / "reference.json").read_text())["items"]

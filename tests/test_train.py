@@ -101,6 +101,7 @@ def test_main_killed_and_run_again_gives_the_same_files(data, exported, tmp_path
         assert (tmp_path / name).read_bytes() == (exported / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_main_refuses_checkpoints_of_other_settings(data, exported):
     with pytest.raises(SystemExit, match="another learning-rate, 0.003"):
         train.main(_arguments(data, exported, learning_rate=0.001))

@@ -9,6 +9,7 @@ from benchmarks import kv_dtype
 from paged_jax import LLM, Llama
 
 
+@pytest.mark.slow
 def test_loss_is_that_of_the_model(tiny_folder) -> None:
     llm = LLM(tiny_folder, max_num_seqs=kv_dtype.NUM_SLOTS)
     windows = np.random.default_rng(0).integers(2, 43, (3, 30)).tolist()

@@ -504,6 +504,7 @@ def test_kv_dtype_is_the_type_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
     assert cache.k.dtype == cache.v.dtype == dtype
 
 
+@pytest.mark.slow
 def test_a_narrow_cache_changes_log_probabilities_a_little(tiny_model, engine) -> None:
     narrow = Engine(tiny_model, **SIZES, kv_dtype="int8")
     params = dataclasses.replace(GREEDY, max_tokens=1)
@@ -517,6 +518,7 @@ def test_unknown_kv_dtypes_are_refused(tiny_model) -> None:
         Engine(tiny_model, **SIZES, kv_dtype="int4")
 
 
+@pytest.mark.slow
 def test_settings_of_jax_change_no_token(tiny_model) -> None:
     # In one chunk each, so that all samples begin at once, with one program of decoding.
     prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:16]}

@@ -272,6 +272,7 @@ def test_outputs_do_not_depend_on(
         assert 15 < engine.stats.num_accepted_tokens <= engine.stats.num_draft_tokens
 
 
+@pytest.mark.slow
 def test_blocks_that_are_read_once_give_the_same_tokens(
     tiny_model, tokenizer, plain, traced_cascades
 ) -> None:
