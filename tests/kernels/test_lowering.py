@@ -132,15 +132,9 @@ def all_sizes(factors: Mapping[Any, list[Kind]]) -> Iterator[Mapping[Any, Any]]:
         yield dict(zip(crossed, values, strict=True)) | drawn
 
 
-def lower_case(platform: str, case: Case) -> str:
-    donated = 0 if case.op in ("write", "copy_blocks") else ()
-    function = case.function()
-    return lower(function, *case.shapes(), platform=platform, donate_argnums=donated).as_text()
-
-
 def check_lowers_to_one_kernel(platform: str, case: Case) -> None:
     """One, or two for sequences that are decoded in parts: the second one merges these."""
-    text = lower_case(platform, case)
+    text = case.lower(platform).as_text()
     is_merged = 'name = "paged_decode_merge"' in text
     assert text.count(KERNEL[platform]) == 1 + is_merged
     assert not is_merged or (case.op, platform) == ("decode", "cuda")
@@ -168,19 +162,15 @@ def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
 
 @pytest.mark.parametrize("M", [1, 700])
 def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
-    text = lower_case("cuda", Case("decode", "triton", B=1, M=M))
+    text = Case("decode", "triton", B=1, M=M).lower("cuda").as_text()
     assert text.count(KERNEL["cuda"]) == (1 if M == 1 else 2)
-
-
-def lowers_to_kernel(function: Callable[..., Any], shapes: Any, platform: str) -> bool:
-    return KERNEL[platform] in lower(function, *shapes, platform=platform).as_text()
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill", "write", "copy_blocks"])
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None:
     case = Case(op)
-    text = lower(case.function(), *case.shapes(), platform=platform).as_text()
+    text = case.lower(platform).as_text()
     kernels = {name for name, call in KERNEL.items() if call in text}
     assert kernels == {name for name, _, known, _ in SUPPORTED if (name, known) == (platform, op)}
 
@@ -195,13 +185,12 @@ def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None
     ],
 )
 def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
-    assert not lowers_to_kernel(case.function(), case.shapes(), platform)
+    assert KERNEL[platform] not in case.lower(platform).as_text()
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_decode_step_lowers_to_the_kernels_of_the_platform(platform) -> None:
-    step = _small_step()
-    assert lowers_to_kernel(step.function(), step.shapes(), platform)
+    assert KERNEL[platform] in _small_step().lower(platform).as_text()
 
 
 @pytest.mark.parametrize(

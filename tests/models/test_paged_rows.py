@@ -7,7 +7,6 @@ import pytest
 from paged_jax.models.config import LlamaConfig
 from tests.support.covering import all_pairs
 from tests.support.decode_step import DecodeStep, PrefillStep
-from tests.support.kernel_cases import lower
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -34,6 +33,6 @@ CASES = all_pairs(
 def test_queries_come_in_a_type_that_kernels_multiply(pool_dtype, step, platform) -> None:
     """Whatever the model computes in. Nothing is compiled."""
     case = step(CONFIG, 0.01, batch=3, max_blocks_per_slot=4, pool_dtype=pool_dtype)
-    text = lower(case.function(), *case.shapes(), platform=platform).as_text()
+    text = case.lower(platform).as_text()
     results = re.findall(rf"{CALLS[platform]}.*-> \(tensor<(?:\d+x)+(\w+)>", text)
     assert results == [QUERIES[pool_dtype]]

@@ -168,13 +168,6 @@ TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep]] = {
 }
 
 
-def donated(case: Case | DecodeStep) -> tuple[int, ...]:
-    """Which argument of a case's function is donated: the pools, or the cache that holds them."""
-    if isinstance(case, DecodeStep):
-        return (1,)
-    return (0,) if case.op in ("write", "copy_blocks") else ()
-
-
 def run_script(script: str, *arguments: str) -> dict[str, Any]:
     """What ``aot_gpu`` or ``aot_tpu`` says of each case, by name."""
     command = [sys.executable, "-m", f"tests.support.{script}", *arguments]

@@ -36,9 +36,7 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from tests.support.aot_cases import GPU_CASES, donated  # noqa: E402
-from tests.support.decode_step import EngineDecode  # noqa: E402
-from tests.support.kernel_cases import lower  # noqa: E402
+from tests.support.aot_cases import GPU_CASES  # noqa: E402
 
 # A GPU as XLA describes it (xla/stream_executor/device_description.proto). The limits are those of
 # compute capability 9.0 in the CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -102,16 +100,7 @@ def find_device() -> Any:
 def compile_case(name: str, device: Any) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = GPU_CASES[name]
-    sharding = SingleDeviceSharding(device)
-    if isinstance(case, EngineDecode):
-        lowered = case.lower(sharding)
-    else:
-        lowered = lower(
-            case.function(),
-            *case.shapes(sharding),
-            platform="cuda",
-            donate_argnums=donated(case),
-        )
+    lowered = case.lower("cuda", SingleDeviceSharding(device))
     for path in DUMP.iterdir():
         path.unlink()
     compiled = lowered.compile()

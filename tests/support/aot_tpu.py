@@ -39,8 +39,7 @@ from jax._src.lib.mlir import ir  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from tests.support.aot_cases import TPU_CASES, donated  # noqa: E402
-from tests.support.kernel_cases import lower  # noqa: E402
+from tests.support.aot_cases import TPU_CASES  # noqa: E402
 
 # The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -63,12 +62,7 @@ def find_device(generation: str) -> Any:
 def compile_case(name: str, generation: str, device: Any) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = TPU_CASES[generation][name]
-    compiled = lower(
-        case.function(),
-        *case.shapes(SingleDeviceSharding(device)),
-        platform="tpu",
-        donate_argnums=donated(case),
-    ).compile()
+    compiled = case.lower("tpu", SingleDeviceSharding(device)).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
         "kernels": text.count('custom_call_target="tpu_custom_call"'),

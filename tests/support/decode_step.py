@@ -13,7 +13,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.runner import DecodeState, Sizes, decode_steps
 from paged_jax.runner.programs import Structure, list_programs
 from paged_jax.sampling import MAX_LOGPROBS
-from tests.support.kernel_cases import lowering_for
+from tests.support.kernel_cases import lower, lowering_for
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -85,6 +85,11 @@ class DecodeStep:
         model, cache = self._model(), self._cache()
         rows = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return _placed((model, cache, rows, rows), sharding)
+
+    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
+        """The step for ``"cuda"`` or ``"tpu"``, with its cache or state donated."""
+        shapes = self.shapes(sharding)
+        return lower(self.function(), *shapes, platform=platform, donate_argnums=1)
 
     def _model(self) -> Llama:
         config, dtype, scan_layers = self.config, self.dtype, self.scan_layers
@@ -163,8 +168,8 @@ class DecodeLoop(DecodeStep):
 class EngineDecode(DecodeLoop):
     """The program that an engine decodes with on a GPU, its compiler's options included."""
 
-    def lower(self, sharding: Any = None) -> jax.stages.Lowered:
-        """The program for CUDA; its state is donated."""
+    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
+        """The engine's own program, which donates its state."""
         graphdef, weights = nnx.split(self._model())
         arrays, treedef = jax.tree.flatten(weights)
         structure = Structure(graphdef, treedef, cascade=False, backend=None, platform="gpu")
@@ -184,9 +189,9 @@ class EngineDecode(DecodeLoop):
             slots, num_steps, flag, flag
         )
         shapes = _placed((arrays, state, *call.args), sharding)
-        with lowering_for("cuda"):
+        with lowering_for(platform):
             traced = call.program.trace(*shapes, **call.static)
-            return traced.lower(lowering_platforms=("cuda",))
+            return traced.lower(lowering_platforms=(platform,))
 
 
 def _placed(shapes: tuple[Any, ...], sharding: Any) -> tuple[Any, ...]:

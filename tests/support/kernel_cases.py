@@ -127,6 +127,12 @@ class Case:
         q = array(self.B, self.T, H, self.D, dtype=self.dtype)
         return AttentionArgs(q, pools, tables, lens, lens, sinks, layer)
 
+    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
+        """The op for ``"cuda"`` or ``"tpu"``, with the pools donated where it writes to them."""
+        donated = (0,) if self.op in ("write", "copy_blocks") else ()
+        shapes = self.shapes(sharding)
+        return lower(self.function(), *shapes, platform=platform, donate_argnums=donated)
+
     def _pools(self, sharding: Any) -> Pools:
         shape = (self.L, self.P, self.K, self.C)
         dtype = jnp.dtype(self.pool_dtype or self.dtype)
