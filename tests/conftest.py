@@ -42,6 +42,25 @@ _CACHE = pytest.StashKey[str]()
 _UNREADABLE = "ignore:Error reading persistent compilation cache entry"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--unoptimised",
+        action="store_true",
+        help="compile in a third of the time, to slower machine code than users get",
+    )
+
+
+def _compile_in_less_time() -> None:
+    """In this process, and in those that it starts."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # XLA's older emitters of fusions take half as long as those of MLIR, and jax 0.12 has them no
+    # more. XLA reads this with the first array.
+    if jax.__version_info__ < (0, 12):
+        flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs between all processes of this run, and with no other run.
 
@@ -51,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", _UNREADABLE)
     if hasattr(config, "workerinput"):
         return
+    if config.getoption("--unoptimised"):
+        _compile_in_less_time()
     filters = [os.environ.get("PYTHONWARNINGS"), _UNREADABLE]
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:

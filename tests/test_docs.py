@@ -3,10 +3,7 @@
 import contextlib
 import importlib.util
 import io
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +12,7 @@ import pytest
 import paged_jax
 from paged_jax import kernels
 from tests.support import ROOT
+from tests.support.processes import run_on_devices
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -62,18 +60,7 @@ def test_samples_print_what_the_page_says(page: Path) -> None:
 def test_sharded_sample_prints_what_the_page_says_on_two_devices() -> None:
     [sample] = [text for text in samples(DOCS / "embedding.md") if "shard_map" in text]
     program = f"{sample}\nassert out.sharding.num_devices == 2"
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        },
-        timeout=300,
-    ).stdout
+    printed = run_on_devices(program, num_devices=2)
     assert printed.splitlines() == _PRINTED.findall(sample)
 
 

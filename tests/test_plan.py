@@ -127,6 +127,7 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "config, dtype, kv_dtype, kinds",
     [
@@ -148,6 +149,7 @@ def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, kinds) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize(("kv_dtype", "program"), [("bfloat16", "decode"), ("fp8", "prefill")])
 def test_pools_that_cpus_copy_are_planned_with_their_copies(kv_dtype, program) -> None:
     model = random_llama(MID)

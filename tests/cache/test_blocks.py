@@ -387,6 +387,7 @@ def test_many_blocks_are_shared_and_released_in_the_order_of_few(seed):
     check_invariants(tables)
 
 
+@pytest.mark.optimised
 def test_release_takes_no_memory_for_what_slots_could_hold():
     tables = jax.eval_shape(lambda: BlockTables.create(2**17, 256, 2**13, C))
     mask = jax.ShapeDtypeStruct([256], bool)
@@ -651,6 +652,7 @@ N = 64
 CONTENTS = (jnp.zeros((N, 8), jnp.uint32), jnp.zeros((N, C), jnp.int32))
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     ("operation", "arguments", "limit"),
     [

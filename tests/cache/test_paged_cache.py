@@ -378,6 +378,7 @@ def test_read_blocks_refuses_a_width_that_is_no_positive_integer():
         lib.read_blocks(make_cache(), 0, 0, width=0)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("dtype", KINDS)
 def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(dtype):
     cache = abstract_cache(dtype)
@@ -393,6 +394,7 @@ def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(d
     assert memory.temp_size_in_bytes < limit * nbytes
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_donated_reserve_needs_no_memory_of_the_size_of_a_pool(dtype):
     cache = abstract_cache(dtype)

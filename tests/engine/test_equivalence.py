@@ -15,6 +15,8 @@ from paged_jax.kernels import cascade, num_shared_blocks
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, play
 
+pytestmark = pytest.mark.optimised
+
 LETTERS = np.arange(3, CONFIG.vocab_size)
 # The sizes of nearly all engines in the tests, and with and without prefix caching the same
 # programs. The pool is enough for each of the jobs alone, and too small for all that may run at

@@ -22,6 +22,8 @@ from paged_jax.scheduler.request import Sequence
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, play
 
+pytestmark = pytest.mark.optimised
+
 # Tokens of the trace for each of ours.
 PROMPT_SCALE, OUTPUT_SCALE = 64, 16
 # More slots, of which batches of all sizes run, and prompts that are computed several at a time.

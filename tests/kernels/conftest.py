@@ -1,31 +1,17 @@
-"""Kernels for GPUs and TPUs are interpreted where there are none, and compile in less time here."""
+"""Tests of the backends of XLA prove something of the machine code that users get."""
 
-from collections.abc import Generator
-
-import jax
 import pytest
 
-_BACKENDS = {"triton", "mosaic_tpu"}
-_FILES = ("test_triton_", "test_mosaic_tpu")
+_FILES = {"test_attention.py", "test_cascade.py", "test_gradients.py", "test_writing.py"}
+_INTERPRETED = {"triton", "mosaic_tpu"}
 
 
-@pytest.fixture(autouse=True)
-def unoptimised_interpretation(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Generator[None]:
-    """Compile what interprets a kernel without the expensive passes of LLVM.
-
-    The machine code of an interpretation is for tests alone, and optimising it takes a third of
-    their time. Kernels that run on the device that they are for stay as they are, and so do
-    backends of XLA.
-    """
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    names = {value for value in params.values() if isinstance(value, str)}
-    is_kernel = request.node.path.name.startswith(_FILES) or bool(names & _BACKENDS)
-    if jax.default_backend() != "cpu" or not is_kernel:
-        yield
-        return
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for processes that a test starts
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them; the machine code of a kernel that is interpreted is for tests alone."""
+    for item in items:
+        if item.path.parent.name == "kernels" and item.path.name in _FILES:
+            params = getattr(item, "callspec", None)
+            names = params.params.values() if params else ()
+            if not _INTERPRETED & {name for name in names if isinstance(name, str)}:
+                item.add_marker("optimised")

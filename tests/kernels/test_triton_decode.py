@@ -12,7 +12,6 @@ from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.triton import decode, refusal, tiles, tuning
 from paged_jax.kernels.triton.decode import choose_num_splits
 from paged_jax.kernels.triton.tuning import DecodeParams
-from tests.support.interpreted import jit_interpreted
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
 INTERPRET = jax.default_backend() != "gpu"
@@ -21,7 +20,7 @@ INTERPRET = jax.default_backend() != "gpu"
 SMALL_STEPS = DecodeParams(step_tokens=16, num_warps=4, num_stages=3)
 
 
-PROGRAM = jit_interpreted(decode, static_argnames=("options", "interpret", "params", "num_splits"))
+PROGRAM = jax.jit(decode, static_argnames=("options", "interpret", "params", "num_splits"))
 
 
 def run(

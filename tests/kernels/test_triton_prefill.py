@@ -15,7 +15,6 @@ import pytest
 from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.triton.prefill import _cut_into_runs, prefill
 from paged_jax.kernels.triton.tuning import PrefillParams
-from tests.support.interpreted import jit_interpreted
 from tests.support.kernel_cases import Case
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
@@ -25,7 +24,7 @@ SINKS = np.array([0.3, -1.0, 2.5, -np.inf, 4.0, -3.0], np.float32)
 
 
 INTERPRET = jax.default_backend() != "gpu"
-PROGRAM = jit_interpreted(prefill, static_argnames=("options", "interpret", "params"))
+PROGRAM = jax.jit(prefill, static_argnames=("options", "interpret", "params"))
 
 
 def attend(batch: PagedBatch, q, query_lens, *, params=SMALL, sinks=None, **options):

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as Spec
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.quantisation import QUANTISED, is_quantised, quantise
 from paged_jax.kernels.writing import copy_blocks, paged_write
-from tests.support.interpreted import jit_interpreted
 
 L, P, K, C, D = 2, 5, 3, 4, 8
 LAYER = 1
@@ -57,20 +56,18 @@ def run_copy(pools: Pools, sources, targets, **options) -> Pools:
 
 
 @functools.cache
-def program(function, is_interpreted: bool):
-    jit = jit_interpreted if is_interpreted else jax.jit
-    return jit(function, static_argnames=("backend", "interpret"))
+def program(function):
+    return jax.jit(function, static_argnames=("backend", "interpret"))
 
 
 def write(pools: Pools, k, v, blocks, offsets, *, layer: int = LAYER, **backend) -> Pools:
     """As `run_write`, by one program for all calls of the same shapes, whatever the layer."""
-    run = program(run_write, bool(backend.get("interpret")))
-    return run(pools, k, v, blocks, offsets, layer=np.int32(layer), **backend)
+    return program(run_write)(pools, k, v, blocks, offsets, layer=np.int32(layer), **backend)
 
 
 def copy(pools: Pools, sources, targets, **backend) -> Pools:
     """As `run_copy`, by one program for all calls of the same shapes."""
-    return program(run_copy, bool(backend.get("interpret")))(pools, sources, targets, **backend)
+    return program(run_copy)(pools, sources, targets, **backend)
 
 
 def make_tokens(num_tokens: int, dtype=np.float32, K=K, D=D) -> np.ndarray:

@@ -9,9 +9,6 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import load_weights, save_weights
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 _SIZES = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -57,8 +54,18 @@ _FAMILIES = {
 _TOKENS = np.random.default_rng(0).integers(0, _SIZES["vocab_size"], (2, 24), dtype=np.int32)
 
 
+# Imported by the tests that need them, and not where tests are only collected: that takes seconds.
+def _torch():
+    return pytest.importorskip("torch")
+
+
+def _transformers():
+    return pytest.importorskip("transformers")
+
+
 def _reference(model_type, changes):
     """A transformers model in which every weight is random, norms and biases too."""
+    torch, transformers = _torch(), _transformers()
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         model_type, attn_implementation="eager", **{**_SIZES, **changes}
@@ -73,8 +80,13 @@ def _reference(model_type, changes):
 
 
 def _logits(model):
-    with torch.no_grad():
-        return model(torch.from_numpy(_TOKENS).long()).logits.numpy()
+    with _torch().no_grad():
+        return model(_torch().from_numpy(_TOKENS).long()).logits.numpy()
+
+
+def _load(folder, **options):
+    auto = _transformers().AutoModelForCausalLM
+    return auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
 
 
 @nnx.jit
@@ -93,10 +105,7 @@ def test_llama_computes_what_transformers_computes(tmp_path, family):
     np.testing.assert_allclose(_forward(model, jnp.asarray(_TOKENS)), expected, rtol=0, atol=1e-4)
 
     save_weights(model, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager"
-    )
-    np.testing.assert_array_equal(_logits(again.eval()), expected)
+    np.testing.assert_array_equal(_logits(_load(tmp_path / "ours")), expected)
 
 
 def test_llama_computes_what_transformers_computes_with_stacked_layers(tmp_path):
@@ -109,21 +118,14 @@ def test_llama_computes_what_transformers_computes_with_stacked_layers(tmp_path)
 
     save_weights(model, tmp_path / "ours", max_file_bytes=20_000)
     assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager"
-    )
-    np.testing.assert_array_equal(_logits(again.eval()), expected)
+    np.testing.assert_array_equal(_logits(_load(tmp_path / "ours")), expected)
 
 
 def test_llama_reads_the_bfloat16_weights_of_transformers(tmp_path):
-    _reference("llama", {}).to(torch.bfloat16).save_pretrained(tmp_path)
+    _reference("llama", {}).to(_torch().bfloat16).save_pretrained(tmp_path)
     model = Llama.from_pretrained(tmp_path)
     assert model.config.dtype == "bfloat16"
     assert model.embed_tokens[...].dtype == jnp.bfloat16
     widened = Llama.from_pretrained(tmp_path, dtype="float32")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    )
-    np.testing.assert_allclose(
-        _forward(widened, jnp.asarray(_TOKENS)), _logits(reference.eval()), rtol=0, atol=1e-4
-    )
+    expected = _logits(_load(tmp_path, dtype=_torch().float32))
+    np.testing.assert_allclose(_forward(widened, jnp.asarray(_TOKENS)), expected, rtol=0, atol=1e-4)

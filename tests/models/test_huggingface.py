@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +20,7 @@ from paged_jax.models.loading import (
     named_parameters,
     save_weights,
 )
+from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(
     vocab_size=24,
@@ -324,10 +321,4 @@ def test_load_weights_places_each_part_on_its_device(folder):
         model = load_weights(Llama, folder, config, sharding=one)
         assert all(array.devices() == {jax.devices()[2]} for _, array in named_parameters(model))
     """
-    flags = "--xla_force_host_platform_device_count=4"
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(folder)],
-        check=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        timeout=120,
-    )
+    run_on_devices(program, folder)

@@ -12,6 +12,8 @@ import pytest
 from paged_jax.models.linear import linear
 from tests.support.covering import all_pairs
 
+pytestmark = pytest.mark.optimised
+
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "out_features"),

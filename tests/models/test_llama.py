@@ -16,6 +16,8 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama, create_cache
 from tests.support.random_model import random_llama
 
+pytestmark = pytest.mark.optimised
+
 CONFIG = LlamaConfig(
     vocab_size=61,
     hidden_size=24,

@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +17,7 @@ from paged_jax.models.loading import (
     named_parameters,
     save_checkpoint,
 )
+from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(
     vocab_size=24,
@@ -58,19 +55,6 @@ def _assert_same(actual, expected):
     for name, parameter in expected.items():
         assert actual[name].dtype == parameter.dtype
         np.testing.assert_array_equal(actual[name], parameter, err_msg=name)
-
-
-def _run(program, *arguments):
-    """Run a program on four devices, and return what it prints."""
-    flags = "--xla_force_host_platform_device_count=4"
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
-        check=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        timeout=120,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout
 
 
 def _save_edited(path, edit):
@@ -159,7 +143,7 @@ def test_load_checkpoint_refuses_a_damaged_checkpoint(tmp_path):
         except WeightsError as error:
             print(error)
     """
-    output = _run(program, tmp_path)
+    output = run_on_devices(program, tmp_path)
     assert output.count("\n") == 1
     assert "the checkpoint is damaged" in output
 
@@ -204,6 +188,6 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
         save_checkpoint(model, f"{sys.argv[1]}/sharded")
         check(f"{sys.argv[1]}/sharded", scan_layers=True)
     """
-    _run(program, tmp_path)
+    run_on_devices(program, tmp_path)
     sharded = load(tmp_path / "sharded")
     _assert_same(sharded, _model(scan_layers=True))

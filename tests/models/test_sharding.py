@@ -1,14 +1,12 @@
 """`Engine` with weights on several devices: the tokens and the programs of one."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
+
+from tests.support.processes import run_on_devices
 
 _PROGRAM = """
 import dataclasses
@@ -116,10 +114,4 @@ def one_layer(tiny_folder, tmp_path) -> Path:
 @pytest.mark.slow
 def test_sharded_weights_give_the_tokens_of_one_device(one_layer) -> None:
     """In a process of its own: the number of devices is fixed when JAX starts."""
-    flags = "--xla_force_host_platform_device_count=4"
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(one_layer)],
-        check=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        timeout=600,
-    )
+    run_on_devices(_PROGRAM, one_layer)

@@ -564,6 +564,7 @@ WIDE = LlamaConfig(
 )
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "loop",
     [

@@ -118,6 +118,20 @@ def dearest_first(files: Sequence[str], table: Mapping[str, Line]) -> list[int]:
     return sorted(range(len(files)), key=lambda index: -cost(index))
 
 
+def _add_to_json(path: Path, costs: Mapping[str, Cost]) -> None:
+    """Two runs, each of a part of the tests, make one record."""
+    total = read_json(path) if path.exists() else {}
+    for file, cost in costs.items():
+        total[file] = Cost(*map(sum, zip(total.get(file, Cost()), cost, strict=True)))
+    files = {file: cost._asdict() for file, cost in sorted(total.items())}
+    path.write_text(json.dumps(files, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Cost]:
+    """What ``--durations-json`` recorded."""
+    return {file: Cost(**cost) for file, cost in json.loads(path.read_text()).items()}
+
+
 def _row_of(file: str) -> str:
     """Which line a file belongs to: its own, or that of all examples in docstrings."""
     return "paged_jax/" if file.startswith("paged_jax/") else file
@@ -144,8 +158,7 @@ class _Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if path := session.config.getoption("--durations-json"):
-            files = {file: cost._asdict() for file, cost in sorted(self.costs.items())}
-            Path(path).write_text(json.dumps(files, indent=1) + "\n")
+            _add_to_json(Path(path), self.costs)
         if session.config.getoption("--check-durations") and self._messages():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -189,7 +202,9 @@ class _Meter:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("durations by file")
-    group.addoption("--durations-json", metavar="FILE", help="write what each file costs as JSON")
+    group.addoption(
+        "--durations-json", metavar="FILE", help="add what each file costs to a JSON file"
+    )
     group.addoption(
         "--check-durations",
         action="store_true",
@@ -212,8 +227,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def main(path: str) -> None:
     """Write into the table what ``--durations-json`` recorded."""
-    costs = {file: Cost(**cost) for file, cost in json.loads(Path(path).read_text()).items()}
-    README.write_text(write_table(README.read_text(), costs))
+    README.write_text(write_table(README.read_text(), read_json(Path(path))))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import numpy as np
 from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention
 from paged_jax.kernels.quantisation import QUANTISED, is_quantised
 from tests.support import oracles
-from tests.support.interpreted import jit_interpreted
 
 OUT_OF_RANGE = 10**6
 LAYER = 1
@@ -184,9 +183,9 @@ def _attend(q, pools: Pools, tables, lengths, query_lens, *arrays, **static):
 
 
 @functools.cache
-def _program(function: Callable[..., Any], is_interpreted: bool) -> Callable[..., Any]:
+def _program(function: Callable[..., Any]) -> Callable[..., Any]:
     static = ("scale", "sliding_window", "soft_cap", "backend", "interpret")
-    return (jit_interpreted if is_interpreted else jax.jit)(function, static_argnames=static)
+    return jax.jit(function, static_argnames=static)
 
 
 def queries(shape, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
