@@ -37,7 +37,7 @@ quick: $(VENV)/.test
 # What each file of tests costs, into the table of tests/README.md.
 durations:
 	rm -f durations.json
-	$(MAKE) test TEST_OPTIONS="--durations-json durations.json"
+	$(MAKE) test TEST_OPTIONS="--durations-json=durations.json"
 	$(BIN)/python -m tests.support.durations durations.json
 
 lint: $(VENV)/.test

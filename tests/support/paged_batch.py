@@ -126,7 +126,7 @@ class PagedBatch:
         return self._run(_attend, q, (np.asarray(query_lens, np.int32),), **options)
 
     def _run(self, function: Callable[..., Any], q, query_lens, layer=LAYER, sinks=None, **static):
-        run = _program(function, bool(static.get("interpret")))
+        run = _program(function)
         arrays = self.pools, self.block_tables, self.lengths, *query_lens
         return jax.tree.map(np.asarray, run(q, *arrays, np.int32(layer), sinks, **static))
 
