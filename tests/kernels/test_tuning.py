@@ -163,6 +163,15 @@ def test_device_is_the_abstract_gpu() -> None:
         gpu = AbstractDevice("NVIDIA H100 PCIe", cores, "gpu")
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
             assert tuning.device() == Device("NVIDIA H100 PCIe", expected)
+            assert not tuning.is_assumed()
+
+
+def test_device_is_assumed_where_jax_has_none(monkeypatch) -> None:
+    assert tuning.is_assumed()
+    monkeypatch.setattr(tuning, "_first_gpu", lambda: Device("NVIDIA H200", 132))
+    assert not tuning.is_assumed()
+    with tuning.assume(Device("NVIDIA A100", 108)):
+        assert tuning.is_assumed()
 
 
 def test_candidates_begin_with_those_in_use() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
@@ -22,6 +21,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.triton import tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +153,12 @@ def lower(
 
 @contextlib.contextmanager
 def lowering_for(platform: str) -> Iterator[None]:
-    """A context for lowering for a device that may not be here."""
+    """A context for tracing and lowering for a device that may not be here."""
     if platform != "cuda":
         yield
         return
-    # jax 0.11 and later ask which GPU they lower Triton for, and our kernels how large it is.
-    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)), warnings.catch_warnings():
-        # The same versions announce the end of Pallas' Triton backend, which they still have.
+    with tuning.assume(tuning.Device("NVIDIA H200", 132)), warnings.catch_warnings():
+        # jax 0.11 and later announce the end of Pallas' Triton backend, which they still have.
         warnings.filterwarnings(
             "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning
         )

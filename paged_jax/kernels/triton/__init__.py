@@ -1,6 +1,7 @@
 """Attention, cache writes and block copies on NVIDIA GPUs: Pallas through the Triton backend.
 
-JAX has deprecated that backend since 0.11. Nothing outside of this package knows of it.
+JAX has deprecated that backend since 0.11. Nothing outside of this package knows of it; where a jax
+comes without it, every call is refused, and XLA does the work.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.quantisation import QUANTISED
-from paged_jax.kernels.triton import tiles, tuning
+from paged_jax.kernels.triton import pallas, tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import prefill
@@ -67,6 +68,8 @@ class Triton:
 
 def refusal(problem: Problem) -> str | None:
     """Why these kernels cannot do what is asked, or None if they can."""
+    if (why_not := pallas.refusal()) is not None:
+        return why_not
     attends = problem.op in ("decode", "prefill")
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)

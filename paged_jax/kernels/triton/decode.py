@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.quantisation import is_quantised, product_dtype
 from paged_jax.kernels.triton import tiles, tuning
+from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
 # For choosing the number of splits. Times are in loop steps of a program that shares the memory
 # with as many others as are resident; they are estimates, not measurements.
@@ -90,7 +90,7 @@ def _decode(
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     parts = () if num_splits == 1 else (num_splits,)
     dtype = q.dtype if num_splits == 1 else jnp.float32
-    out, lse = pl.pallas_call(
+    out, lse = pallas_call(
         functools.partial(
             _attend_kernel,
             options=options,
@@ -292,7 +292,7 @@ def _merge(
     B, H, num_splits, D = partial_out.shape
     # About 64 numbers of the tile in the registers of each of a warp's 32 threads.
     num_warps = pl.next_power_of_2(num_splits) * tiles.num_lanes(D) // (32 * 64)
-    return pl.pallas_call(
+    return pallas_call(
         _merge_kernel,
         out_shape=(
             jax.ShapeDtypeStruct((B, H, D), dtype),

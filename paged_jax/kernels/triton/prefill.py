@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.quantisation import product_dtype
 from paged_jax.kernels.triton import tiles, tuning
+from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
 # Steps that all rows see are worth a loop of their own, without masks, from this many on: a loop
 # waits for its first tile, which costs about as much as the masks of that many steps save (from
@@ -75,7 +75,7 @@ def _prefill(
     words = pools._replace(k=tiles.as_words(pools.k), v=tiles.as_words(pools.v))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     query_rows = min(params.query_rows, pl.next_power_of_2(T * G))
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(
             _attend_kernel,
             options=options,

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from paged_jax.kernels.backend import Interpret, Options, Problem
 from paged_jax.kernels.quantisation import is_quantised, product_dtype
+from paged_jax.kernels.triton.pallas import plgpu
 
 # A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
 SMALLEST_DOT = 16

@@ -143,6 +143,13 @@ def device() -> Device:
     return _first_gpu()
 
 
+def is_assumed() -> bool:
+    """Whether kernels are shaped for a device that is neither here nor known to JAX."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    is_known = abstract is not None and abstract.platform == "gpu"
+    return _assumed.get() is not None or not is_known and not _first_gpu().kind
+
+
 @functools.cache
 def _first_gpu() -> Device:
     # Asking JAX starts every backend that it has, which is not for a kernel to do where no GPU

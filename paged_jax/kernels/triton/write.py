@@ -34,11 +34,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.kernels.triton import tiles
+from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.xla import writing as scatter
 
 # Numbers of K, and as many of V, in a program: 16 rows of 128. A decode step of 128 sequences with
@@ -217,7 +217,7 @@ def _call(kernel, name, views, arguments, *, grid, num_warps, interpret):
     """Run a kernel on `arguments` and on the pools, which are its outputs too, in place."""
     leaves, treedef = jax.tree.flatten(views)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    out = pl.pallas_call(
+    out = pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
         grid=grid,

@@ -1,0 +1,52 @@
+"""Pallas' Triton backend, which may be gone one day, and kernels for GPUs that are not here.
+
+JAX has deprecated the backend since 0.11. Without it these kernels refuse every call, and the
+library goes on without them.
+
+Since 0.11, too, JAX asks which GPU it lowers a Triton kernel for, and refuses where neither this
+process has one nor `jax.sharding.use_abstract_mesh` names one. It asks when it lowers, of the mesh
+that the kernel was traced under; so the kernels name the device that they are shaped for.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
+
+from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.triton import tuning
+
+plgpu: Any = None
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:
+    pass
+
+
+def refusal() -> str | None:
+    """Why no kernel can be built with this jax, or None."""
+    return f"jax {jax.__version__} has no Triton backend of Pallas" if plgpu is None else None
+
+
+def pallas_call(kernel: Callable, *, interpret: Interpret, **options: Any) -> Callable:
+    """`pl.pallas_call` for the device that `tuning.device` says."""
+    call = pl.pallas_call(kernel, interpret=interpret, **options)
+
+    def run(*arrays: Any) -> Any:
+        with contextlib.nullcontext() if interpret else _named_device():
+            return call(*arrays)
+
+    return run
+
+
+def _named_device() -> contextlib.AbstractContextManager[Any]:
+    """A mesh without axes on the device of `tuning.device`, where JAX could not tell it."""
+    if not (tuning.is_assumed() and get_abstract_mesh().empty):
+        # A mesh with axes is left alone: the arrays are divided over it.
+        return contextlib.nullcontext()
+    device = tuning.device()
+    gpu = AbstractDevice(device.kind or "NVIDIA H100", device.num_cores, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
