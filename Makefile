@@ -58,6 +58,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.attention --goals
 	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.kv_dtype
 	$(BIN)/python -m benchmarks.serving

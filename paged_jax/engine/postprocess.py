@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import EngineStats
@@ -10,6 +10,32 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import Scores, StepTokens
 from paged_jax.scheduler import Request, Sequence, StepPlan
 from paged_jax.scheduler.outputs import Logprob
+
+
+class Row(NamedTuple):
+    """What a sequence has drawn in a dispatch.
+
+    Attributes:
+      token_ids: the tokens.
+      logprobs: their log-probabilities, in nats.
+      index: row of the sequence in `tokens`.
+      tokens: all that the dispatch has drawn.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    index: int
+    tokens: StepTokens
+
+
+def rows_of(tokens: StepTokens) -> list[Row]:
+    """The rows of a dispatch, in plain Python: numbers of NumPy cost several times as much."""
+    parts = (tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
+    rows = zip(*(part.tolist() for part in parts), strict=True)
+    return [
+        Row(token_ids[:count], logprobs[:count], index, tokens)
+        for index, (token_ids, logprobs, count) in enumerate(rows)
+    ]
 
 
 class Postprocessor:
@@ -51,22 +77,22 @@ class Postprocessor:
             self._requests.finish(sequence)  # which the scheduler has let go already
         if tokens is not None:
             now = time.perf_counter()
-            for row, sequence in enumerate(plan.decodes):
+            for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
                 touched[sequence.request] = None
-                self.take_row(sequence, tokens, row, now)
+                self.take_row(sequence, row, now)
         for request in touched:
             if request.is_finished:
                 self._requests.remove(request)
         self._requests.ended.clear()
         return list(touched)
 
-    def take_row(self, sequence: Sequence, tokens: StepTokens, row: int, now: float) -> None:
+    def take_row(self, sequence: Sequence, row: Row, now: float) -> None:
         """Give a sequence the tokens of a row, and finish it where it stops."""
         request = sequence.request
         if sequence.is_finished:
             return  # another row of its request has just ended all of them
         try:
-            num_tokens = self.append_tokens(sequence, tokens, row)
+            num_tokens = self.append_tokens(sequence, row)
         except FloatingPointError as error:
             self._requests.end(request, "error", str(error))
             return
@@ -82,13 +108,8 @@ class Postprocessor:
         if sequence.is_finished:
             self._requests.finish(sequence)
 
-    def append_tokens(self, sequence: Sequence, tokens: StepTokens, row: int) -> int:
+    def append_tokens(self, sequence: Sequence, row: Row) -> int:
         """Append the tokens of a row to a sequence, up to the one that stops it.
-
-        Args:
-          sequence: a sequence that has not finished.
-          tokens: the tokens that a dispatch of decoding has drawn.
-          row: the row of the sequence in `tokens`.
 
         Returns:
           The number of tokens that were appended.
@@ -96,10 +117,13 @@ class Postprocessor:
         Raises:
           FloatingPointError: the model gave NaN for one of them; those before it are kept.
         """
+        has_nan = math.isnan(sum(row.logprobs))
+        if not has_nan and sequence.extend(
+            row.token_ids, row.logprobs, eos_token_ids=self._eos_token_ids
+        ):
+            return len(row.token_ids)
         request, num_appended = sequence.request, 0
-        for step in range(int(tokens.num_new[row])):
-            token_id = int(tokens.token_ids[step, row])
-            logprob = float(tokens.logprobs[step, row])
+        for step, (token_id, logprob) in enumerate(zip(row.token_ids, row.logprobs, strict=True)):
             if math.isnan(logprob):
                 num_tokens = len(sequence.token_ids)
                 raise FloatingPointError(
@@ -109,9 +133,9 @@ class Postprocessor:
             candidates = None
             if request.params.logprobs is not None:
                 candidates = self._candidates(
-                    (token_id, logprob, int(tokens.ranks[step, row])),
-                    tokens.top_ids[step, row],
-                    tokens.top_logprobs[step, row],
+                    (token_id, logprob, int(row.tokens.ranks[step, row.index])),
+                    row.tokens.top_ids[step, row.index],
+                    row.tokens.top_logprobs[step, row.index],
                     request.params.logprobs,
                 )
             sequence.append(

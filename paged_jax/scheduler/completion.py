@@ -85,6 +85,40 @@ class Completion:
             self._find_stop_string()
         self._release_text()
 
+    def extend(
+        self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
+    ) -> bool:
+        """Take tokens as `append` would one after another, if surely none of them stops the text.
+
+        Args:
+          token_ids: the tokens; more are allowed after them.
+          logprobs: their log-probabilities, in nats.
+          eos_token_ids: see `append`.
+
+        Returns:
+          Whether they were taken. If not, nothing has changed: `append` them one by one.
+        """
+        params, total, text = self._params, self.cumulative_logprob, ""
+        if self.logprobs is not None or not params.ignore_eos and _meet(eos_token_ids, token_ids):
+            return False
+        if params.stop_token_ids and _meet(frozenset(params.stop_token_ids), token_ids):
+            return False
+        for logprob in logprobs:  # as `append` rounds
+            total += logprob
+        if self._detokenizer is not None:
+            peeked = self._detokenizer.peek(token_ids)
+            if peeked is None:
+                return False
+            text = peeked
+            recent = self._text[self._num_final :] + text if params.stop else ""
+            if any(stop in recent for stop in params.stop or ()):
+                return False
+            self._detokenizer.accept()
+        self.cumulative_logprob = total
+        self._text += text
+        self._release_text()
+        return True
+
     def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
         """Stop here, for a reason that does not lie in the tokens, unless it has stopped before."""
         if self.finish_reason is not None:
@@ -109,8 +143,19 @@ class Completion:
         if self.finish_reason is None:
             for stop in self._params.stop or ():
                 longest = min(len(stop) - 1, len(self._text) - self._num_final)
-                held = max(
-                    held,
-                    next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0),
-                )
+                held = max(held, _num_begun(stop, self._text[len(self._text) - longest :]))
         self._num_final = max(self._num_final, len(self._text) - held)
+
+
+def _num_begun(stop: str, tail: str) -> int:
+    """How many characters at the end of a text, which is longer, are the beginning of `stop`."""
+    at = tail.find(stop[0])
+    while at >= 0:
+        if stop.startswith(tail[at:]):
+            return len(tail) - at
+        at = tail.find(stop[0], at + 1)
+    return 0
+
+
+def _meet(some: frozenset[int], token_ids: list[int]) -> bool:
+    return not some.isdisjoint(token_ids)

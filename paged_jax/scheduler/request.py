@@ -203,6 +203,25 @@ class Sequence:
             candidates=candidates,
         )
 
+    def extend(
+        self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
+    ) -> bool:
+        """Append several tokens at once, if surely none of them ends the sequence.
+
+        Args:
+          token_ids, logprobs: the tokens, and their log-probabilities, in nats.
+          eos_token_ids: see `append`.
+
+        Returns:
+          Whether they were appended. If not, nothing has changed: `append` them one by one.
+        """
+        if len(self.token_ids) + len(token_ids) >= self.max_length:
+            return False
+        if not self.completion.extend(token_ids, logprobs, eos_token_ids=eos_token_ids):
+            return False
+        self.token_ids += token_ids
+        return True
+
     def advance(self, num_tokens: int) -> None:
         """Count tokens that are now in the cache: those of a chunk, or one for each that decode
         has drawn, as each decode step puts the token before into the cache."""

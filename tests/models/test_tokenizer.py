@@ -209,6 +209,33 @@ def test_detokenizer_continues_a_text(name, data):
         assert first + "".join(rest) == whole
 
 
+@pytest.mark.parametrize("name", _TOKENIZERS)
+@given(data=st.data(), skip_special_tokens=st.booleans(), continues_text=st.booleans())
+@settings(max_examples=200, derandomize=True)
+def test_detokenizer_peeks_at_what_push_gives(name, data, skip_special_tokens, continues_text):
+    tokenizer = _TOKENIZERS[name]
+    ids = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=3)
+    text = st.text(st.sampled_from("ab é日🙂\n"), max_size=6).map(tokenizer.encode)
+    options = {"skip_special_tokens": skip_special_tokens, "continues_text": continues_text}
+    one_by_one, together = Detokenizer(tokenizer, **options), Detokenizer(tokenizer, **options)
+    for token_ids in data.draw(st.lists(text | ids, max_size=6)):
+        pushed = "".join(map(one_by_one.push, token_ids))
+        peeked = together.peek(token_ids)
+        assert peeked in (None, pushed)
+        if peeked is None:
+            assert "".join(map(together.push, token_ids)) == pushed
+        else:
+            together.accept()
+        assert together._pending == one_by_one._pending
+    assert together.finish() == one_by_one.finish()
+
+
+def test_detokenizer_peeks_at_plain_text():
+    stream = Detokenizer(_TOKENIZERS["byte_fallback"], continues_text=True)
+    assert stream.peek([262, 263]) == " a b"
+    assert stream.peek([3 + 0xF0]) is None
+
+
 def test_detokenizer_keeps_a_character_behind_a_space_that_is_dropped():
     tokenizer = _TOKENIZERS["byte_fallback"]
     token_ids = [3 + byte for byte in b" \xf0\x9f\x99\x82"]

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import decoders
 
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -79,6 +81,48 @@ def start(tokenizer: Tokenizer | None, max_length: int = 103, **params) -> Seque
 def ends(sequence: Sequence) -> tuple[str | None, str | int | None]:
     output = sequence.output()
     return output.finish_reason, output.stop_reason
+
+
+@given(data=st.data(), stop=st.sampled_from([None, "END", ["the", "b\\nc", "aab"]]))
+@settings(max_examples=300, derandomize=True)
+def test_extend_gives_what_append_gives(tokenizer, data, stop) -> None:
+    params = data.draw(
+        st.fixed_dictionaries(
+            {
+                "min_tokens": st.integers(0, 6),
+                "ignore_eos": st.booleans(),
+                "stop_token_ids": st.sampled_from([None, [3], [8, 9]]),
+                "include_stop_str_in_output": st.booleans(),
+            }
+        )
+    )
+    max_length = data.draw(st.integers(5, 30))
+    one_by_one, together = (start(tokenizer, max_length, stop=stop, **params) for _ in range(2))
+    ids = st.lists(st.integers(0, tokenizer.vocab_size), min_size=1, max_size=5)
+    while not one_by_one.is_finished:
+        token_ids = data.draw(ids)
+        logprobs = [-0.1 * token_id for token_id in token_ids]
+        before = together.output()
+        if not together.extend(token_ids, logprobs, eos_token_ids=frozenset([EOS])):
+            assert together.output() == before
+            append_all(together, token_ids, logprobs)
+        append_all(one_by_one, token_ids, logprobs)
+        assert together.output() == one_by_one.output()
+
+
+def append_all(sequence: Sequence, token_ids: list[int], logprobs: list[float]) -> None:
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        if not sequence.is_finished:
+            sequence.append(token_id, logprob, eos_token_ids=frozenset([EOS]))
+
+
+def test_extend_takes_plain_text(tokenizer) -> None:
+    sequence = start(tokenizer, stop="END")
+    a, b, E = ids_of(tokenizer, "a", "b", "E")
+    sequence.append(a, -0.5, eos_token_ids=frozenset([EOS]))
+    assert sequence.extend([b, E], [-0.5, -0.25], eos_token_ids=frozenset([EOS]))
+    output = sequence.output()
+    assert (output.text, output.token_ids, output.cumulative_logprob) == ("ab", [a, b, E], -1.25)
 
 
 def test_append_collects_tokens_until_max_tokens(tokenizer) -> None:

@@ -1,0 +1,284 @@
+"""What the host costs beside a device: an engine's steps with a device that answers at once.
+
+    python -m benchmarks.host [--json host.json]
+
+Scheduler, runner, detokeniser, stop strings and outputs are the engine's own. Only the programs are
+not: what they would draw is text that was prepared, and it is there when it is asked for. The time
+of a step is so the time that the host takes for it. Beside it is what calling one real program
+costs, with as many arrays as a model of 32 layers has.
+
+How much of that a device would wait for is measured with one that takes `--step-ms` for each decode
+step (4.5: a model of 8B on one H200; 0.5: one of 135M): the fraction of the time in which it has
+nothing to do.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import nnx
+
+import paged_jax
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.goals import Goal, goal_line
+from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, Tokenizer
+from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.executor import Executor
+from paged_jax.runner.programs import Call
+
+NUM_SEQUENCES = (16, 64, 256)
+STEPS_PER_DISPATCH = (1, 8)
+STEP_MS = (4.5, 0.5)
+PROMPT_TOKENS = 64
+# 3% of a decode step of 4.5 ms.
+GOAL_US = 135.0
+# Arrays of the weights of a model of 32 layers, and of the state beside them.
+NUM_WEIGHTS, NUM_STATE = 291, 24
+# Never found, and begun now and then.
+STOP = ["\n\n\n###", "the end of it"]
+TEXT = " ".join(str(part.__doc__) for part in (paged_jax, Engine, SamplingParams, Tokenizer))
+
+
+class InstantDevice(Executor):
+    """Runs no program, but answers as if it had: every row draws the next tokens of a text.
+
+    Attributes:
+      step_seconds: seconds that a decode step takes.
+      idle_seconds: seconds in which the device had nothing to do since `start`.
+    """
+
+    text: np.ndarray  # i32[N], the tokens that are drawn, one after another
+    step_seconds = 0.0
+    idle_seconds = 0.0
+    _busy_until = 0.0
+
+    def reset(self) -> None:
+        super().reset()
+        self._lengths = np.zeros(self.sizes.num_slots, np.int64)
+        self._drawn = 0
+
+    def start(self, step_seconds: float) -> None:
+        """Take so long for each decode step from now on."""
+        self.step_seconds, self.idle_seconds = step_seconds, 0.0
+        self._busy_until = time.perf_counter()
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks in the pool."""
+        return self.num_blocks - int((-(-self._lengths // self.sizes.block_size)).sum())
+
+    def run(self, call: Call) -> Any:
+        """Answer for a program."""
+        program = call.program.__name__
+        if program == "decode":
+            return self._decode(*call.args)
+        if program == "prefill":
+            _, slots, num_tokens = call.args
+            np.add.at(self._lengths, slots[slots >= 0], num_tokens[slots >= 0])
+            return np.True_
+        if program == "release":
+            self._lengths[call.args[0]] = 0
+        return None
+
+    def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
+        """Nothing has to be written."""
+
+    def fetch(self, call: Call) -> Any:
+        result = self.run(call)
+        self.check()
+        while (left := self._busy_until - time.perf_counter()) > 0:
+            time.sleep(left)
+        return result
+
+    def _decode(self, slots: np.ndarray, num_steps: Any, *_: Any) -> StepTokens:
+        B, N, steps = slots.size, self.sizes.dispatch_capacity, int(num_steps)
+        is_row = slots >= 0
+        self._lengths[slots[is_row]] += steps
+        places = self._drawn + 37 * np.arange(B) + np.arange(N)[:, None]
+        self._drawn += steps
+        now = time.perf_counter()
+        self.idle_seconds += max(0.0, now - self._busy_until)
+        self._busy_until = max(now, self._busy_until) + steps * self.step_seconds
+        arrays: dict[str, Any] = {  # NumPy's, as the host gets them
+            "token_ids": self.text[places % self.text.size],
+            "logprobs": np.full((N, B), -1.0, np.float32),
+            "ranks": np.zeros((N, B), np.int32),
+            "top_ids": np.zeros((N, B, 20), np.int32),
+            "top_logprobs": np.zeros((N, B, 20), np.float32),
+            "num_new": np.where(is_row, steps, 0).astype(np.int32),
+            "num_steps": np.int32(steps),
+            "num_free": np.int32(self.num_free),
+            "ok": np.True_,
+        }
+        return StepTokens(**arrays)
+
+
+def make_engine(num_sequences: int, steps_per_dispatch: int, num_tokens: int) -> Engine:
+    """An engine over an `InstantDevice`, with room for sequences of so many tokens."""
+    tokenizer = Tokenizer.from_folder(bundled_folder())
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=num_tokens,
+    )
+    model = Llama(config, rngs=nnx.Rngs(0))
+    text = np.array(tokenizer.encode(TEXT), np.int32)
+    with (
+        mock.patch("paged_jax.runner.runner.Executor", InstantDevice),
+        mock.patch.object(InstantDevice, "text", text, create=True),
+    ):
+        engine = Engine(
+            model,
+            tokenizer=tokenizer,
+            max_num_seqs=num_sequences,
+            steps_per_dispatch=steps_per_dispatch,
+        )
+    device = engine._runner._executor
+    assert isinstance(device, InstantDevice)
+    device.text = text
+    return engine
+
+
+def fill(engine: Engine, text: np.ndarray) -> None:
+    """Add a request for each slot, and run until all of them decode."""
+    for number in range(engine.max_num_seqs):
+        prompt = np.roll(text, -number)[:PROMPT_TOKENS].tolist()
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, stop=STOP)
+        engine.add_request({"prompt_token_ids": prompt}, params)
+    while any(sequence.num_generated == 0 for sequence in engine.sequences):
+        engine.step()
+
+
+def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[float]) -> Any:
+    """The host's times for one number of sequences, in microseconds."""
+    num_calls = (2 + len(step_ms)) * (num_dispatches + 1) + 10
+    engine = make_engine(num_sequences, steps, PROMPT_TOKENS + 1 + steps * num_calls)
+    device = engine._runner._executor
+    assert isinstance(device, InstantDevice)
+    fill(engine, device.text)
+    before, start = engine.stats, time.perf_counter()
+    advance = [_seconds(engine.advance) for _ in range(num_dispatches)]
+    wall, after = time.perf_counter() - start, engine.stats
+    step = [_seconds(engine.step) for _ in range(num_dispatches)]
+    num_tokens = after.num_generated_tokens - before.num_generated_tokens
+    num_steps = num_tokens / num_sequences / num_dispatches
+    schedule = after.schedule_seconds - before.schedule_seconds
+    postprocess = after.postprocess_seconds - before.postprocess_seconds
+    parts = {
+        "schedule": schedule,
+        "run": wall - schedule - postprocess,
+        "postprocess": postprocess,
+    }
+    dispatch = 1e6 * statistics.median(advance)
+    outputs = 1e6 * statistics.median(step) - dispatch
+    return {
+        "num_sequences": num_sequences,
+        "steps_per_dispatch": steps,
+        "num_steps": num_steps,
+        "dispatch_us": dispatch,
+        "token_step_us": dispatch / num_steps,
+        "parts_us": {name: 1e6 * x / num_dispatches for name, x in parts.items()},
+        "outputs_us": outputs,
+        "idle": {f"{ms:g} ms": _idle(engine, device, ms, num_dispatches) for ms in step_ms},
+    }
+
+
+def _idle(engine: Engine, device: InstantDevice, step_ms: float, num_dispatches: int) -> float:
+    """The fraction of the time in which a device of such steps has nothing to do."""
+    device.start(step_ms / 1e3)
+    engine.step()
+    start, idle = time.perf_counter(), device.idle_seconds
+    for _ in range(num_dispatches):
+        engine.step()
+    return (device.idle_seconds - idle) / (time.perf_counter() - start)
+
+
+def _seconds(function: Any) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def call_us(repeats: int = 200) -> float:
+    """Microseconds to call a compiled program with the arrays of a model of 32 layers."""
+    weights = [jax.device_put(np.zeros(1, np.float32), jax.devices()[0])] * NUM_WEIGHTS
+    state = [jax.device_put(np.zeros(1, np.float32), jax.devices()[0]) for _ in range(NUM_STATE)]
+    program = jax.jit(lambda weights, state, slots: (state, slots + 1), donate_argnums=1)
+    slots, seconds = np.zeros(64, np.int32), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        state, result = program(weights, state, slots)
+        seconds.append(time.perf_counter() - start)
+        jax.block_until_ready(result)
+    return 1e6 * statistics.median(seconds)
+
+
+GOALS = [
+    Goal(
+        "host time a token step at 64 sequences, 8 steps a dispatch, us",
+        lambda report: next(
+            (
+                row["token_step_us"]
+                for row in report["rows"]
+                if (row["num_sequences"], row["steps_per_dispatch"]) == (64, 8)
+            ),
+            None,
+        ),
+        high=GOAL_US,
+    ),
+    Goal(
+        "the device waits for at most 3% of the time, steps of 4.5 ms",
+        lambda report: {
+            f"{row['num_sequences']} x {row['steps_per_dispatch']}": row["idle"]["4.5 ms"]
+            for row in report["rows"]
+            if "4.5 ms" in row["idle"]
+        },
+        high=0.03,
+    ),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = argparse.ArgumentParser(description="The host's time for a step of the engine.")
+    parser.add_argument("--sequences", type=int, nargs="+", default=list(NUM_SEQUENCES))
+    parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS_PER_DISPATCH))
+    parser.add_argument("--step-ms", type=float, nargs="*", default=list(STEP_MS))
+    parser.add_argument("--dispatches", type=int, default=40, help="that are timed, of each kind")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args(argv)
+    cases = itertools.product(args.sequences, args.steps)
+    rows = [measure(n, steps, args.dispatches, args.step_ms) for n, steps in cases]
+    report = {**environment(), "call_us": call_us(), "rows": rows}
+    print("Microseconds of the host. A dispatch: schedule, run, postprocess; then its outputs.")
+    print(f"{'sequences x steps':>18}{'a token step':>14}{'a dispatch':>12}", end="")
+    print(f"{'schedule':>10}{'run':>8}{'postprocess':>13}{'outputs':>9}  device idle")
+    for row in rows:
+        name = f"{row['num_sequences']} x {row['steps_per_dispatch']}"
+        print(f"{name:>18}{row['token_step_us']:>14.0f}{row['dispatch_us']:>12.0f}", end="")
+        schedule, run, postprocess = row["parts_us"].values()
+        print(
+            f"{schedule:>10.0f}{run:>8.0f}{postprocess:>13.0f}{row['outputs_us']:>9.0f}  ", end=""
+        )
+        print(", ".join(f"{idle:.1%} at {name}" for name, idle in row["idle"].items()))
+    print(f"Calling a program of {NUM_WEIGHTS} weights: {report['call_us']:.0f}")
+    for goal in GOALS:
+        print(goal_line(goal, report))
+    if args.json:
+        write_json(args.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
