@@ -195,10 +195,23 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float = 1
     return (scale * jax.random.uniform(key, shape, minval=-1.0)).astype(dtype)
 
 
+def goal_cases() -> list[Case]:
+    """The cases that every goal is about, one or more for each: what is timed first."""
+    large = Case("Llama-3 8B", batch=64, context=8192)
+    return [
+        large,
+        replace(large, batch=1, context=131072),
+        replace(large, is_ragged=True),
+        *(replace(large, pool_dtype=dtype) for dtype in POOL_DTYPES[1:]),
+        replace(large, batch=1, context=CHUNK, chunk=CHUNK),
+        replace(large, batch=1, context=1024),
+    ]
+
+
 def gpu_cases(is_full: bool) -> list[Case]:
-    """What is timed on a GPU or TPU, in an order that touches every axis early."""
+    """What is timed on a GPU or TPU: what goals ask for, then in turns over all axes."""
     base = Case("Llama-3 8B", batch=16, context=8192)
-    first = [replace(base, batch=1, context=1024), replace(base, batch=1, context=131072), base]
+    first = [*goal_cases(), base]
     whole = [replace(base, batch=b, context=CHUNK, chunk=CHUNK) for b in (1, 4)]
     chunks = whole + [replace(case, context=8 * CHUNK) for case in whole]
     if is_full:

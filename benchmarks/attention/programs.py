@@ -90,7 +90,8 @@ class TorchCall(NamedTuple):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         calls_per_graph = case.num_layers * -(-plan.unroll // case.num_layers)
-        with torch.cuda.graph(graph):
+        # In the default mode, "global", calls of JAX's threads would end the recording.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for i in range(calls_per_graph):
                 self.op(i % case.num_layers)
         num_graphs = -(-plan.num_calls // calls_per_graph)

@@ -12,8 +12,7 @@ Record = dict[str, Any]
 _JAX_KERNEL = "jax pallas"
 # Bytes of K and V from which memory alone bounds a call.
 _LARGE = 5 * 10**8
-# Batches up to this size are small ones.
-_SMALL_BATCH = 8
+_QUANTISED = ("int8", "float8_e4m3fn")
 
 
 def record_line(record: Record) -> str:
@@ -57,22 +56,26 @@ def _one_short(record: Record, _: list[Record]) -> float | None:
     return record["us"][OURS] if applies else None
 
 
-def _is_small_or_ragged(record: Record) -> bool:
-    return record["case"]["is_ragged"] or record["case"]["batch"] <= _SMALL_BATCH
-
-
 def _over_jax(record: Record, _: list[Record]) -> float | None:
-    return None if _is_small_or_ragged(record) else record["speedup_over"].get(_JAX_KERNEL)
+    return record["speedup_over"].get(_JAX_KERNEL)
 
 
-def _over_jax_small(record: Record, _: list[Record]) -> float | None:
-    return record["speedup_over"].get(_JAX_KERNEL) if _is_small_or_ragged(record) else None
+def _over_jax_alone(record: Record, _: list[Record]) -> float | None:
+    """Where its fixed split leaves most to win: one sequence, or some longer than others."""
+    case = record["case"]
+    applies = _is_plain(record) and (case["is_ragged"] or case["batch"] == 1)
+    return record["speedup_over"].get(_JAX_KERNEL) if applies else None
+
+
+def _over_jax_quantised(record: Record, _: list[Record]) -> float | None:
+    is_quantised = record["case"]["pool_dtype"] in _QUANTISED
+    return record["speedup_over"].get(_JAX_KERNEL) if is_quantised else None
 
 
 def _quantised(record: Record, records: list[Record]) -> float | None:
     """How much faster than the same case over bfloat16 pools, where those are large."""
     case = record["case"]
-    if record["op"] != "decode" or case["pool_dtype"] not in ("int8", "float8_e4m3fn"):
+    if record["op"] != "decode" or case["pool_dtype"] not in _QUANTISED:
         return None
     for other in records:
         is_same = other["case"] == case | {"pool_dtype": "bfloat16"}
@@ -103,18 +106,15 @@ GOALS = (
         "decode, K and V of 0.5 GB or more: 92% of the copy rate", _in_cases(_large_even), low=0.92
     ),
     Goal(
-        "the same, ragged batches (10:1): 85% of the copy rate", _in_cases(_large_ragged), low=0.85
+        "the same, ragged batches (10:1): 88% of the copy rate", _in_cases(_large_ragged), low=0.88
     ),
-    Goal("batch 1 at 128K tokens: 80% of the copy rate", _in_cases(_one_long), low=0.80),
+    Goal("batch 1 at 128K tokens: 85% of the copy rate", _in_cases(_one_long), low=0.85),
     Goal("batch 1 at 1K tokens: at most 10 us", _in_cases(_one_short), high=10.0),
-    Goal("1.5x JAX's own kernel at its best setting", _in_cases(_over_jax), low=1.5),
-    Goal(
-        "3x JAX's own kernel, small (up to 8) or ragged batches",
-        _in_cases(_over_jax_small),
-        low=3.0,
-    ),
-    Goal("int8 and fp8 pools: 1.7x bfloat16 of 0.5 GB or more", _in_cases(_quantised), low=1.7),
-    Goal("chunks of 2K tokens: 60% of the matrix product's rate", _in_cases(_chunks), low=0.60),
+    Goal("never slower than JAX's own kernel at its best setting", _in_cases(_over_jax), low=1.0),
+    Goal("1.3x JAX's own kernel, batch 1 or ragged", _in_cases(_over_jax_alone), low=1.3),
+    Goal("2x JAX's own kernel, int8 and fp8 pools", _in_cases(_over_jax_quantised), low=2.0),
+    Goal("int8 and fp8 pools: 1.75x bfloat16 of 0.5 GB or more", _in_cases(_quantised), low=1.75),
+    Goal("chunks of 2K tokens: 55% of the matrix product's rate", _in_cases(_chunks), low=0.55),
 )
 """What a data-centre GPU is to reach; bandwidths are for bfloat16, D 128 and C 16."""
 

@@ -4,10 +4,11 @@
     python -m benchmarks.attention.tune --ops decode --models TinyLlama --block-sizes 16
     python -m benchmarks.attention.tune --dry-run              # what would be timed; needs no GPU
 
-For every shape (head dimension, group, block size, types) each candidate runs on a few batches.
-What does not compile, or whose result is not that of the XLA backend, is dropped; the others take
-turns, and the least geometric mean of the times over the batches wins. Winners go into
-`paged_jax/kernels/triton/tuning.json`, where the kernels look; its other entries stay.
+For every shape (head dimension, group, block size, types) each candidate runs on a few batches:
+even and ragged ones, one long sequence and one short one. What does not compile, or whose result is
+not that of the XLA backend, is dropped; the others take turns, and the least geometric mean of the
+times over the batches wins. Winners go into `paged_jax/kernels/triton/tuning.json`, where the
+kernels look, or into the file of `--table`; its other entries stay.
 
 For decode it also says how the number of splits that the kernel chooses compares with others.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.attention.cases import (
     BLOCK_SIZES,
@@ -39,21 +41,31 @@ from benchmarks.attention.programs import (
     expected_result,
     plan_calls,
     prepare_all,
+    reason,
     relative_error,
 )
 from benchmarks.common.device_time import Rates, measure_rates, take_turns
-from benchmarks.common.environment import environment
+from benchmarks.common.environment import environment, write_json
 from paged_jax.kernels import triton
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
+from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tuning
 
 TABLE = Path(tuning.__file__).with_name("tuning.json")
 _STEP_TOKENS = (16, 32, 64, 128, 256)
 _QUERY_ROWS = (64, 128)
+_NUM_WARPS = {"decode": (2, 4, 8), "prefill": (4, 8)}
 _NUM_STAGES = (2, 3, 4)
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Shared memory that a program may have on an H100 or H200 (CUDA C++ programming guide).
 _SHARED_BYTES = 227 * 1024
+# Numbers of a tile in the registers of a thread, beyond which kernels of either kind spill (ptxas,
+# compute capability 9.0): those of K or V in decode, those of the scores and sums in prefill.
+_THREAD_NUMBERS = 128
+# Batch and context of what is timed, and whether it is ragged; the most telling ones first, since
+# only candidates that are fast on one go on to the next.
+_DECODED = ((32, 4096, False), (1, 32768, False), (64, 8192, True), (1, 1024, False))
+_CHUNKS = ((1, CHUNK, False), (1, 4 * CHUNK, False))
 # A candidate this much slower than the fastest on one batch is not tried on the next.
 _HOPELESS = 1.3
 _TURN_SECONDS = 0.005
@@ -83,9 +95,8 @@ def make_jobs(
     jobs: dict[tuple[str, tuning.Shape], Job] = {}
     # Models change fastest: where time runs out, every model has had its commonest types.
     for dtype, block_size, op, model in itertools.product(pool_dtypes, block_sizes, ops, models):
-        sizes = [(1, 32768), (32, 4096)] if op == "decode" else [(1, CHUNK), (1, 4 * CHUNK)]
-        chunk = 0 if op == "decode" else CHUNK
-        cases = tuple(Case(model, b, n, block_size, dtype, chunk=chunk) for b, n in sizes)
+        sizes, chunk = (_DECODED, 0) if op == "decode" else (_CHUNKS, CHUNK)
+        cases = tuple(Case(model, b, n, block_size, dtype, ragged, chunk) for b, n, ragged in sizes)
         num_heads, num_kv_heads, head_dim = MODELS[model]
         group = num_heads // num_kv_heads
         shape = tuning.Shape(head_dim, group, block_size, cases[0].q_dtype, dtype)
@@ -102,18 +113,37 @@ def current_params(device_kind: str, op: str, shape: tuning.Shape) -> tuning.Par
 def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuning.Params]:
     """The parameters to try, those in use first."""
     found: list[tuning.Params] = [current_params(device_kind, op, shape)]
-    token_bytes = tuning.token_bytes(shape)
-    for step_tokens, num_stages in itertools.product(_STEP_TOKENS, _NUM_STAGES):
-        if step_tokens * num_stages * token_bytes > _SHARED_BYTES:
-            continue
+    for step_tokens, num_warps, num_stages in itertools.product(
+        _STEP_TOKENS, _NUM_WARPS[op], _NUM_STAGES
+    ):
         if op == "decode":
-            found += [tuning.DecodeParams(step_tokens, warps, num_stages) for warps in (2, 4, 8)]
+            found.append(tuning.DecodeParams(step_tokens, num_warps, num_stages))
         else:
             found += [
-                tuning.PrefillParams(rows, step_tokens, warps, num_stages)
-                for rows, warps in itertools.product(_QUERY_ROWS, (4, 8))
+                tuning.PrefillParams(rows, step_tokens, num_warps, num_stages)
+                for rows in _QUERY_ROWS
             ]
-    return list(dict.fromkeys(found))
+    return [params for params in dict.fromkeys(found) if params == found[0] or fits(shape, params)]
+
+
+def fits(shape: tuning.Shape, params: tuning.Params) -> bool:
+    """Whether tiles fit shared memory and registers, as far as that can be told before compiling.
+
+    Loads of a step are kept as they lie in the pool, 1 byte a number where it is quantised.
+    """
+    lanes = 1 << (shape.head_dim - 1).bit_length()
+    pool_dtype = jnp.dtype(shape.pool_dtype)
+    scale_bytes = 8 if is_quantised(pool_dtype) else 0
+    stage_bytes = params.step_tokens * (2 * lanes * pool_dtype.itemsize + scale_bytes)
+    threads = 32 * params.num_warps
+    # The loads of all steps but the one that is computed.
+    shared_bytes = (params.num_stages - 1) * stage_bytes
+    if isinstance(params, tuning.DecodeParams):
+        numbers = params.step_tokens * lanes
+    else:
+        numbers = params.query_rows * (params.step_tokens + lanes)
+        shared_bytes += params.query_rows * lanes * jnp.dtype(shape.q_dtype).itemsize
+    return shared_bytes <= _SHARED_BYTES and numbers <= _THREAD_NUMBERS * threads
 
 
 def kernel_call(
@@ -206,47 +236,88 @@ def write_entries(
     """Put entries into a table, in place of older ones; the file is always whole.
 
     Args:
-      path: of the table, which exists.
+      path: of the table, which need not exist.
       device_kind: what was measured on.
       entries: parameters by job.
       measured: what they were measured with.
     """
-    table = json.loads(path.read_text())
+    table = json.loads(path.read_text()) if path.exists() else {}
     for job, params in entries.items():
         shapes = table.setdefault(device_kind, {}).setdefault(job.op, {})
         shapes[str(job.shape)] = params._asdict() | {"measured": measured}
     text = json.dumps(table, indent=1, sort_keys=True) + "\n"
     tuning.parse(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)
 
 
-def run(jobs: list[Job], path: Path, budget: float) -> None:
-    """Tune jobs until the budget's seconds are over, and write each winner at once."""
+def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = None) -> None:
+    """Tune jobs while the budget lasts, and write each winner at once.
+
+    Args:
+      jobs: in order of importance.
+      path: of the table.
+      budget: seconds; a job is not begun that would not end in time if it took as long as the
+        longest so far.
+      json_path: where to write all times, too.
+    """
     start = time.monotonic()
     kind = tuning.device().kind
     about = environment()
     measured = f"jax {about['versions']['jax']}, commit {about['commit']}"
     rates, options = measure_rates(), Options(scale=1.0)
     print(kind, rates)
+    report = {**about, "accelerator": kind, **rates._asdict(), "results": [], "not reached": []}
+    longest = 0.0
     for done, job in enumerate(jobs):
-        if time.monotonic() - start > budget:
+        begun = time.monotonic()
+        if begun - start + longest > budget:
             print(f"{len(jobs) - done} shapes not reached in time, the first is {job}")
-            return
-        candidates = make_candidates(kind, job.op, job.shape)
-        seconds = tune(job, candidates, rates, options)
-        if not seconds:
-            print(f"{job}: nothing works")
-            continue
-        best = min(seconds, key=seconds.__getitem__)
-        gain = seconds.get(candidates[0], float("nan")) / seconds[best]
-        print(f"{job}: {best}, {gain:.2f}x {candidates[0]}", flush=True)
-        write_entries(path, kind, {job: best}, measured)
-        if isinstance(best, tuning.DecodeParams):
-            for case, times in tune_splits(job, best, rates, options).items():
-                shown = ", ".join(f"{n or 'own'} {1e6 * s:.1f}" for n, s in times.items())
-                print(f"  {case}: us by number of splits: {shown}")
+            report["not reached"] = list(map(str, jobs[done:]))
+            _save(report, json_path)
+            break
+        try:
+            record, best = tune_job(job, kind, rates, options)
+        except RuntimeError as error:  # of XLA: the other shapes are still tuned
+            record, best = {"job": str(job), "failed": reason(error)}, None
+            print(f"{job}: {record['failed']}")
+        report["results"].append(record)
+        if best is not None:
+            write_entries(path, kind, {job: best}, measured)
+        longest = max(longest, time.monotonic() - begun)
+        _save(report, json_path)
+
+
+def _save(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        write_json(path, report)
+
+
+def tune_job(
+    job: Job, device_kind: str, rates: Rates, options: Options
+) -> tuple[dict[str, Any], tuning.Params | None]:
+    """Tune one job, and print it: what was measured, for JSON, and the winner if anything works."""
+    candidates = make_candidates(device_kind, job.op, job.shape)
+    seconds = tune(job, candidates, rates, options)
+    record: dict[str, Any] = {"job": str(job), "cases": list(map(str, job.cases))}
+    if not seconds:
+        print(f"{job}: nothing works")
+        return record, None
+    best = min(seconds, key=seconds.__getitem__)
+    gain = seconds.get(candidates[0], float("nan")) / seconds[best]
+    print(f"{job}: {best}, {gain:.2f}x {candidates[0]}", flush=True)
+    record |= {"best": best._asdict(), "before": candidates[0]._asdict(), "gain": round(gain, 3)}
+    record["us"] = {str(params): round(1e6 * s, 2) for params, s in seconds.items()}
+    if isinstance(best, tuning.DecodeParams):
+        record["us_by_splits"] = {}
+        for case, times in tune_splits(job, best, rates, options).items():
+            shown = {str(n or "own"): round(1e6 * s, 1) for n, s in times.items()}
+            record["us_by_splits"][str(case)] = shown
+            listed = ", ".join(f"{n} {us}" for n, us in shown.items())
+            print(f"  {case}: us by number of splits: {listed}")
+    return record, best
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -258,6 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=POOL_DTYPES, default=list(POOL_DTYPES))
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="default 540")
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="to write")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
     parser.add_argument("--dry-run", action="store_true", help="print the candidates")
     options = parser.parse_args(arguments)
     jobs = make_jobs(options.ops, options.models, options.block_sizes, options.dtypes)
@@ -276,7 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    run(jobs, options.table, options.budget)
+    run(jobs, options.table, options.budget, options.json)
     return 0
 
 

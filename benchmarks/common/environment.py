@@ -1,7 +1,12 @@
-"""What the figures of a benchmark depend on, to be kept beside them."""
+"""What the figures of a benchmark depend on, to be kept beside them.
+
+The commit is what git says, or, where a copy of the sources is not a repository or git is not
+installed, what PAGED_JAX_COMMIT says.
+"""
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,11 +26,9 @@ def environment() -> dict[str, Any]:
       >>> sorted(environment())
       ['command', 'commit', 'device', 'python', 'versions']
     """
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
     return {
         "device": f"{_cpu()}, {num_cores()} cores",
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit() or os.environ.get("PAGED_JAX_COMMIT"),
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in _PACKAGES},
         "command": " ".join(["python", "-m", _module(Path(sys.argv[0])), *sys.argv[1:]]),
@@ -36,6 +39,15 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report, in a folder that need not be there yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _commit() -> str | None:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # there is no git
+        return None
+    return done.stdout.strip() or None
 
 
 def _module(script: Path) -> str:

@@ -182,6 +182,25 @@ def test_candidates_begin_with_those_in_use() -> None:
         assert all(isinstance(params, kind) for params in candidates)
 
 
+def test_candidates_are_left_out_for_the_bytes_that_they_load() -> None:
+    """Of 227 KB, two steps of 256 tokens of bfloat16 are 256 KB, and of int8 half of it."""
+    wide, wider = DecodeParams(256, 8, 2), DecodeParams(256, 8, 3)
+    assert tune_kernels.fits(SHAPE, wide) and not tune_kernels.fits(SHAPE, wider)
+    for name in ("int8", "float8_e4m3fn"):
+        candidates = tune_kernels.make_candidates("", "decode", SHAPE._replace(pool_dtype=name))
+        assert {wide, wider} <= set(candidates)
+    # 128 rows on 4 warps spill, and the 128 KB of two such steps leave room for their queries.
+    chunks = tune_kernels.make_candidates("", "prefill", SHAPE)
+    assert PrefillParams(128, 128, 8, 2) in chunks and PrefillParams(128, 128, 4, 2) not in chunks
+
+
+def test_decode_is_tuned_on_one_short_sequence_and_on_a_ragged_batch() -> None:
+    [job] = tune_kernels.make_jobs(["decode"], ["Llama-3 8B"], [16], ["int8"])
+    kinds = {(case.batch, case.context, case.is_ragged) for case in job.cases}
+    assert {(1, 1024, False), (64, 8192, True), (1, 32768, False)} <= kinds
+    assert all(case.pool_dtype == "int8" and not case.chunk for case in job.cases)
+
+
 @pytest.fixture
 def tiny_jobs(monkeypatch) -> list[tune_kernels.Job]:
     monkeypatch.setattr(attention_cases, "_ROTATED_BYTES", 1)
@@ -217,6 +236,40 @@ def test_tune_drops_wrong_results(tiny_jobs, capsys) -> None:
     params: list[tuning.Params] = [DecodeParams(16, 1, 1)]
     assert tune_kernels.tune(tiny_jobs[0], params, Rates(1.0, 1.0), wrong, True) == {}
     assert "differs from the XLA backend" in capsys.readouterr().out
+
+
+def test_run_writes_a_new_table_and_ends_in_time(tmp_path, monkeypatch, capsys) -> None:
+    jobs = [tune_kernels.Job("decode", SHAPE._replace(group=group), ()) for group in (1, 2, 4, 8)]
+    now, params = [0.0], DecodeParams(32, 2, 4)
+
+    def tune_job(job, *_):
+        now[0] += 30
+        if job == jobs[1]:
+            raise RuntimeError("out of memory")
+        return {"job": str(job)}, params
+
+    monkeypatch.setattr(tune_kernels, "tune_job", tune_job)
+    monkeypatch.setattr(tune_kernels, "measure_rates", lambda: Rates(1.0, 1.0))
+    monkeypatch.setattr(tune_kernels.tuning, "device", lambda: Device("NVIDIA H200", 132))
+    monkeypatch.setattr(tune_kernels.time, "monotonic", lambda: now[0])
+    path, times = tmp_path / "new" / "tuning.json", tmp_path / "times.json"
+    # After 90 seconds a fourth of 30 would end later.
+    tune_kernels.run(jobs, path, 110, times)
+    found = tuning.parse(path.read_text())["NVIDIA H200"]["decode"]
+    assert found == {jobs[0].shape: params, jobs[2].shape: params}
+    report = json.loads(times.read_text())
+    assert "out of memory" in report["results"][1]["failed"]
+    assert report["not reached"] == [str(jobs[3])]
+    assert "1 shapes not reached in time" in capsys.readouterr().out
+
+
+def test_a_table_of_ones_own_takes_the_place_of_the_shipped_one(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(table())
+    monkeypatch.setenv("PAGED_JAX_TUNING", str(path))
+    assert tuning._measured.__wrapped__() == tuning.parse(table())
+    monkeypatch.delenv("PAGED_JAX_TUNING")
+    assert tuning._measured.__wrapped__() == tuning.parse(tune_kernels.TABLE.read_text())
 
 
 def test_write_entries_merges(tmp_path) -> None:

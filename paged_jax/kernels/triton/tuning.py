@@ -6,6 +6,8 @@
         "step_tokens": 64, "num_warps": 4, "num_stages": 3,
         "measured": "jax 0.11.2, commit 0123abc"}}}}
 
+The environment variable PAGED_JAX_TUNING names a file to read instead.
+
 A call gets the entry of its own shape, else the nearest one of the same device, head dimension and
 types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
 memory and registers for on a Hopper GPU, in the types and shapes of common models. Unusual ones
@@ -21,8 +23,10 @@ import importlib.metadata
 import importlib.resources
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -103,6 +107,9 @@ class Shape(NamedTuple):
 Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # device kind -> op -> shape
 
 OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
+
+# Names a table that takes the place of `tuning.json`, for what was measured on one's own GPU.
+TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 # Assumed where there is no GPU to ask, as when compiling ahead of time: H100 and H200 (SXM).
 DEFAULT = Device("", 132)
@@ -279,8 +286,9 @@ def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | 
 
 @functools.cache
 def _measured() -> Table:
-    file = importlib.resources.files("paged_jax.kernels.triton") / "tuning.json"
-    return parse(file.read_text(encoding="utf-8"))
+    own = os.environ.get(TABLE_VARIABLE)
+    shipped = importlib.resources.files("paged_jax.kernels.triton") / "tuning.json"
+    return parse((Path(own) if own else shipped).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> Table:
