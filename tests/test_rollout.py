@@ -83,6 +83,7 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
     assert len(set(out.token_ids[0].tolist())) > 1
 
 
+@pytest.mark.slow
 def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
     """Those that it is given, and by default the end tokens of the model."""
     whole = run(model, temperature=0.0)

@@ -661,8 +661,14 @@ CONTENTS = (jnp.zeros((N, 8), jnp.uint32), jnp.zeros((N, C), jnp.int32))
         (blocks.release, (jnp.ones(N, bool),), 0.1),
         (blocks.reorder, (i32([-1] * N),), 0.1),
         (partial(blocks.truncate, max_tokens=N), (i32([1] * N),), 0.1),
-        (blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.4),
-        (blocks.publish, (i32([0] * N), i32([0] * N), *CONTENTS), 0.25),
+        # These two in the programs that users compile, and in no others.
+        pytest.param(blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.4, marks=pytest.mark.slow),
+        pytest.param(
+            blocks.publish,
+            (i32([0] * N), i32([0] * N), *CONTENTS),
+            0.25,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["reserve", "fork", "release", "reorder", "truncate", "attach", "publish"],
 )

@@ -113,7 +113,10 @@ def check_equal(sequences, items) -> None:
 # What is found
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize(
+    "width",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4],
+)
 def test_beams_are_those_of_the_plain_forward(llm, log_softmax, width) -> None:
     for prompt in PROMPTS[:3]:
         [sequences] = search(llm, [prompt], beam_width=width, ignore_eos=True)

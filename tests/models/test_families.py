@@ -9,6 +9,9 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import load_weights, save_weights
 
+# Importing torch and transformers takes seconds.
+pytestmark = pytest.mark.slow
+
 _SIZES = {
     "vocab_size": 48,
     "hidden_size": 32,
