@@ -57,6 +57,7 @@ aot: $(AOT_VENV)/.aot
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.allocator
 	$(BIN)/python -m benchmarks.attention --goals
+	$(BIN)/python -m benchmarks.step --goals
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.memory

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.attention import report as attention_report
 from benchmarks.common import figures
 from benchmarks.memory import report as memory_report
+from benchmarks.step import report as step_report
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
@@ -153,6 +154,7 @@ DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
     "memory": _figure_of(memory_report.plot),
     "replay": plot_replay,
     "serving": plot_serving,
+    "step": _figure_of(step_report.plot),
 }
 
 

@@ -1,0 +1,1 @@
+"""Whole steps of an engine's device: decode steps and prompt chunks, beside what bounds them."""

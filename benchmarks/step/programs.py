@@ -1,0 +1,338 @@
+"""The steps, ready to be timed: the programs of an engine, on an executor of its own.
+
+What runs is what `LLM`, `AsyncEngine` and the server run: the executor of their engine, with its
+programs of decode steps and of prompt chunks, its state donated to each. Beside it are the same
+steps with one thing changed.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
+from paged_jax.cache import paged_cache
+from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.engine import footprint
+from paged_jax.engine.pool_size import choose_num_blocks
+from paged_jax.kernels.quantisation import QUANTISED
+from paged_jax.models import paged_rows
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.parameters import build
+from paged_jax.runner import Sizes
+from paged_jax.runner.executor import Executor
+from paged_jax.runner.programs import COMPILER_OPTIONS, Call, Program, Structure, list_programs
+from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
+
+ENGINE = "engine"
+
+# Decode steps of one dispatch, as an engine has them by default.
+STEPS_PER_DISPATCH = 8
+# Slots that are given a chunk each in a turn.
+_NUM_CHUNKS = 4
+# The part of an accelerator's memory that the pool and all else may fill.
+_MEMORY_FRACTION = 0.9
+
+_GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
+_SAMPLED = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, ignore_eos=True, max_tokens=None, seed=0
+)
+
+
+class Variant(NamedTuple):
+    """What differs from the engine's own way.
+
+    Attributes:
+      compiler_options: of XLA, in place of the engine's; None leaves those.
+      backend: of the attention.
+      query_dtype: the type of queries, in place of that of the pool.
+      steps_per_dispatch: decode steps of one dispatch.
+      sampling: how tokens are chosen.
+      is_bare: `Llama.decode` alone, jitted with its cache donated: no loop, no choice of tokens.
+      is_for: whether it makes sense for a case, on a platform.
+    """
+
+    compiler_options: dict[str, Any] | None = None
+    backend: str | None = None
+    query_dtype: str | None = None
+    steps_per_dispatch: int = STEPS_PER_DISPATCH
+    sampling: SamplingParams = _GREEDY
+    is_bare: bool = False
+    is_for: Callable[[Case, str], bool] = lambda case, platform: True
+
+
+def _decodes(case: Case, platform: str) -> bool:
+    return not case.chunk
+
+
+def _on_gpu(case: Case, platform: str) -> bool:
+    return platform == "gpu"
+
+
+def _command_buffers(kinds: str) -> dict[str, str]:
+    return {**COMPILER_OPTIONS["gpu"], "xla_gpu_enable_command_buffer": kinds}
+
+
+VARIANTS: dict[str, Variant] = {
+    ENGINE: Variant(),
+    "float32 queries": Variant(query_dtype="float32", is_for=lambda _, platform: platform != "cpu"),
+    "rematerialised": Variant(compiler_options={}, is_for=_on_gpu),
+    "one step a dispatch": Variant(steps_per_dispatch=1, is_for=_decodes),
+    "sampled, top-k and top-p": Variant(sampling=_SAMPLED, is_for=_decodes),
+    "bare step": Variant(is_bare=True, is_for=_decodes),
+    "without command buffers": Variant(compiler_options=_command_buffers(""), is_for=_on_gpu),
+    # Else the host reads the predicates of a dispatch's loop and of its choice of tokens.
+    "loops in command buffers": Variant(
+        compiler_options=_command_buffers(
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+        ),
+        is_for=lambda case, platform: platform == "gpu" and not case.chunk,
+    ),
+    "xla's attention": Variant(backend="xla", is_for=lambda _, platform: platform != "cpu"),
+}
+"""The engine's own way, and others beside it, by name."""
+
+
+def random_model(case: Case) -> Llama:
+    """A model with random weights, made on the default device."""
+    key = jax.random.key(0)
+
+    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.ones(shape, case.dtype)
+        nonlocal key
+        key, own = jax.random.split(key)
+        return _normal(own, shape, case.dtype, shape[-1] ** -0.5)
+
+    is_tpu = jax.default_backend() == "tpu"  # as `Llama.from_pretrained`
+    return build(Llama, case.config, make, dtype=case.dtype, scan_layers=is_tpu)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str, deviation: float) -> jax.Array:
+    return (deviation * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+
+class Bench:
+    """An executor whose slots hold random K and V, and the steps of a case on it.
+
+    Args:
+      case: what is timed.
+      model: weights of the case's model.
+      steps_per_turn: decode steps of a turn, a multiple of `STEPS_PER_DISPATCH`.
+    """
+
+    def __init__(self, case: Case, model: Llama, steps_per_turn: int):
+        self.case = case
+        self.steps_per_turn = steps_per_turn
+        self.num_slots = _NUM_CHUNKS if case.chunk else case.batch
+        self.sizes = Sizes(
+            block_size=BLOCK_SIZE,
+            num_slots=self.num_slots,
+            max_model_len=MAX_MODEL_LEN,
+            max_chunk=max(case.chunk, 512),
+            max_steps=STEPS_PER_DISPATCH,
+            num_drafts=0,
+            max_logit_bias=32,
+            max_stop_ids=16,
+        )
+        self._platform = jax.default_backend()
+        kv_dtype = footprint.resolve_kv_dtype(case.kv_dtype, case.dtype, self._platform)
+        self._num_top = min(MAX_LOGPROBS, case.config.vocab_size)
+        self._graphdef, state = nnx.split(model)
+        self._treedef = jax.tree.structure(state)
+        self._executor = Executor(
+            model,
+            self.sizes,
+            self._num_blocks(kv_dtype),
+            cache_dtype=kv_dtype,
+            cascade=False,
+            backend=None,
+        )
+        self._compiled: dict[str, Callable[[], Any]] = {}
+        self._fill()
+
+    def _num_blocks(self, kv_dtype: Any) -> int:
+        """As an engine chooses: what its slots can use, if that fits; on a CPU what is used."""
+        case, sizes = self.case, self.sizes
+        longest = case.context + max(case.chunk, self.steps_per_turn)
+        num_used = self.num_slots * (num_blocks_needed(longest, BLOCK_SIZE) + 1)
+        if self._platform == "cpu":
+            return num_used
+        needs = footprint.footprint(
+            case.config,
+            sizes,
+            weights=footprint.weight_bytes(case.config, case.dtype),
+            dtype=case.dtype,
+            kv_dtype=kv_dtype,
+            platform=self._platform,
+        )
+        device = jax.devices()[0]
+        return choose_num_blocks(device, sizes, needs, memory_fraction=_MEMORY_FRACTION)
+
+    def _fill(self) -> None:
+        """Random K and V, in blocks that lie anywhere in the pool, for the tokens of each slot."""
+        call = Call("filling", _fill, (jax.random.key(0),), {"context": self.case.context})
+        ok = self._executor.run(call)
+        if not ok:
+            raise RuntimeError(f"{self.case}: the pool is too small")
+        self._choose_tokens(_GREEDY)
+
+    def _choose_tokens(self, params: SamplingParams) -> None:
+        for slot in range(self.num_slots):
+            self._executor.assign(
+                slot,
+                params,
+                token_ids=[1],
+                num_prompt_tokens=1,
+                seed=slot,
+                max_length=MAX_MODEL_LEN,
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a turn."""
+        return self.num_slots if self.case.chunk else self.steps_per_turn
+
+    def compile(self, name: str) -> float:
+        """Compile a variant and make one turn of it; returns the seconds that it took."""
+        variant, start = VARIANTS[name], time.monotonic()
+        self._compiled[name] = self._turn(variant)
+        with _traced_with(variant):
+            self.time(name)
+        return time.monotonic() - start
+
+    def time(self, name: str) -> float:
+        """Seconds of a step, in one turn of a variant.
+
+        Raises:
+          RuntimeError: it did not make the steps that it was asked for.
+        """
+        if VARIANTS[name].sampling is not _GREEDY:
+            self._choose_tokens(VARIANTS[name].sampling)
+        lengths = np.full(self.num_slots, self.case.context, np.int32)
+        taken = max(self.case.chunk, self.steps_per_turn)
+        self._executor.run(Call("rewinding", _rewind, (lengths,), {"max_tokens": taken}))
+        jax.block_until_ready(self._executor.state)
+        start = time.perf_counter()
+        results = self._compiled[name]()
+        jax.block_until_ready(self._executor.state)
+        seconds = time.perf_counter() - start
+        grown = np.asarray(self._executor.state.cache.lengths) - self.case.context
+        if not all(bool(ok) for ok in jax.device_get(results)) or np.any(grown != taken):
+            raise RuntimeError(f"{name}: it was to append {taken} tokens, got {grown.tolist()}")
+        if VARIANTS[name].sampling is not _GREEDY:
+            self._choose_tokens(_GREEDY)
+        return seconds / self.num_steps
+
+    def _turn(self, variant: Variant) -> Callable[[], list[Any]]:
+        """A function that queues the calls of a turn, and returns whether each of them worked."""
+        calls, run = self._calls(variant), self._executor.run
+        if self.case.chunk or variant.is_bare:
+            return lambda: [run(call) for call in calls]
+        return lambda: [run(call).ok for call in calls]
+
+    def _calls(self, variant: Variant) -> list[Call]:
+        """The calls of a turn."""
+        structure = Structure(
+            self._graphdef,
+            self._treedef,
+            cascade=False,
+            backend=variant.backend,
+            platform=self._platform,
+        )
+        programs = list_programs(structure, self.sizes, self._num_top)
+        if self.case.chunk:
+            prefill = _changed(programs.prefill, variant)
+            tokens = np.ones((1, self.case.chunk), np.int32)
+            counts = np.full(1, self.case.chunk, np.int32)
+            each = range(self.num_slots)
+            return [prefill.call(tokens, np.full(1, slot, np.int32), counts) for slot in each]
+        slots = np.arange(self.num_slots, dtype=np.int32)
+        if variant.is_bare:
+            options = COMPILER_OPTIONS.get(self._platform)
+            step = functools.partial(_bare_step, structure)
+            program = jax.jit(step, donate_argnums=1, compiler_options=options)
+            return [Call("bare step", program, (slots,), {})] * self.steps_per_turn
+        decode = _changed(programs.decode, variant)
+        call = decode.call(slots, np.int32(variant.steps_per_dispatch), np.False_, np.False_)
+        return [call] * (self.steps_per_turn // variant.steps_per_dispatch)
+
+
+def _bare_step(structure: Structure, weights: Any, state: Any, slots: jax.Array) -> Any:
+    logits, cache, ok = structure.model(weights).decode(state.cache, state.token_ids[slots], slots)
+    # A result that depends on all logits, as a choice of tokens would.
+    return dataclasses.replace(state, cache=cache), ok & jnp.all(jnp.isfinite(logits))
+
+
+def _changed(program: Program, variant: Variant) -> Program:
+    """A program of the engine: itself, or made anew where its tracing or compiling differs."""
+    if variant.compiler_options is None and variant.query_dtype is None:
+        return program
+    options = variant.compiler_options
+    if options is None:
+        options = COMPILER_OPTIONS.get(jax.default_backend())
+    # A function of its own: JAX would not trace again what it has traced for the engine's.
+    function = program.jitted.__wrapped__
+    jitted = jax.jit(
+        lambda *args, **static: function(*args, **static),
+        donate_argnums=1,
+        static_argnames=("max_steps", "num_top", "width"),
+        compiler_options=options,
+    )
+    return dataclasses.replace(program, jitted=jitted)
+
+
+@contextlib.contextmanager
+def _traced_with(variant: Variant) -> Iterator[None]:
+    """A context for tracing: what no argument of a program can change."""
+    if variant.query_dtype is None:
+        yield
+        return
+    dtype = jnp.dtype(variant.query_dtype)
+    with mock.patch.object(paged_rows, "query_dtype", lambda pool_dtype: dtype):
+        yield
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnames="context")
+def _fill(weights: Any, state: Any, key: jax.Array, *, context: int) -> Any:
+    cache, keys = state.cache, jax.random.split(key, 5)
+    # Numbers of a quantised pool are as large as its type has them, times their scale.
+    sizes = (1.0, 1.0, 1e-3, 1e-3)
+    pools = [
+        None if pool is None else _random_pool(pool, own, size)
+        for pool, own, size in zip(cache.pools, keys[:4], sizes, strict=True)
+    ]
+    blocks = cache.tables.pool
+    queue = jax.random.permutation(keys[4], blocks.free_queue)
+    tables = dataclasses.replace(cache.tables, pool=dataclasses.replace(blocks, free_queue=queue))
+    cache = dataclasses.replace(cache.replace_pools(type(cache.pools)(*pools)), tables=tables)
+    lengths = jnp.full(cache.num_slots, context, jnp.int32)
+    cache, ok = paged_cache.reserve(cache, lengths, max_tokens=max(context, 1))
+    return dataclasses.replace(state, cache=cache), ok
+
+
+def _random_pool(pool: jax.Array, key: jax.Array, size: float) -> jax.Array:
+    """Random numbers in place, a layer at a time: never zeros, on which hardware may be faster."""
+    largest = QUANTISED.get(pool.dtype, size)
+
+    def fill_layer(layer: Any, pool: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(key, layer)
+        numbers = largest * jax.random.uniform(own, pool.shape[1:], minval=-1.0)
+        return pool.at[layer].set(numbers.astype(pool.dtype))
+
+    return jax.lax.fori_loop(0, pool.shape[0], fill_layer, pool)
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnames="max_tokens")
+def _rewind(weights: Any, state: Any, lengths: jax.Array, *, max_tokens: int) -> Any:
+    cache = paged_cache.truncate(state.cache, lengths, max_tokens=max_tokens)
+    return dataclasses.replace(state, cache=cache), None

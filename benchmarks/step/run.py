@@ -1,0 +1,287 @@
+"""Whole steps: decode steps and prompt chunks of an engine's device, against what bounds them.
+
+    python -m benchmarks.step --goals --json step.json      # what this device can do
+    python -m benchmarks.step --quick                       # seconds
+    python -m benchmarks.step --models 8B --batches 64 --variants "float32 queries" rematerialised
+
+What runs is what `LLM`, `AsyncEngine` and the server run: the compiled programs of an engine on its
+own executor, the decode program with its loop over 8 steps and the choice of tokens, and the
+program of prompt chunks; the state is donated to each. Weights and the pool are random, and blocks
+lie anywhere in the pool. On a GPU or TPU the pool is as large as an engine would make it.
+
+Each case gives the bytes that must be read and written and the operations that must be made, the
+time that these take at the rates of a large copy and of a dense bfloat16 product measured in the
+same run, and how much of the step's time that is. Variants change one thing: a compiler's option,
+the type of the queries, the steps of a dispatch, the choice of tokens. They take turns with the
+engine's own way; a variant that does not make all its steps is no figure but an error.
+
+The cases that goals are about come first, then their variants, then other cases; results are saved
+after every figure, and `--budget` ends the run in time.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.attention.programs import reason
+from benchmarks.common.device_time import Rates, measure_rates
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.step.cases import MODELS, Case, cpu_cases, goal_cases, gpu_cases, quick_cases
+from benchmarks.step.programs import ENGINE, STEPS_PER_DISPATCH, VARIANTS, Bench, random_model
+from benchmarks.step.report import goal_lines, plot, record_line
+
+Report = dict[str, Any]
+
+
+class Session:
+    """Measures cases while the budget lasts; keeps the weights of one model at a time.
+
+    Args:
+      rates: of the device.
+      budget: seconds, from now on.
+      num_rounds: turns of each variant.
+      num_dispatches: dispatches of 8 decode steps in a turn.
+      save: called with each record when it changes.
+    """
+
+    def __init__(
+        self,
+        rates: Rates,
+        *,
+        budget: float,
+        num_rounds: int,
+        num_dispatches: int,
+        save: Callable[[dict[str, Any]], None],
+    ):
+        self._rates = rates
+        self._end = time.monotonic() + budget
+        self._num_rounds = num_rounds
+        self._steps_per_turn = STEPS_PER_DISPATCH * num_dispatches
+        self._save = save
+        self._model: tuple[str, str, Any] | None = None
+
+    def is_over(self) -> bool:
+        """Whether no further figure is to be begun."""
+        return time.monotonic() > self._end
+
+    def measure(self, case: Case, variants: list[str], profile: Path | None = None) -> None:
+        """Time variants of a case in turns with the engine's own way."""
+        bench = Bench(case, self._weights(case), self._steps_per_turn)
+        platform = jax.default_backend()
+        compiled, failed, late = {}, {}, []
+        seconds: dict[str, list[float]] = {}
+        for name in [ENGINE, *variants]:
+            if name != ENGINE and self.is_over():
+                late.append(name)
+                continue
+            try:
+                compiled[name] = round(bench.compile(name), 1)
+                # Again the engine's: a device that drifts drifts for both.
+                for _ in range(self._num_rounds):
+                    for each in {ENGINE: None, name: None}:
+                        seconds.setdefault(each, []).append(bench.time(each))
+            except RuntimeError as error:
+                if name == ENGINE:
+                    raise
+                failed[name] = reason(error)
+            medians = {each: statistics.median(times) for each, times in seconds.items()}
+            self._save(
+                {
+                    **make_record(case, self._rates, medians, self._steps_per_turn, platform),
+                    "compile_s": compiled,
+                    "failed": failed,
+                    "not reached": late,
+                }
+            )
+        if profile is not None:
+            with jax.profiler.trace(profile / str(case).replace(" ", "_")):
+                bench.time(ENGINE)
+
+    def _weights(self, case: Case) -> Any:
+        kept = self._model
+        if kept is None or kept[:2] != (case.model, case.dtype):
+            self._model = kept = None
+            gc.collect()
+            self._model = kept = (case.model, case.dtype, random_model(case))
+        return kept[2]
+
+
+def make_record(
+    case: Case, rates: Rates, seconds: dict[str, float], num_steps: int, platform: str
+) -> dict[str, Any]:
+    """What is kept of a case.
+
+    Args:
+      case: what was timed.
+      rates: of the device.
+      seconds: of a step of each variant.
+      num_steps: decode steps of a turn, over which the context grows.
+      platform: of the device.
+    """
+    ours = seconds[ENGINE]
+    kv_bytes, flops = case.kv_bytes(platform, num_steps), case.flops(num_steps)
+    num_bytes = case.weight_bytes + kv_bytes
+    reading, computing = num_bytes / rates.memory / 1e9, flops / rates.matmul / 1e12
+    bound, kv_seconds = max(reading, computing), kv_bytes / rates.memory / 1e9
+    weights_alone = case.weight_bytes / rates.memory / 1e9
+    return {
+        "name": str(case),
+        "case": asdict(case),
+        "op": "prefill" if case.chunk else "decode",
+        "bytes": num_bytes,
+        "weight_bytes": case.weight_bytes,
+        "kv_bytes": kv_bytes,
+        "flops": flops,
+        "ms": {name: round(1e3 * taken, 4) for name, taken in seconds.items()},
+        "bound_ms": round(1e3 * bound, 4),
+        "bound_by": "operations" if computing > reading else "bytes",
+        "of_bound": round(bound / ours, 3),
+        # K and V at the rate of a copy are taken off the time: what attention takes more counts.
+        "weights_of_memory_rate": round(weights_alone / max(ours - kv_seconds, 1e-9), 3),
+        "of_matmul_rate": round(computing / ours, 3),
+        "over_engine": {name: round(s / ours, 3) for name, s in seconds.items() if name != ENGINE},
+    }
+
+
+def run(
+    jobs: list[tuple[Case, list[str]]],
+    *,
+    save: Callable[[Report], None],
+    profile: Path | None = None,
+    **options: Any,
+) -> Report:
+    """Measure jobs, cases with the variants of each, while the budget lasts; prints as it goes."""
+    device = jax.devices()[0]
+    is_cpu = device.platform == "cpu"
+    rates = measure_rates()
+    report: Report = {
+        **environment(),
+        "accelerator": None if is_cpu else device.device_kind,
+        "memory_gb_s": rates.memory,
+        "memory_gb_s_is": "all cores reading" if is_cpu else "a large copy",
+        "matmul_bfloat16_tflop_s": rates.matmul,
+        "programs": "those of an engine, on its executor",
+        "results": [],
+        "skipped": {"not reached in time": [], "failed": []},
+    }
+    print(report["accelerator"] or report["device"], report["versions"], rates, sep="\n")
+    records: dict[str, Any] = {}
+
+    def keep(record: dict[str, Any]) -> None:
+        # Of a case that is measured twice, the second time with its variants.
+        records[record["name"]] = record
+        report["results"] = list(records.values())
+        print(record_line(record), flush=True)
+        save(report)
+
+    session = Session(rates, save=keep, **options)
+    for case, variants in jobs:
+        if session.is_over():
+            report["skipped"]["not reached in time"].append(str(case))
+            continue
+        try:
+            session.measure(case, variants, profile if variants else None)
+        except Exception as error:  # whatever ails a case, the others are still measured
+            why = f"{case}: {reason(error)}"
+            print(f"failed: {why}", flush=True)
+            report["skipped"]["failed"].append(why)
+        gc.collect()
+    report["goals"] = goal_lines(report)
+    save(report)
+    return report
+
+
+def make_jobs(
+    cases: list[Case], names: list[str] | None, platform: str
+) -> list[tuple[Case, list[str]]]:
+    """Cases with their variants: goals' cases alone, then once more with variants, then others.
+
+    Args:
+      cases: in order of importance.
+      names: variants that are wanted; None: all.
+      platform: of the device, which some variants are not for.
+    """
+    wanted = [name for name in VARIANTS if name != ENGINE and (names is None or name in names)]
+    first = [case for case in goal_cases() if case in cases]
+    # Of a list without such cases, the first one is varied.
+    varied = {
+        case: [name for name in wanted if VARIANTS[name].is_for(case, platform)]
+        for case in first or cases[:1]
+    }
+    alone: list[tuple[Case, list[str]]] = [(case, []) for case in first]
+    others: list[tuple[Case, list[str]]] = [(case, []) for case in cases if case not in varied]
+    return alone + list(varied.items()) + others
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Whole steps of an engine's device.")
+    parser.add_argument("--quick", action="store_true", help="a few small cases")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="only these")
+    parser.add_argument("--batches", nargs="+", type=int, help="only decode steps of these")
+    parser.add_argument(
+        "--variants", nargs="*", choices=[*VARIANTS], metavar="NAME",
+        help=f"only these, of: {', '.join(VARIANTS)}",
+    )  # fmt: skip
+    parser.add_argument("--budget", type=float, default=420, metavar="SECONDS", help="default 420")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant, default 5")
+    parser.add_argument("--goals", action="store_true", help="say which goals are met")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="JAX's traces of varied cases"
+    )
+    return parser
+
+
+def _cases(options: argparse.Namespace, is_cpu: bool) -> Iterator[Case]:
+    if options.quick:
+        cases = quick_cases("float32" if is_cpu else "bfloat16")
+    else:
+        cases = cpu_cases() if is_cpu else gpu_cases()
+    for case in cases:
+        is_model = options.models is None or case.model in options.models
+        is_batch = options.batches is None or not case.chunk and case.batch in options.batches
+        if is_model and is_batch:
+            yield case
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and write JSON and a plot on request."""
+    options = _parser().parse_args(arguments)
+    try:
+        pyplot = plotter() if options.plot else None
+    except PlotUnavailable as error:
+        print(error, file=sys.stderr)
+        return 2
+    platform = jax.default_backend()
+    cases = list(_cases(options, platform == "cpu"))
+    if not cases:
+        print("benchmarks.step: no case is left by these options.", file=sys.stderr)
+        return 2
+
+    def save(report: Report) -> None:
+        if options.json:
+            write_json(options.json, report)
+
+    report = run(
+        make_jobs(cases, options.variants, platform),
+        save=save,
+        profile=options.profile,
+        budget=options.budget,
+        num_rounds=2 if options.quick else options.rounds,
+        num_dispatches=1 if platform == "cpu" else 8,
+    )
+    if options.goals:
+        print(*report["goals"], sep="\n")
+    if pyplot is not None:
+        plot(pyplot, report, options.plot)
+    return 1 if report["skipped"]["failed"] else 0
