@@ -54,9 +54,9 @@ def _compile_in_less_time() -> None:
     """In this process, and in those that it starts."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    # XLA's older emitters of fusions take half as long as those of MLIR, and jax 0.12 has them no
+    # XLA's older emitters of fusions take half as long as those of MLIR, and jax 0.11 has them no
     # more. XLA reads this with the first array.
-    if jax.__version_info__ < (0, 12):
+    if jax.__version_info__ < (0, 11):
         flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 

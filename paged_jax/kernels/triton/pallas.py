@@ -8,7 +8,6 @@ process has one nor `jax.sharding.use_abstract_mesh` names one. It asks when it 
 that the kernel was traced under; so the kernels name the device that they are shaped for.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,22 +30,30 @@ def refusal() -> str | None:
     return f"jax {jax.__version__} has no Triton backend of Pallas" if plgpu is None else None
 
 
-def pallas_call(kernel: Callable, *, interpret: Interpret, **options: Any) -> Callable:
+def pallas_call(
+    kernel: Callable, out_shape: Any, *, interpret: Interpret, **options: Any
+) -> Callable:
     """`pl.pallas_call` for the device that `tuning.device` says."""
-    call = pl.pallas_call(kernel, interpret=interpret, **options)
+    mesh = None if interpret else _mesh_of_device()
+    if mesh is None:
+        return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
+    # Types of arrays, made under the mesh that is current here: made by Pallas under the other one,
+    # results would not have the type of other arrays, and what takes them would be traced again.
+    out_types = jax.tree.map(lambda out: jax.core.ShapedArray(out.shape, out.dtype), out_shape)
+    call = pl.pallas_call(kernel, out_types, **options)
 
     def run(*arrays: Any) -> Any:
-        with contextlib.nullcontext() if interpret else _named_device():
+        with use_abstract_mesh(mesh):
             return call(*arrays)
 
     return run
 
 
-def _named_device() -> contextlib.AbstractContextManager[Any]:
+def _mesh_of_device() -> AbstractMesh | None:
     """A mesh without axes on the device of `tuning.device`, where JAX could not tell it."""
     if not (tuning.is_assumed() and get_abstract_mesh().empty):
         # A mesh with axes is left alone: the arrays are divided over it.
-        return contextlib.nullcontext()
+        return None
     device = tuning.device()
     gpu = AbstractDevice(device.kind or "NVIDIA H100", device.num_cores, "gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+    return AbstractMesh((), (), abstract_device=gpu)
