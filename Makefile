@@ -16,7 +16,7 @@ AOT_VENV ?= .venv-aot
 AOT_JAX ?= jax
 AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_tpu.py
 
-.PHONY: demo test quick durations lint docs aot bench clean
+.PHONY: demo test quick durations lint docs aot bench gpu gpu-list clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
@@ -64,6 +64,19 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.kv_dtype
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.http_server
+
+# Half an hour on a lent GPU, from these sources with the Python that is there: nothing is installed
+# or fetched. `make gpu-STAGE` runs one stage (`make gpu-list` names them).
+GPU_OUT ?= gpu-results
+
+gpu:
+	$(PYTHON) -m benchmarks.gpu --out $(GPU_OUT)
+
+gpu-list:
+	$(PYTHON) -m benchmarks.gpu --dry-run
+
+gpu-%:
+	$(PYTHON) -m benchmarks.gpu --stage $* --out $(GPU_OUT)
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) .jax_cache build dist *.egg-info

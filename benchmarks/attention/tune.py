@@ -320,8 +320,7 @@ def tune_job(
     return record, best
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Tune, or say what would be tuned."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Tune the Triton kernels on this GPU.")
     parser.add_argument("--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -331,7 +330,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="to write")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
     parser.add_argument("--dry-run", action="store_true", help="print the candidates")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Tune, or say what would be tuned."""
+    options = _parser().parse_args(arguments)
     jobs = make_jobs(options.ops, options.models, options.block_sizes, options.dtypes)
     kind = tuning.device().kind
     if options.dry_run:

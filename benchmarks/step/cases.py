@@ -16,8 +16,8 @@ MAX_MODEL_LEN = 8192
 BLOCK_SIZE = 16
 
 MODELS: dict[str, LlamaConfig] = {
-    # That of stories15M, for a run of seconds.
-    "15M": LlamaConfig.from_dict(SHAPES["15M"]),
+    # Two layers of stories15M, for a run of seconds.
+    "quick": LlamaConfig.from_dict({**SHAPES["15M"], "num_hidden_layers": 2}),
     # SmolLM2.
     "135M": LlamaConfig.from_dict(SHAPES["135M"]),
     # Llama 3.2.
@@ -150,7 +150,7 @@ def cpu_cases() -> list[Case]:
 
 def quick_cases(dtype: str) -> list[Case]:
     """A few small steps, for a run of seconds."""
-    base = Case("15M", batch=2, context=32, dtype=dtype)
+    base = Case("quick", batch=2, context=32, dtype=dtype)
     return [base, replace(base, batch=1, chunk=64, context=0)]
 
 

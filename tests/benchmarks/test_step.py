@@ -167,13 +167,13 @@ def test_run_ends_in_time_and_keeps_what_fails(monkeypatch) -> None:
     monkeypatch.setattr(run, "Session", Session)
     monkeypatch.setattr(run, "measure_rates", lambda: RATES)
     saved: list[dict] = []
-    jobs = [(Case(model), []) for model in ("8B", "1B", "135M", "15M")]
+    jobs = [(Case(model), []) for model in ("8B", "1B", "135M", "quick")]
     options = {"budget": 60, "num_rounds": 1, "num_dispatches": 1}
     found = run.run(jobs, save=saved.append, **options)
     assert [each["case"]["model"] for each in found["results"]] == ["8B", "135M"]
     [failed] = found["skipped"]["failed"]
     assert failed.endswith("RuntimeError: out of memory")
-    assert found["skipped"]["not reached in time"] == [str(Case("15M"))]
+    assert found["skipped"]["not reached in time"] == [str(Case("quick"))]
     assert json.loads(json.dumps(saved[-1])) == found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
@@ -39,7 +40,7 @@ def pallas_call(
         return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
     # Types of arrays, made under the mesh that is current here: made by Pallas under the other one,
     # results would not have the type of other arrays, and what takes them would be traced again.
-    out_types = jax.tree.map(lambda out: jax.core.ShapedArray(out.shape, out.dtype), out_shape)
+    out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
     def run(*arrays: Any) -> Any:

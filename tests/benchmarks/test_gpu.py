@@ -1,0 +1,135 @@
+"""Half an hour on a lent GPU: its commands are understood, stages end in time, results are kept."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.attention import run as attention_run
+from benchmarks.attention import tune
+from benchmarks.gpu import run
+from benchmarks.gpu.stages import STAGES, Command, Stage
+from benchmarks.step import run as step_run
+from paged_jax import generate
+from paged_jax.kernels.triton import tuning
+from tests.support import ROOT
+
+PARSERS = {
+    "benchmarks.attention": attention_run._parser,
+    "benchmarks.attention.tune": tune._parser,
+    "benchmarks.step": step_run._parser,
+    "paged_jax.generate": generate._parser,
+}
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("name", STAGES)
+def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path) -> None:
+    for file in ("decode-attention-gpu.json", "step-gpu.json"):
+        (tmp_path / file).write_text("{}")
+    commands = STAGES[name].commands(tmp_path, is_quick)
+    assert commands and STAGES[name].seconds <= 540
+    assert len({command.log for command in commands}) == len(commands)
+    for command in commands:
+        start, *arguments = command.arguments
+        if start == "-c":
+            compile(arguments[0], name, "exec")
+            continue
+        module, *arguments = arguments
+        if module == "pytest":
+            [file] = [argument for argument in arguments if argument.startswith("tests/")]
+            assert (ROOT / file).is_file()
+        elif module in PARSERS:
+            options = PARSERS[module]().parse_args(arguments)
+            # The last case or shape that is begun has time to end.
+            assert is_quick or getattr(options, "budget", 0) <= STAGES[name].seconds - 60
+        else:
+            assert importlib.import_module(module).main
+
+
+def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
+    out = tmp_path / "results"
+    assert run.main(["--dry-run", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name}: " in shown for name in STAGES) and str(out) in shown
+    assert not out.exists()
+
+
+def stage_of(*programs: str, **options) -> Stage:
+    """A stage that runs programs given as text."""
+    commands = [Command(("-c", text), f"{i}.log") for i, text in enumerate(programs)]
+    return Stage("a test", lambda out, is_quick: commands, **options)
+
+
+def test_stages_are_shown_kept_and_counted(tmp_path, monkeypatch, capfd) -> None:
+    programs = ("import os; print('one', os.environ['A'])", "import sys; sys.exit('two fails')")
+    monkeypatch.setitem(STAGES, "goals", stage_of(*programs, environment={"A": "set"}))
+    monkeypatch.setitem(STAGES, "step", stage_of("print('three')"))
+    assert run.main(["--stage", "goals", "step", "--quick", "--out", str(tmp_path)]) == 1
+    printed = capfd.readouterr()
+    assert "one set\n" in printed.out and "two fails\n" in printed.out and "three\n" in printed.out
+    assert "failed: goals;" in printed.err
+    kept = json.loads((tmp_path / run.SUMMARY).read_text())
+    assert {name: each["statuses"] for name, each in kept.items()} == {
+        "goals": {"0.log": 0, "1.log": 1},
+        "step": {"0.log": 0},
+    }
+
+
+def test_a_stage_ends_in_time(tmp_path, monkeypatch) -> None:
+    program = "import time; print('begun', flush=True); time.sleep(60)"
+    monkeypatch.setitem(STAGES, "step", stage_of(program, seconds=1.0))
+    start = time.monotonic()
+    summary = run.run_stage("step", tmp_path, is_quick=True)
+    assert time.monotonic() - start < 20
+    assert summary["is_late"] and summary["statuses"]["0.log"] < 0
+    assert (tmp_path / "0.log").read_text() == "begun\n"
+
+
+def test_later_stages_run_with_what_was_tuned(tmp_path) -> None:
+    assert run.TABLE_VARIABLE == tuning.TABLE_VARIABLE
+    variables = run._environment(STAGES["goals"], tmp_path, is_quick=False)
+    assert run.TABLE_VARIABLE not in variables
+    # Where there is no GPU, an error and no figures of a CPU.
+    assert variables["JAX_PLATFORMS"].startswith("cuda")
+    (tmp_path / "tuning.json").write_text("{}")
+    for name in ("goals", "step", "tests"):
+        found = run._environment(STAGES[name], tmp_path, is_quick=False)[run.TABLE_VARIABLE]
+        assert Path(found) == tmp_path / "tuning.json"
+    assert run.TABLE_VARIABLE not in run._environment(STAGES["tune"], tmp_path, is_quick=False)
+
+
+def test_without_a_device_nothing_else_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(STAGES, "device", stage_of("raise RuntimeError('no cuda')"))
+    assert run.main(["--out", str(tmp_path), "--stage", "device", "goals"]) == 1
+    assert list(json.loads((tmp_path / run.SUMMARY).read_text())) == ["device"]
+
+
+def test_tests_are_counted_with_their_failures(tmp_path) -> None:
+    (tmp_path / "test_x.xml").write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1" time="2.5">'
+        '<testcase name="a"/><testcase name="b"><failure message="wrong&#10;and why"/></testcase>'
+        '<testcase name="c"><skipped message="no"/></testcase></testsuite></testsuites>'
+    )
+    [found] = run.read_tests(tmp_path).values()
+    assert found["failed"] == ["b: wrong"] and found["seconds"] == 2.5
+    assert (found["tests"], found["failures"], found["skipped"]) == (3, 1, 1)
+
+
+def test_the_process_that_starts_stages_does_not_hold_the_gpu() -> None:
+    program = "import sys, benchmarks.gpu.run; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
+def test_quick_stages_run_on_a_cpu(tmp_path) -> None:
+    names = ["device", "tune", "step", "pictures"]
+    assert run.main(["--stage", *names, "--quick", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "step-gpu.json").read_text())["results"]
+    assert json.loads((tmp_path / "device.json").read_text())["accelerator"] == "cpu"
+    assert (tmp_path / "step-gpu.png").read_bytes().startswith(b"\x89PNG")
+    assert "candidates on" in (tmp_path / "tune.log").read_text()
