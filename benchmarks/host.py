@@ -3,13 +3,13 @@
     python -m benchmarks.host [--json host.json]
 
 Scheduler, runner, detokeniser, stop strings and outputs are the engine's own. Only the programs are
-not: what they would draw is text that was prepared, and it is there when it is asked for. The time
-of a step is so the time that the host takes for it. Beside it is what calling one real program
-costs, with as many arrays as a model of 32 layers has.
+not: a program that does nothing is called with as many arrays as a model of 32 layers has, and what
+would be drawn is text that was prepared. The time of a step is so the time that the host takes for
+it, here on the cores that stand for the device too.
 
-How much of that a device would wait for is measured with one that takes `--step-ms` for each decode
-step (4.5: a model of 8B on one H200; 0.5: one of 135M): the fraction of the time in which it has
-nothing to do.
+How much of that a device waits for is measured with one that takes `--step-ms` for each decode step
+(4.5: a model of 8B on one H200; 0.5: one of 135M), and that returns from a call as GPUs do, when
+the loop has ended: the fraction of the time in which it has nothing to do.
 """
 
 import argparse
@@ -50,32 +50,36 @@ class InstantDevice(Executor):
     """Runs no program, but answers as if it had: every row draws the next tokens of a text.
 
     Attributes:
+      text: i32[N], the tokens that are drawn, one after another.
       step_seconds: seconds that a decode step takes.
-      idle_seconds: seconds in which the device had nothing to do since `start`.
+      idle_seconds: seconds in which the device had nothing to do.
     """
 
-    text: np.ndarray  # i32[N], the tokens that are drawn, one after another
-    step_seconds = 0.0
-    idle_seconds = 0.0
-    _busy_until = 0.0
+    text: np.ndarray
+
+    def __init__(self, *args: Any, **options: Any):
+        self.step_seconds = self.idle_seconds = self._busy_until = 0.0
+        device = jax.devices()[0]
+        self._arrays = [jax.device_put(np.zeros(1, np.float32), device)] * NUM_WEIGHTS
+        self._carry = [jax.device_put(np.zeros(1, np.float32), device) for _ in range(NUM_STATE)]
+        self._nothing = jax.jit(lambda arrays, carry, slots: carry, donate_argnums=1)
+        super().__init__(*args, **options)
+        self.calls_wait = True
 
     def reset(self) -> None:
         super().reset()
         self._lengths = np.zeros(self.sizes.num_slots, np.int64)
         self._drawn = 0
 
-    def start(self, step_seconds: float) -> None:
-        """Take so long for each decode step from now on."""
-        self.step_seconds, self.idle_seconds = step_seconds, 0.0
-        self._busy_until = time.perf_counter()
-
     @property
     def num_free(self) -> int:
         """Free blocks in the pool."""
+        self._join()
         return self.num_blocks - int((-(-self._lengths // self.sizes.block_size)).sum())
 
-    def run(self, call: Call) -> Any:
+    def _call(self, call: Call) -> Any:
         """Answer for a program."""
+        self._carry = self._nothing(self._arrays, self._carry, call.args[0])
         program = call.program.__name__
         if program == "decode":
             return self._decode(*call.args)
@@ -90,22 +94,15 @@ class InstantDevice(Executor):
     def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
         """Nothing has to be written."""
 
-    def fetch(self, call: Call) -> Any:
-        result = self.run(call)
-        self.check()
-        while (left := self._busy_until - time.perf_counter()) > 0:
-            time.sleep(left)
-        return result
-
     def _decode(self, slots: np.ndarray, num_steps: Any, *_: Any) -> StepTokens:
+        start = time.perf_counter()
+        self.idle_seconds += start - self._busy_until
         B, N, steps = slots.size, self.sizes.dispatch_capacity, int(num_steps)
         is_row = slots >= 0
         self._lengths[slots[is_row]] += steps
         places = self._drawn + 37 * np.arange(B) + np.arange(N)[:, None]
         self._drawn += steps
-        now = time.perf_counter()
-        self.idle_seconds += max(0.0, now - self._busy_until)
-        self._busy_until = max(now, self._busy_until) + steps * self.step_seconds
+        num_held = (-(-self._lengths // self.sizes.block_size)).sum()
         arrays: dict[str, Any] = {  # NumPy's, as the host gets them
             "token_ids": self.text[places % self.text.size],
             "logprobs": np.full((N, B), -1.0, np.float32),
@@ -114,9 +111,12 @@ class InstantDevice(Executor):
             "top_logprobs": np.zeros((N, B, 20), np.float32),
             "num_new": np.where(is_row, steps, 0).astype(np.int32),
             "num_steps": np.int32(steps),
-            "num_free": np.int32(self.num_free),
+            "num_free": np.int32(self.num_blocks - num_held),
             "ok": np.True_,
         }
+        while (left := start + steps * self.step_seconds - time.perf_counter()) > 0:
+            time.sleep(left)
+        self._busy_until = time.perf_counter()
         return StepTokens(**arrays)
 
 
@@ -162,7 +162,7 @@ def fill(engine: Engine, text: np.ndarray) -> None:
 
 def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[float]) -> Any:
     """The host's times for one number of sequences, in microseconds."""
-    num_calls = (2 + len(step_ms)) * (num_dispatches + 1) + 10
+    num_calls = (2 + len(step_ms)) * (num_dispatches + 2) + 10
     engine = make_engine(num_sequences, steps, PROMPT_TOKENS + 1 + steps * num_calls)
     device = engine._runner._executor
     assert isinstance(device, InstantDevice)
@@ -196,8 +196,9 @@ def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[f
 
 def _idle(engine: Engine, device: InstantDevice, step_ms: float, num_dispatches: int) -> float:
     """The fraction of the time in which a device of such steps has nothing to do."""
-    device.start(step_ms / 1e3)
-    engine.step()
+    device.step_seconds = step_ms / 1e3
+    for _ in range(2):
+        engine.step()
     start, idle = time.perf_counter(), device.idle_seconds
     for _ in range(num_dispatches):
         engine.step()
@@ -208,20 +209,6 @@ def _seconds(function: Any) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
-
-
-def call_us(repeats: int = 200) -> float:
-    """Microseconds to call a compiled program with the arrays of a model of 32 layers."""
-    weights = [jax.device_put(np.zeros(1, np.float32), jax.devices()[0])] * NUM_WEIGHTS
-    state = [jax.device_put(np.zeros(1, np.float32), jax.devices()[0]) for _ in range(NUM_STATE)]
-    program = jax.jit(lambda weights, state, slots: (state, slots + 1), donate_argnums=1)
-    slots, seconds = np.zeros(64, np.int32), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        state, result = program(weights, state, slots)
-        seconds.append(time.perf_counter() - start)
-        jax.block_until_ready(result)
-    return 1e6 * statistics.median(seconds)
 
 
 GOALS = [
@@ -260,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cases = itertools.product(args.sequences, args.steps)
     rows = [measure(n, steps, args.dispatches, args.step_ms) for n, steps in cases]
-    report = {**environment(), "call_us": call_us(), "rows": rows}
+    report = {**environment(), "rows": rows}
     print("Microseconds of the host. A dispatch: schedule, run, postprocess; then its outputs.")
     print(f"{'sequences x steps':>18}{'a token step':>14}{'a dispatch':>12}", end="")
     print(f"{'schedule':>10}{'run':>8}{'postprocess':>13}{'outputs':>9}  device idle")
@@ -272,7 +259,6 @@ def main(argv: list[str] | None = None) -> int:
             f"{schedule:>10.0f}{run:>8.0f}{postprocess:>13.0f}{row['outputs_us']:>9.0f}  ", end=""
         )
         print(", ".join(f"{idle:.1%} at {name}" for name, idle in row["idle"].items()))
-    print(f"Calling a program of {NUM_WEIGHTS} weights: {report['call_us']:.0f}")
     for goal in GOALS:
         print(goal_line(goal, report))
     if args.json:

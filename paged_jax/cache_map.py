@@ -29,7 +29,8 @@ class RunningSample:
       slot: row of the block tables.
       priority: rank of the request; lower is served first.
       num_prompt_tokens: tokens that were given.
-      num_tokens: tokens that are known, generated ones included.
+      num_tokens: tokens that are known, generated ones included. Outputs may lack the last ones,
+        which the device has drawn and the host has yet to read.
       num_computed: tokens that are in the cache.
       num_preemptions: times that the sample lost its slot.
       is_fork: whether the slot began as a copy of that of another sample.
@@ -117,7 +118,8 @@ class BlockText:
     Attributes:
       request_id, sample: the holder; None for a block that is only cached.
       start: position of the first of the tokens in the holder's sequence; None without a holder.
-      token_ids: tokens in the block, from `start` on; fewer than block_size while it is not full.
+      token_ids: tokens in the block, from `start` on; fewer than block_size while it is not full,
+        or while the host has yet to read them.
       text: the text of these tokens, special ones included; ``""`` without a tokenizer.
       is_cached: whether the block can be found in the prefix cache.
     """
@@ -164,14 +166,15 @@ def snapshot(engine: Engine) -> CacheMap:
     """
     tables = engine.cache.tables
     pool = tables.pool
-    counts, is_cached, digests, rows = jax.device_get(
-        (pool.ref_counts, pool.is_cached, pool.digests, tables.block_tables)
+    counts, is_cached, digests, rows, lengths = jax.device_get(
+        (pool.ref_counts, pool.is_cached, pool.digests, tables.block_tables, tables.lengths)
     )
     names = np.ascontiguousarray(digests[:, :2], "<u4").tobytes().hex()
     stats = engine.stats
 
-    def held(slot: int) -> list[int]:
-        return rows[slot][rows[slot] < engine.num_blocks].tolist()
+    def running(sequence: Sequence, slot: int) -> RunningSample:
+        block_ids = rows[slot][rows[slot] < engine.num_blocks].tolist()
+        return _running(sequence, block_ids, num_computed=int(lengths[slot]))
 
     return CacheMap(
         block_size=engine.block_size,
@@ -182,7 +185,7 @@ def snapshot(engine: Engine) -> CacheMap:
             names[16 * block : 16 * block + 16] if found else ""
             for block, found in enumerate(is_cached.tolist())
         ],
-        sequences=[_running(s, held(s.slot)) for s in engine.sequences if s.slot is not None],
+        sequences=[running(s, s.slot) for s in engine.sequences if s.slot is not None],
         waiting=[_waiting(s) for s in engine.sequences if s.slot is None],
         num_free=int((counts == 0).sum()),
         num_used=int((counts > 0).sum()),
@@ -266,9 +269,11 @@ def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
 _Sample = RunningSample | WaitingSample
 
 
-def _running(sequence: Sequence, block_ids: list[int]) -> RunningSample:
+def _running(sequence: Sequence, block_ids: list[int], num_computed: int) -> RunningSample:
     assert sequence.slot is not None
     request = sequence.request
+    # The device may be ahead of what the host knows.
+    num_unread = num_computed - sequence.num_computed
     return RunningSample(
         request_id=request.request_id,
         sample=sequence.index,
@@ -276,8 +281,8 @@ def _running(sequence: Sequence, block_ids: list[int]) -> RunningSample:
         slot=sequence.slot,
         priority=request.priority,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        num_tokens=len(sequence.token_ids),
-        num_computed=sequence.num_computed,
+        num_tokens=len(sequence.token_ids) + num_unread,
+        num_computed=num_computed,
         num_preemptions=sequence.num_preemptions,
         is_fork=sequence.is_fork,
         block_ids=block_ids,

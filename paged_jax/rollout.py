@@ -131,6 +131,7 @@ def rollout(
             top_p=top_p,
             min_p=min_p,
             seed=_keys(seed),
+            held_until=num_tokens,
         ),
         token_ids=prompt_token_ids[slots, num_tokens - 1],
         stop_ids=jnp.broadcast_to(stop_ids, (B, stop_ids.shape[1])),

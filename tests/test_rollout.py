@@ -84,6 +84,13 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
 
 
 @pytest.mark.slow
+def test_a_prompt_may_end_with_a_stop_token(model) -> None:
+    stop = int(PROMPTS[0][NUM_TOKENS[0] - 1])
+    out = run(model, temperature=0.0, stop_token_ids=(stop,))
+    assert out.num_tokens[0] > 0
+
+
+@pytest.mark.slow
 def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
     """Those that it is given, and by default the end tokens of the model."""
     whole = run(model, temperature=0.0)

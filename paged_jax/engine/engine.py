@@ -4,7 +4,7 @@ A step is `schedule -> run -> postprocess`:
 
     schedule       what runs: `paged_jax.scheduler`, which drives the cache as it decides
     run            chunks of prompts, forks of samples, some steps of decoding: `run`, which drives
-                   `paged_jax.runner`
+                   `paged_jax.runner`, and `pipeline`, which queues some before tokens are read
     postprocess    tokens to samples: text, stop strings, log-probabilities, ends: `postprocess`
 
 The tokens of requests on the host are the truth, and what the device holds can be computed from
@@ -49,8 +49,10 @@ class Engine(EngineParts):
       max_model_len: longest sequence in tokens, prompt included; by default the model's context.
       max_chunk: most prompt tokens of a sequence that one step reads.
       max_num_batched_tokens: most tokens in a step, one for each sequence that decodes included.
-      steps_per_dispatch: most tokens of a sequence that one step decodes: more keep the host out
-        of the way, fewer let the tokens of a stream come more evenly.
+      steps_per_dispatch: most tokens of a sequence that are decoded before a request that arrives
+        can join: in one step, or in two where the second is queued before the tokens of the first
+        are read. More keep the host out of the way, fewer let the tokens of a stream come more
+        evenly.
       enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
       preemption: what happens to a sequence that must leave for lack of blocks: ``"recompute"``,
         ``"swap"`` (to host memory), or ``"auto"``, the one that costs less.
@@ -176,6 +178,7 @@ class Engine(EngineParts):
         else:
             with self._guard.change():
                 self._requests.end(request, "abort")
+                self._pipeline.drop_ended()
         if request is not None:
             self.delivery.notify(request)
         return request
@@ -209,14 +212,13 @@ class Engine(EngineParts):
         """As `step`, but returns all requests that were touched, and makes no outputs."""
         clock = self._clock
         with self._guard.change():
-            with clock.scheduling:
-                plan = self._scheduler.schedule(self._runner.slots, time.perf_counter())
-            with clock.running:
-                tokens = self._plan_runner.run(plan)
+            clock.start_step()
+            plan, tokens = self._pipeline.run()
             with clock.postprocessing:
                 self._blocks.count_step(plan, tokens)
                 touched = self._postprocessor.postprocess(plan, tokens)
-        clock.count_step(plan, tokens)
+            clock.count_step(plan, tokens, is_ahead=self._pipeline.is_ahead)
+            self._pipeline.drop_ended()
         clock.update_costs(self._scheduler)
         return touched
 

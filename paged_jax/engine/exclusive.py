@@ -56,4 +56,4 @@ class ExclusiveUse:
     def count_step(self, num_unshared: int) -> None:
         """Count a step, and the blocks after it, of which so many would be held without sharing."""
         self._stats.num_steps += 1
-        self._blocks.count(num_unshared)
+        self._blocks.count(num_unshared, self.runner.slots.num_free)

@@ -15,6 +15,7 @@ from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import footprint, resolve_kv_dtype
 from paged_jax.engine.inputs import Inputs
 from paged_jax.engine.loading import find_eos_token_ids, load_tokenizer
+from paged_jax.engine.pipeline import Pipeline
 from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.recovery import ChangeGuard
@@ -155,6 +156,7 @@ class EngineParts:
             max_num_batched_tokens=max_num_batched_tokens,
             max_chunk=sizes.max_chunk,
             max_steps=steps_per_dispatch,
+            runs_ahead=not num_speculative_tokens,  # guesses are made from the tokens before
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
             costs=PreemptionCosts(
@@ -171,14 +173,20 @@ class EngineParts:
         self._clock = StepClock(self._stats, runner)
         self._blocks = BlockMeter(self._stats, scheduler, runner)
         self._requests = RequestTable(scheduler, runner, drafter)
-        self._guard = ChangeGuard(self._requests.restart)
+        self._guard = ChangeGuard(self._restart)
         self._postprocessor = Postprocessor(
             self.tokenizer, self._eos_token_ids, self._requests, self._stats
         )
         self._plan_runner = PlanRunner(
             runner, scheduler, self._postprocessor, drafter, self._clock, self._stats
         )
+        self._pipeline = Pipeline(scheduler, runner, self._plan_runner, self._clock)
         self.delivery = Delivery()
+
+    def _restart(self) -> None:
+        """Empty the device, and begin again with the tokens that requests have."""
+        self._pipeline.clear()
+        self._requests.restart()
 
     @property
     def cache(self) -> PagedCache:
@@ -202,7 +210,12 @@ class EngineParts:
 
     @property
     def cache_use(self) -> float:
-        """The fraction of blocks that requests hold, 0 to 1; what is only cached is free."""
+        """The fraction of blocks that requests hold, 0 to 1; what is only cached is free.
+
+        While the device works ahead, it is that of the last step: this waits for nothing.
+        """
+        if self._pipeline.is_ahead:
+            return self._blocks.num_held / self.num_blocks
         return 1 - self._runner.slots.num_free / self.num_blocks
 
     @property

@@ -78,6 +78,9 @@ class Postprocessor:
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
+                # A plan made ahead has sequences that have ended since, or that the device stopped.
+                if sequence.slot is None or not row.token_ids:
+                    continue
                 touched[sequence.request] = None
                 self.take_row(sequence, row, now)
         for request in touched:

@@ -1,14 +1,27 @@
 """Runs what the scheduler has planned: chunks of prompts, forks of samples, steps of decoding."""
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.stats import EngineStats, StepClock
-from paged_jax.runner import ModelRunner, StepTokens
+from paged_jax.runner import ModelRunner, Pending, StepTokens
 from paged_jax.scheduler import Request, Scheduler, Sequence, StepPlan, describe_match
+
+
+class Dispatch(NamedTuple):
+    """A plan that is queued.
+
+    Attributes:
+      plan: the plan.
+      drawn: what it draws, which may have been read already; None if it decodes nothing.
+    """
+
+    plan: StepPlan
+    drawn: Pending | StepTokens | None
 
 
 class PlanRunner:
@@ -39,15 +52,27 @@ class PlanRunner:
         self._clock = clock
         self._stats = stats
 
-    def run(self, plan: StepPlan) -> StepTokens | None:
-        """Run all of a plan, and return the tokens drawn, a row for each of its decodes."""
+    def queue(self, plan: StepPlan) -> Dispatch:
+        """Queue all of a plan."""
         self._note_start(plan)
         with self._clock.prefilling:
             self._prefill(plan)
             self._runner.slots.fork(plan.forks)
         with self._clock.decoding:
-            tokens = self._decode(plan) if plan.decodes else None
+            return Dispatch(plan, self._decode(plan) if plan.decodes else None)
+
+    def read(self, dispatch: Dispatch) -> StepTokens | None:
+        """Wait for what a plan has drawn, a row for each of its decodes.
+
+        Raises:
+          RuntimeError: blocks did not suffice for what the scheduler has planned.
+        """
+        plan, drawn = dispatch
+        with self._clock.decoding:
             self._runner.check()
+            tokens = self._runner.read(drawn) if isinstance(drawn, Pending) else drawn
+        if tokens is not None and not tokens.num_steps and not plan.is_ahead:
+            raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
         return tokens
 
     def _note_start(self, plan: StepPlan) -> None:
@@ -81,7 +106,7 @@ class PlanRunner:
             sequence.advance(count)
             self._runner.slots.publish(sequence)
 
-    def _decode(self, plan: StepPlan) -> StepTokens:
+    def _decode(self, plan: StepPlan) -> Pending | StepTokens:
         with_top = any(s.request.params.logprobs is not None for s in plan.decodes)
         num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
         drafts = self._drafter.drafts(
@@ -93,12 +118,13 @@ class PlanRunner:
                 self._stats.num_draft_tokens += sum(map(len, drafts))
                 self._stats.num_accepted_tokens += int(np.maximum(tokens.num_new - 1, 0).sum())
                 return tokens
-        tokens = self._runner.decode(
-            plan.decodes, plan.num_steps, leave_on_stop=plan.leave_on_stop, with_top=with_top
+        return self._runner.decode(
+            plan.decodes,
+            plan.num_steps,
+            leave_on_stop=plan.leave_on_stop,
+            with_top=with_top,
+            is_ahead=plan.is_ahead,
         )
-        if not tokens.num_steps:
-            raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
-        return tokens
 
 
 def _is_scored(sequence: Sequence) -> bool:

@@ -5,7 +5,7 @@ import time
 
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner import ModelRunner, StepTokens
-from paged_jax.scheduler import Scheduler, StepPlan
+from paged_jax.scheduler import Scheduler, Sequence, StepPlan
 
 
 @dataclasses.dataclass
@@ -18,10 +18,11 @@ class EngineStats:
       num_generated_tokens: tokens drawn.
       num_decode_tokens: tokens drawn in dispatches that did not compile.
       prefill_seconds: seconds in programs that prefill.
-      decode_seconds: seconds in programs that decode, until their tokens were on the host.
-      host_seconds: seconds of steps outside of those programs, which include the next two.
+      decode_seconds: seconds of steps in programs that decode, until their tokens were on the host.
+      host_seconds: seconds of steps outside of those programs, in which the device had to wait.
       schedule_seconds: seconds of planning, with what the plan asks of the cache.
-      postprocess_seconds: seconds of turning tokens into text and ending requests.
+      postprocess_seconds: seconds of turning tokens into text and ending requests; as those of
+        planning, they count for host_seconds unless the device decoded meanwhile.
       compile_seconds: seconds of compiling, in the first calls of programs.
       first_token_seconds: seconds from the arrival of the first request to its first token, with
         the compilation that it waited for.
@@ -74,16 +75,20 @@ def totals(stats: EngineStats, runner: ModelRunner, scheduler: Scheduler) -> Eng
 
 
 class Stopwatch:
-    """Measures a `with` block, again each time that it is entered.
+    """Measures `with` blocks, of which a step may have several.
 
     Attributes:
-      seconds: seconds that the last block took; 0 if it compiled.
-      waited: seconds of these in which the host waited for the device.
-      has_compiled: whether a program was compiled in it.
+      seconds: seconds that the blocks took since `reset`; 0 for those that compiled.
+      waited: seconds in which the host waited for the device to prefill.
+      has_compiled: whether a program was compiled in any of them.
     """
 
     def __init__(self, runner: ModelRunner):
         self._runner = runner
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at zero."""
         self.seconds = self.waited = 0.0
         self.has_compiled = False
 
@@ -94,9 +99,11 @@ class Stopwatch:
 
     def __exit__(self, *exception: object) -> None:
         elapsed = time.perf_counter() - self._start
-        self.has_compiled = self._runner.compile_seconds > self._compiled
-        self.seconds = 0.0 if self.has_compiled else elapsed
-        self.waited = self._runner.wait_seconds - self._waited
+        if self._runner.compile_seconds > self._compiled:
+            self.has_compiled = True
+        else:
+            self.seconds += elapsed
+        self.waited += self._runner.wait_seconds - self._waited
 
 
 class StepClock:
@@ -121,8 +128,21 @@ class StepClock:
         self.decoding = Stopwatch(runner)
         self.postprocessing = Stopwatch(runner)
 
-    def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
-        """Add a step that is over to the totals."""
+    def start_step(self) -> None:
+        """Measure a new step."""
+        for watch in (
+            self.scheduling, self.running, self.prefilling, self.decoding, self.postprocessing,
+        ):  # fmt: skip
+            watch.reset()
+
+    def count_step(self, plan: StepPlan, tokens: StepTokens | None, *, is_ahead: bool) -> None:
+        """Add a step that is over to the totals.
+
+        Args:
+          plan: the plan of the step.
+          tokens: the tokens that were read.
+          is_ahead: whether a dispatch is queued that the device works on since.
+        """
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
         # Prefill only queues programs. They are waited for while decoding, which is not its time.
@@ -134,13 +154,17 @@ class StepClock:
             decode_seconds = self.decoding.seconds - running.waited
             stats.num_decode_tokens += int(tokens.num_new.sum())
         stats.num_steps += 1
-        stats.prefill_seconds += prefill_seconds
-        stats.decode_seconds += decode_seconds
         stats.schedule_seconds += self.scheduling.seconds
         stats.postprocess_seconds += self.postprocessing.seconds
         if not running.has_compiled:
             stats.host_seconds += running.seconds - prefill_seconds - decode_seconds
-        stats.host_seconds += self.scheduling.seconds + self.postprocessing.seconds
+        for watch, is_hidden in ((self.scheduling, plan.is_ahead), (self.postprocessing, is_ahead)):
+            if is_hidden:
+                decode_seconds += watch.seconds
+            else:
+                stats.host_seconds += watch.seconds
+        stats.prefill_seconds += prefill_seconds
+        stats.decode_seconds += decode_seconds
 
     def update_costs(self, scheduler: Scheduler) -> None:
         """Give the scheduler the costs of preemption, from all that was measured so far."""
@@ -159,28 +183,34 @@ class BlockMeter:
       stats: the totals.
       scheduler: knows the running sequences.
       runner: knows the free blocks.
+
+    Attributes:
+      num_held: blocks held when they were last counted.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):
         self._stats = stats
         self._scheduler = scheduler
         self._runner = runner
+        self.num_held = 0
         self._num_saved = 0  # summed over steps, as is the next
         self._num_unshared = 0
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
         """Count the blocks after a step, before its tokens are appended to the sequences."""
-        lengths = {sequence: sequence.num_computed for sequence in self._scheduler.running}
+        num_new: dict[Sequence, int] = {}
         if tokens is not None:
-            for sequence, num_new in zip(plan.decodes, tokens.num_new, strict=False):
-                lengths[sequence] += int(num_new)
-        block_size = self._scheduler.block_size
-        self.count(sum(num_blocks_needed(n, block_size) for n in lengths.values()))
+            num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
+        running, block_size = self._scheduler.running, self._scheduler.block_size
+        lengths = (sequence.num_computed + num_new.get(sequence, 0) for sequence in running)
+        # Not those of now, which the device may still work on.
+        num_free = self._runner.slots.num_free if tokens is None else int(tokens.num_free)
+        self.count(sum(num_blocks_needed(length, block_size) for length in lengths), num_free)
 
-    def count(self, num_unshared: int) -> None:
+    def count(self, num_unshared: int, num_free: int) -> None:
         """Count the blocks that are held, and those that would be if none were shared."""
-        num_held = self._scheduler.num_blocks - self._runner.slots.num_free
-        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_held)
-        self._num_saved += num_unshared - num_held
+        self.num_held = self._scheduler.num_blocks - num_free
+        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, self.num_held)
+        self._num_saved += num_unshared - self.num_held
         self._num_unshared += num_unshared
         self._stats.sharing = self._num_saved / max(1, self._num_unshared)

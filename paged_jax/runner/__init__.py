@@ -2,6 +2,7 @@
 
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens, decode_steps, verify_steps
+from paged_jax.runner.executor import Pending
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
@@ -12,6 +13,7 @@ __all__ = [
     "BeamTokens",
     "DecodeState",
     "ModelRunner",
+    "Pending",
     "Scores",
     "Sizes",
     "Slots",

@@ -65,7 +65,8 @@ def decode_steps(
     """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
 
     A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. From then on it
-    takes no part, and keeps its blocks. The loop ends after `num_steps` decode steps, when every
+    takes no part, in later calls neither, and keeps its blocks: so a call may follow another one
+    whose tokens nobody has looked at. The loop ends after `num_steps` decode steps, when every
     row has stopped, before a step for which blocks do not suffice, and, if `leave_on_stop`, when
     any row has stopped.
 
@@ -225,6 +226,10 @@ class _Batch:
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         parts = [x.at[rows].get(mode="clip") for x in parts]
+        # That of the last known token. A slot that does not exist has not stopped.
+        positions = state.cache.lengths.at[rows].get(mode="fill", fill_value=-1)
+        token_ids, stop_ids, max_lengths = parts
+        has_stopped = _is_stop(token_ids, stop_ids, max_lengths, positions, state.sampling, rows)
         tokens = StepTokens(
             token_ids=jnp.zeros((max_steps, B), jnp.int32),
             logprobs=jnp.zeros((max_steps, B), jnp.float32),
@@ -236,7 +241,8 @@ class _Batch:
             num_free=state.cache.tables.pool.num_free,
             ok=jnp.ones((), jnp.bool_),
         )
-        return cls(state.sampling, rows, *parts, is_running=slots >= 0, tokens=tokens)
+        is_running = (slots >= 0) & ~has_stopped
+        return cls(state.sampling, rows, *parts, is_running=is_running, tokens=tokens)
 
     def draw(
         self,
@@ -265,10 +271,9 @@ class _Batch:
                 top_ids=done.top_ids.at[i].set(top_ids),
                 top_logprobs=done.top_logprobs.at[i].set(top_logprobs),
             )
-        # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0.
-        is_stop = jnp.any(ids[:, None] == self.stop_ids, axis=1)
-        is_stop &= positions >= self.sampling.held_until.at[self.slots].get(mode="clip")
-        is_stop |= positions + 1 >= self.max_lengths
+        is_stop = _is_stop(
+            ids, self.stop_ids, self.max_lengths, positions, self.sampling, self.slots
+        )
         return dataclasses.replace(
             self,
             sampling=new_sampling,
@@ -286,6 +291,22 @@ class _Batch:
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         return self.tokens._replace(num_free=cache.tables.pool.num_free), state
+
+
+def _is_stop(
+    token_ids: jax.Array,
+    stop_ids: jax.Array,
+    max_lengths: jax.Array,
+    positions: jax.Array,
+    state: SlotSampling,
+    slots: jax.Array,
+) -> jax.Array:
+    """Whether the token of each row, the last one known, ends its sequence."""
+    is_stop = jnp.any(token_ids[:, None] == stop_ids, axis=1)
+    # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0. Nor can
+    # what a prompt ends with.
+    is_stop &= positions >= state.held_until.at[slots].get(mode="clip")
+    return is_stop | ((positions + 1 >= max_lengths) & (positions >= 0))
 
 
 def _candidates(

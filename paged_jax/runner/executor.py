@@ -1,9 +1,10 @@
 """The weights and the state on the device, and the one place where programs run on them."""
 
+import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.models.llama import Llama, create_cache
 from paged_jax.runner import decode_state, warmup
+from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.placement import in_auto_mode, placement_beside
 from paged_jax.runner.programs import Call, Structure, list_programs
@@ -20,8 +22,21 @@ from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
 _ASSIGNMENT = "choice of tokens"
 
 
+class Pending(NamedTuple):
+    """A result that the host has not read. `Executor.read` waits for it.
+
+    Attributes:
+      result: what a program returns, or the future of that where it has yet to be called.
+    """
+
+    result: Any
+
+
 class Executor:
     """Runs programs one after another, each on the state that the one before it has left.
+
+    All methods belong to one thread. Another one makes the calls that are queued ahead, if
+    `calls_wait`; whatever needs the state waits for them.
 
     Args:
       model: the weights.
@@ -39,6 +54,7 @@ class Executor:
       weights: the arrays of the model, in the order of its flattened state.
       compile_seconds: time that compiling has taken.
       wait_seconds: time that the host has waited in `check`.
+      calls_wait: whether a call of a program with a loop returns only when the loop has ended.
     """
 
     def __init__(
@@ -73,10 +89,18 @@ class Executor:
         self.compile_seconds = 0.0
         self.wait_seconds = 0.0
         self._state: DecodeState | None = None
+        self.calls_wait = self._device.platform == "gpu"
+        self._caller = Caller()
+        # The last of the calls that are queued ahead, until they are known to have been made.
+        self._ahead: concurrent.futures.Future[Any] | None = None
+        self._latest: Pending | None = None  # which tells how many blocks are free now
         self.reset()
 
     def reset(self) -> None:
         """Replace the state by an empty one."""
+        if self._ahead is not None:  # it holds the old state
+            concurrent.futures.wait([self._ahead])
+            self._ahead = None
         self._state = None  # gives its memory back before as much is taken again
         if self._placement is None:
             with jax.default_device(self._device):
@@ -108,6 +132,7 @@ class Executor:
     @property
     def state(self) -> DecodeState:
         """The state as it is now. The next program donates it: copy what must be kept."""
+        self._join()
         assert self._state is not None
         return self._state
 
@@ -126,22 +151,56 @@ class Executor:
 
     def run(self, call: Call) -> Any:
         """Queue a program, and return its result, which the device has yet to compute."""
-        self._num_free = None
-        with self._compiling(call.name):
-            self._state, result = call.program(self.weights, self._state, *call.args, **call.static)
-        return result
+        self._join()
+        self._num_free = self._latest = None
+        return self._call(call)
 
     def run_unchecked(self, call: Call) -> None:
         """Queue a program that needs blocks. The next `check` sees whether they sufficed."""
         self._oks.append(self.run(call))
 
+    def queue(self, call: Call) -> Pending:
+        """Queue a program whose result, which has `num_free`, is read later."""
+        self._latest = Pending(self.run(call))
+        return self._latest
+
+    def queue_ahead(self, calls: list[Call]) -> Pending:
+        """As `queue` of the last of some calls, but without waiting for those that run, ever."""
+        if not self.calls_wait:
+            for call in calls[:-1]:
+                self.run(call)
+            return self.queue(calls[-1])
+        self._ahead = self._caller.submit(lambda: [self._call(call) for call in calls][-1])
+        self._num_free, self._latest = None, Pending(self._ahead)
+        return self._latest
+
+    def read(self, pending: Pending) -> Any:
+        """Wait for a result, and bring it to the host."""
+        self.check()  # after the call is queued, so that the device continues with it
+        result = pending.result
+        if isinstance(result, concurrent.futures.Future):
+            result = result.result()
+        result = jax.device_get(result)
+        if self._ahead is pending.result:
+            self._ahead = None
+        if self._latest is pending:
+            self._num_free = int(result.num_free)
+        return result
+
     def fetch(self, call: Call) -> Any:
         """Run a program, and bring its result, which has `num_free`, to the host."""
-        result = self.run(call)
-        self.check()  # after the call is queued, so that the device continues with it
-        result = jax.device_get(result)
-        self._num_free = int(result.num_free)
+        return self.read(self.queue(call))
+
+    def _call(self, call: Call) -> Any:
+        with self._compiling(call.name):
+            self._state, result = call.program(self.weights, self._state, *call.args, **call.static)
         return result
+
+    def _join(self) -> None:
+        """Wait until the calls that are queued ahead have been made."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
 
     def check(self) -> None:
         """Wait for what `run_unchecked` has queued, and see that blocks sufficed for it.
@@ -156,6 +215,7 @@ class Executor:
 
     def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
         """Write how the next tokens of a slot are drawn, see `decode_state.assign`."""
+        self._join()
         with self._compiling(_ASSIGNMENT):
             self._state = decode_state.assign(self.state, slot, params, **arguments)
 

@@ -15,7 +15,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.runner.buckets import no_slots, pack, row_bucket
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
-from paged_jax.runner.executor import Executor, require_blocks
+from paged_jax.runner.executor import Executor, Pending, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.slots import Slots, slot_of
@@ -148,12 +148,27 @@ class ModelRunner:
         *,
         leave_on_stop: bool,
         with_top: bool,
-    ) -> StepTokens:
-        """Draw up to `num_steps` tokens for each sequence, a row each. On the host."""
-        decode, slots = self._executor.programs.decode, self._decode_slots(sequences)
-        return self._executor.fetch(
-            decode.call(slots, np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top))
-        )
+        is_ahead: bool = False,
+    ) -> Pending:
+        """Draw up to `num_steps` tokens for each sequence, a row each; `read` brings them.
+
+        Args:
+          sequences: sequences that decode.
+          num_steps, leave_on_stop, with_top: see `decode_steps`.
+          is_ahead: whether these are among the sequences of the last call, whose tokens may not
+            have been read. Those that it has stopped draw nothing.
+        """
+        slots = self._decode_slots(sequences)
+        limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
+        call = self._executor.programs.decode.call(slots, *limits)
+        if is_ahead:
+            return self._executor.queue_ahead([*self.slots.take_calls(), call])
+        self.slots.flush()
+        return self._executor.queue(call)
+
+    def read(self, pending: Pending) -> StepTokens:
+        """Wait for what `decode` draws, on the host."""
+        return self._executor.read(pending)
 
     def verify(
         self,
@@ -162,8 +177,9 @@ class ModelRunner:
         *,
         with_top: bool,
     ) -> StepTokens:
-        """As `decode`, for sequences of which drafts guess the next tokens."""
+        """As `decode`, for sequences of which drafts guess the next tokens. On the host."""
         verify, slots = self._executor.programs.verify, self._decode_slots(sequences)
+        self.slots.flush()
         guesses = np.zeros((slots.size, self.sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
@@ -196,7 +212,6 @@ class ModelRunner:
         """The slots of the sequences, padded with -1; all of them are assigned on the device."""
         for sequence in sequences:
             self.slots.assign(sequence)
-        self.slots.flush()
         slots = no_slots(row_bucket(len(sequences), self.sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

@@ -16,6 +16,7 @@ from paged_jax.cache.digests import digest_words
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.executor import Executor
+from paged_jax.runner.programs import Call
 from paged_jax.runner.sizes import PUBLISH_WIDTH
 from paged_jax.scheduler import Sequence
 
@@ -212,22 +213,26 @@ class Slots:
 
     def flush(self) -> None:
         """Publish and release what was gathered, in this order. Comes before every program."""
-        while self._to_publish:
-            part = self._to_publish[:PUBLISH_WIDTH]
-            self._publish_blocks(part)
-            del self._to_publish[: len(part)]
+        for call in self.take_calls():
+            self._executor.run(call)
+
+    def take_calls(self) -> list[Call]:
+        """The calls that `flush` makes, which the caller makes in its place."""
+        blocks, calls = self._to_publish, []
+        for start in range(0, len(blocks), PUBLISH_WIDTH):
+            calls.append(self._publication(blocks[start : start + PUBLISH_WIDTH]))
         if self._to_release:
             mask = np.zeros(self._sizes.num_slots, bool)
             mask[self._to_release] = True
-            self._executor.run(self._executor.programs.release.call(mask))
-            self._to_release.clear()
+            calls.append(self._executor.programs.release.call(mask))
+        self._to_publish, self._to_release = [], []
+        return calls
 
-    def _publish_blocks(self, blocks: list[tuple[int, int, bytes, list[int]]]) -> None:
+    def _publication(self, blocks: list[tuple[int, int, bytes, list[int]]]) -> Call:
         slots, columns = no_slots(PUBLISH_WIDTH), np.zeros(PUBLISH_WIDTH, np.int32)
         digests = np.zeros((PUBLISH_WIDTH, 8), np.uint32)
         token_ids = np.zeros((PUBLISH_WIDTH, self._sizes.block_size), np.int32)
         for row, (slot, column, digest, tokens) in enumerate(blocks):
             slots[row], columns[row], token_ids[row] = slot, column, tokens
             digests[row] = digest_words([digest])[0]
-        publish = self._executor.programs.publish
-        self._executor.run(publish.call(slots, columns, digests, token_ids))
+        return self._executor.programs.publish.call(slots, columns, digests, token_ids)

@@ -18,6 +18,8 @@ class StepPlan:
       decodes: sequences that decode. Free blocks suffice for their first step, copies included.
       num_steps: most decode steps; 0 if no sequence decodes.
       leave_on_stop: whether to stop as soon as one of them is complete, because others wait.
+      is_ahead: whether the plan was made before the tokens of the one before it were known. Its
+        decodes may have stopped, and blocks need not suffice; then nothing is drawn.
     """
 
     expired: list[Sequence] = field(default_factory=list)
@@ -26,6 +28,7 @@ class StepPlan:
     decodes: list[Sequence] = field(default_factory=list)
     num_steps: int = 0
     leave_on_stop: bool = False
+    is_ahead: bool = False
 
 
 @dataclass

@@ -51,10 +51,14 @@ class Deadlines:
         if request.deadline is not None:
             heapq.heappush(self._heap, (request.deadline, request.arrival, request.request_id))
 
+    def is_due(self, now: float) -> bool:
+        """Whether any of the deadlines has passed."""
+        return bool(self._heap) and self._heap[0][0] <= now
+
     def pop_due(self, now: float) -> list[tuple[int, str]]:
         """Remove the deadlines that have passed; return the arrivals and ids of their requests."""
         due = []
-        while self._heap and self._heap[0][0] <= now:
+        while self.is_due(now):
             _, arrival, request_id = heapq.heappop(self._heap)
             due.append((arrival, request_id))
         return due

@@ -9,7 +9,8 @@ block ids; what it decides about memory, a `BlockMemory` does at once. A step of
     scheduler.finish(memory, sequence) for those that stopped
 
 The parts: `queue` knows where sequences are, `planning` gives running ones a share of the step,
-`admission` lets waiting ones run, `preemption` chooses a victim, `reasons` says why.
+`admission` lets waiting ones run, `preemption` chooses a victim, `reasons` says why; `lookahead`
+plans a step before it is known what the one before it has drawn.
 
 Prefill fills the cache with all tokens of a sequence but the last, which is the first input of
 decode. So a sequence with n known tokens decodes once n - 1 of them are in the cache, whether it is
@@ -29,6 +30,7 @@ from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import ArgumentError, check_positive
 from paged_jax.scheduler.admission import Admission
 from paged_jax.scheduler.budget import StepBudget, can_grow, num_claimed
+from paged_jax.scheduler.lookahead import Lookahead
 from paged_jax.scheduler.memory import BlockMemory
 from paged_jax.scheduler.plan import SchedulerStats, StepPlan
 from paged_jax.scheduler.planning import StepPlanner
@@ -82,7 +84,8 @@ class Scheduler:
       max_num_batched_tokens: most tokens in a step: those of chunks, and one for each sequence that
         decodes. At least num_slots.
       max_chunk: most tokens of one sequence that a step prefills.
-      max_steps: most decode steps in one dispatch.
+      max_steps: most decode steps that are queued at once.
+      runs_ahead: whether `lookahead` is used.
       enable_prefix_caching: whether prompts are looked up in the cache.
       preemption: how blocks are taken away: ``"recompute"`` releases them, ``"swap"`` copies them
         to host memory, ``"auto"`` does what costs less.
@@ -90,6 +93,7 @@ class Scheduler:
 
     Attributes:
       stats: totals since the scheduler was made.
+      lookahead: plans steps ahead of tokens.
 
     Raises:
       ValueError: a size is not positive, or max_num_batched_tokens is below num_slots.
@@ -104,6 +108,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_chunk: int,
         max_steps: int = 1,
+        runs_ahead: bool = False,
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
         costs: PreemptionCosts | None = None,
@@ -128,6 +133,7 @@ class Scheduler:
         self.costs = costs or PreemptionCosts()
         self.stats = SchedulerStats()
         self._queue = Queue(num_slots, block_size, self.stats)
+        self.lookahead = Lookahead(self._queue, max_steps, is_used=runs_ahead)
         self._prefixes = SharedPrefixes(block_size, enable_prefix_caching)
         self._admission = Admission(
             self._queue,
@@ -159,6 +165,7 @@ class Scheduler:
         for sequence in sequences:
             _check_fits(sequence, self.num_blocks, self.block_size)
             assert sequence.request is request and sequence.token_ids == leader.token_ids
+        self.lookahead.close()
         self._queue.track(request, sequences)
         self._queue.entries[leader].siblings = siblings
         for sibling in siblings:
@@ -188,6 +195,7 @@ class Scheduler:
         by_request: dict[Request, list[Sequence]] = {}
         for sequence in sequences:
             by_request.setdefault(sequence.request, []).append(sequence)
+        self.lookahead.close()
         self._queue.clear()
         self._admission.clear()
         for sequence in sequences:
@@ -248,11 +256,9 @@ class Scheduler:
             planner.budget, is_calm = self._budget(memory), False
             planner.add_chunks()
         # After a preemption none is admitted: it would take what was just made free.
-        if is_calm:
-            may_admit_next = self._admission.admit(memory, planner)
-        else:
-            may_admit_next = bool(self.waiting)
-        plan.num_steps = planner.num_steps(self.max_steps, may_admit_next)
+        may_admit_next = self._admission.admit(memory, planner) if is_calm else bool(self.waiting)
+        self.lookahead.open(plan, may_admit_next)
+        plan.num_steps = planner.num_steps(self.lookahead.max_steps, may_admit_next)
         plan.leave_on_stop = bool(self.waiting)
         if plan.chunks:
             self._admission.retry_refused()
@@ -366,6 +372,8 @@ class Scheduler:
         if sequence.slot is not None:
             memory.release(sequence)
         self._queue.drop(sequence)
+        if self._queue.waiting:
+            self.lookahead.close()  # one of them may get what this one had
 
 
 def _check_fits(sequence: Sequence, num_blocks: int, block_size: int) -> None:

@@ -13,7 +13,8 @@ def test_requests_get_the_text_that_the_device_draws() -> None:
     device = engine._runner._executor
     assert isinstance(device, host.InstantDevice)
     host.fill(engine, device.text)
-    engine.step()
+    for _ in range(3):
+        engine.step()
     text = " ".join(map(str, device.text.tolist()))
     for sequence in engine.sequences:
         assert sequence.num_generated > 2 and sequence.completion.text
@@ -21,8 +22,8 @@ def test_requests_get_the_text_that_the_device_draws() -> None:
 
 
 def test_a_slow_device_has_less_time_to_wait() -> None:
-    row = host.measure(2, 2, 3, step_ms=[0.01, 50.0])
-    assert row["num_steps"] == pytest.approx(2)
+    row = host.measure(2, 4, 3, step_ms=[0.01, 50.0])
+    assert row["num_steps"] == 2  # of four that are queued at once
     assert row["token_step_us"] == pytest.approx(row["dispatch_us"] / 2)
     assert 0 <= row["idle"]["50 ms"] < row["idle"]["0.01 ms"] <= 1
     assert all(np.array(list(row["parts_us"].values())) > 0)

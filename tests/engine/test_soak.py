@@ -44,7 +44,7 @@ def clock(monkeypatch) -> SimpleNamespace:
     """What the engine takes for seconds: set it."""
     clock = SimpleNamespace(now=0.0)
     fake_time = SimpleNamespace(perf_counter=lambda: clock.now)
-    for module in ("engine", "postprocess", "requests", "run", "stats"):
+    for module in ("engine", "pipeline", "postprocess", "requests", "run", "stats"):
         monkeypatch.setattr(f"paged_jax.engine.{module}.time", fake_time)
     return clock
 

@@ -347,6 +347,35 @@ def test_leave_on_stop_leaves_with_the_first_row(model) -> None:
     assert tokens.num_new.tolist() == [N, N, 0, 0]
 
 
+def test_rows_that_have_stopped_draw_nothing_in_later_calls(model) -> None:
+    sequences = mixed()
+    sequences[1] = dataclasses.replace(sequences[1], max_length=len(PROMPTS[1]) + 3)
+    _, state = run(model, start(model, sequences), num_steps=4)
+    lengths = state.cache.lengths.tolist()
+    tokens, state = run(model, state, num_steps=2)
+    assert tokens.num_new.tolist() == [2, 0, 2, 2]
+    assert drawn(tokens) == [
+        ids[4:6] if row != 1 else [] for row, ids in enumerate(free_run(model))
+    ]
+    assert state.cache.lengths.tolist() == [n + 2 * (i != 1) for i, n in enumerate(lengths)]
+    # It counts as one that has stopped: nothing is done at all.
+    tokens, state = run(model, state, leave_on_stop=True)
+    assert (int(tokens.num_steps), bool(tokens.ok)) == (0, True)
+    tokens, _ = run(model, state, [0, 2], leave_on_stop=True, num_steps=1)
+    assert tokens.num_new.tolist() == [1, 1, 0, 0]
+
+
+def test_a_prompt_that_ends_with_a_stop_token_is_continued(model) -> None:
+    prompt = PROMPTS[0]
+    params = SamplingParams(temperature=0, stop_token_ids=[prompt[-1]])
+    tokens, state = run(model, start(model, [Sequence(prompt, params)]), [0], num_steps=1)
+    assert tokens.num_new.tolist() == [1, 0, 0, 0]
+    always = dataclasses.replace(params, logit_bias={prompt[-1]: 1000.0})
+    _, state = run(model, start(model, [Sequence(prompt, always)]), [0])
+    tokens, _ = run(model, state, [0])
+    assert int(tokens.num_steps) == 0
+
+
 def test_end_tokens_count_unless_ignored_or_held_back(model) -> None:
     ending = SamplingParams(temperature=0, logit_bias={EOS: 1000.0})
     ways = [

@@ -1,0 +1,297 @@
+"""Dispatches that are queued before tokens are read: outputs stay the same, whatever comes between.
+
+On CPU a call returns at once; on GPUs it waits for its loop, and another thread makes it. Both are
+tried here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_jax import Engine, SamplingParams, Tokenizer
+from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
+from tests.support.workload import Job, check_empty, play
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=20, ignore_eos=True)
+LONG = {"prompt_token_ids": [BOS, *range(5, 22)]}
+OTHER = {"prompt_token_ids": [BOS, *range(25, 32)]}
+WAYS = ["after one another", "queued", "called by a thread"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_folder)
+
+
+@pytest.fixture
+def make_engine(tiny_model, tokenizer) -> Callable[..., Engine]:
+    def make(way: str = WAYS[1], **options: Any) -> Engine:
+        engine = Engine(tiny_model, tokenizer=tokenizer, **{**SIZES, **options})
+        engine._scheduler.lookahead._is_used = way != WAYS[0]
+        engine._runner._executor.calls_wait = way == WAYS[2]
+        return engine
+
+    return make
+
+
+def jobs(count: int = 12) -> list[Job]:
+    """Requests that end in all ways: by tokens, strings and lengths, and by being aborted."""
+    random, letters = np.random.default_rng(3), np.arange(3, CONFIG.vocab_size)
+    result = []
+    for number in range(count):
+        kind = number % 4
+        params = SamplingParams(
+            temperature=float(random.choice([0.0, 1.0])),
+            seed=number,
+            n=1 + (number % 5 == 0),
+            max_tokens=int(random.integers(1, 24)),
+            ignore_eos=kind != 0,
+            logit_bias={EOS: 3.0} if kind == 0 else None,
+            stop=["th", "a", "ou"] if kind == 1 else None,
+            stop_token_ids=[5, 9] if kind == 2 else None,
+            min_tokens=int(random.integers(0, 3)),
+        )
+        token_ids = [BOS, *random.choice(letters, int(random.integers(1, 20))).tolist()]
+        at = int(random.integers(0, 12))
+        job = Job(str(number), {"prompt_token_ids": token_ids}, params, at=at)
+        result.append(job)
+    return result
+
+
+def texts(outputs: dict) -> dict[str, Any]:
+    return {
+        name: [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
+        for name, output in outputs.items()
+    }
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    tokens = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in tokens, "a request ends once"
+                tokens[output.request_id] = output.outputs[0].token_ids
+    check_empty(engine)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model, tokenizer) -> dict[str, Any]:
+    engine = Engine(tiny_model, tokenizer=tokenizer, **SIZES)
+    engine._scheduler.lookahead._is_used = False
+    return texts(play(engine, jobs()))
+
+
+# What is queued
+
+
+def test_the_next_dispatch_is_queued_before_tokens_are_read(make_engine, monkeypatch) -> None:
+    engine, events = make_engine(), []
+    runner, decode, read = engine._runner, engine._runner.decode, engine._runner.read
+
+    def queueing(sequences, num_steps, **options):
+        events.append(("queue", num_steps))
+        return decode(sequences, num_steps, **options)
+
+    def reading(pending):
+        tokens = read(pending)
+        events.append(("read", int(tokens.num_steps)))
+        return tokens
+
+    monkeypatch.setattr(runner, "decode", queueing)
+    monkeypatch.setattr(runner, "read", reading)
+    engine.add_request(OTHER, GREEDY)
+    finish(engine)
+    # Halves of 8 steps, and no more of them than the 20 tokens take.
+    queue, read = ("queue", 4), ("read", 4)
+    assert events == [queue, queue, read, queue, read, queue, read, queue, read, read]
+
+
+def test_a_request_waits_for_no_more_steps_than_one_dispatch_has(make_engine) -> None:
+    engine = make_engine()
+    engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=40), request_id="first")
+    engine.step()
+    engine.step()
+    [first] = engine.sequences
+    num_before = first.num_generated
+    engine.add_request(LONG, GREEDY, request_id="second")
+    while not any(s.num_generated for s in engine.sequences if s is not first):
+        engine.step()
+    # Four that were queued, one beside its first chunk, four beside its own first tokens.
+    assert first.num_generated - num_before == 4 + 1 + 4
+    finish(engine)
+
+
+def test_guesses_need_the_tokens_before(make_engine) -> None:
+    engine = make_engine("after one another", num_speculative_tokens=2)
+    assert engine._scheduler.lookahead._is_used is False
+    engine = Engine(engine.model, **SIZES, num_speculative_tokens=2)
+    engine.add_request(OTHER, GREEDY)
+    engine.step()
+    assert not engine._pipeline.is_ahead
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("num_blocks", [SIZES["num_blocks"], 14], ids=["room", "preemption"])
+def test_outputs_are_those_of_one_dispatch_after_another(
+    make_engine, expected, way, num_blocks
+) -> None:
+    engine = make_engine(way, num_blocks=num_blocks)
+    assert texts(play(engine, jobs())) == expected
+    assert num_blocks > 14 or engine.stats.num_preemptions
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_an_abort_at_any_point_changes_nothing_for_others(make_engine, way) -> None:
+    engine = make_engine(way)
+    engine.add_request(OTHER, SEEDED, request_id="kept")
+    wanted = finish(engine)
+    for num_steps in range(7):
+        engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=30), request_id="gone")
+        engine.add_request(OTHER, SEEDED, request_id="kept")
+        tokens = {}
+        for _ in range(num_steps):
+            tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+        tokens.pop("gone", None)
+        if aborted := engine.abort("gone"):
+            assert aborted.outputs[0].finish_reason == "abort"
+        assert tokens | finish(engine) == wanted
+
+
+def test_what_is_queued_for_an_aborted_request_is_forgotten(make_engine) -> None:
+    engine = make_engine()
+    request_id = engine.add_request(OTHER, GREEDY)
+    engine.step()
+    assert engine._pipeline.is_ahead
+    engine.abort(request_id)
+    assert not engine._pipeline.is_ahead and engine.cache_use == 0
+    assert engine.step() == []
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_text_that_stops_on_the_host_ends_there(make_engine, way) -> None:
+    engine = make_engine(way)
+    [whole] = play(engine, [Job("whole", OTHER, SEEDED)]).values()
+    text = whole.outputs[0].text
+    stop = text[3:5]
+    params = dataclasses.replace(SEEDED, stop=[stop])
+    outputs = play(engine, [Job("a", OTHER, params), Job("b", OTHER, SEEDED)])
+    assert outputs["a"].outputs[0].text == text[: text.index(stop)]
+    assert outputs["a"].outputs[0].stop_reason == stop
+    assert texts(outputs)["b"] == texts({"b": whole})["b"]
+    check_empty(engine)
+
+
+# When something happens in between
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("part", ["decode", "read"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_step_that_fails_at_any_point_loses_nothing(
+    make_engine, monkeypatch, way, part, error
+) -> None:
+    engine = make_engine(way)
+    prompts = {"a": LONG, "b": OTHER}
+
+    def add() -> None:
+        for name, prompt in prompts.items():
+            engine.add_request(prompt, SEEDED, request_id=name)
+
+    add()
+    wanted = finish(engine)
+    original, num_left = getattr(engine._runner, part), 0
+
+    def fail(*args, **options):
+        nonlocal num_left
+        result = original(*args, **options)
+        num_left -= 1
+        if num_left == 0:
+            raise error
+        return result
+
+    monkeypatch.setattr(engine._runner, part, fail)
+    for at in range(1, 6):
+        num_left = at
+        add()
+        tokens = {}
+        with pytest.raises(error):
+            while engine.has_unfinished:
+                tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+        assert tokens | finish(engine) == wanted
+
+
+def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkeypatch) -> None:
+    engine = make_engine(WAYS[2])
+    wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
+    executor, call = engine._runner._executor, engine._runner._executor._call
+    engine.add_request(OTHER, SEEDED, request_id="a")
+    engine.step()
+
+    def fail(program):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "_call", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+            engine.step()
+    monkeypatch.setattr(executor, "_call", call)
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert texts(outputs) == wanted
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_new_weights_and_an_empty_prefix_cache_come_between(make_engine, way) -> None:
+    engine = make_engine(way)
+    engine.add_request(OTHER, SEEDED, request_id="a")
+    wanted = finish(engine)
+    for action in (lambda: engine.update_params(engine.model), engine.reset_prefix_cache):
+        engine.add_request(OTHER, SEEDED, request_id="a")
+        engine.step()
+        assert engine._pipeline.is_ahead
+        action()
+        assert finish(engine) == wanted
+
+
+def test_a_deadline_that_passes_ends_the_request(make_engine) -> None:
+    engine = make_engine()
+    late = engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=50), timeout=1e4)
+    engine.step()
+    assert engine._pipeline.is_ahead
+    request = engine.get_request(late)
+    deadlines = engine._scheduler._queue.deadlines
+    deadlines._heap = [(0.0, *entry[1:]) for entry in deadlines._heap]
+    while engine.has_unfinished:
+        engine.step()
+    assert request.sequences[0].completion.stop_reason == "deadline"
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_beams_are_searched_where_something_was_queued(tiny_folder, way) -> None:
+    from paged_jax import LLM, BeamSearchParams
+
+    llm = LLM(tiny_folder, **SIZES)
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    [wanted] = llm.beam_search("the cat", params)
+    llm._runner._executor.calls_wait = way == WAYS[2]
+    request_id = llm.add_request(OTHER, GREEDY)
+    llm.step()
+    llm.abort(request_id)
+    [found] = llm.beam_search("the cat", params)
+    assert found.sequences == wanted.sequences
+    check_empty(llm)

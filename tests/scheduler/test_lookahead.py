@@ -1,0 +1,144 @@
+"""Which plans can be made before it is known what the last one has drawn."""
+
+import pytest
+
+from paged_jax.scheduler import Scheduler, StepPlan
+from tests.support.fake_memory import FakeMemory, append, make_request
+
+
+class Steps:
+    """A scheduler that runs ahead, over eight blocks of four tokens."""
+
+    def __init__(self, *, num_slots: int = 2, max_steps: int = 8, runs_ahead: bool = True):
+        self.memory = FakeMemory(num_slots, 8, 4)
+        self.scheduler = Scheduler(
+            num_slots,
+            8,
+            4,
+            max_num_batched_tokens=16,
+            max_chunk=8,
+            max_steps=max_steps,
+            runs_ahead=runs_ahead,
+        )
+        self.requests = []
+
+    def add(self, num_prompt: int = 4, max_tokens: int = 12, **options) -> None:
+        number = len(self.requests)
+        prompt = [1 + (number + i) % 7 for i in range(num_prompt)]
+        request = make_request(number, prompt, max_tokens=max_tokens, **options)
+        self.requests.append(request)
+        self.scheduler.add(request.sequences)
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.memory)
+        for sequence, count in plan.chunks:
+            sequence.advance(count)
+        return plan
+
+    def ahead(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:
+        return self.scheduler.lookahead.next_plan(plan, now)
+
+
+def test_more_of_the_same_is_planned_in_halves() -> None:
+    steps = Steps()
+    steps.add()
+    plan = steps.plan()
+    assert (plan.num_steps, plan.is_ahead) == (4, False)
+    ahead = steps.ahead(plan)
+    assert ahead is not None and ahead.is_ahead and ahead.decodes == plan.decodes
+    assert (ahead.num_steps, ahead.leave_on_stop, ahead.chunks, ahead.forks) == (4, False, [], [])
+    append(plan.decodes[0], [1] * 4)
+    last = steps.ahead(ahead)
+    assert last is not None and last.num_steps == 4
+    append(plan.decodes[0], [1] * 4)
+    # All 12 tokens are drawn by then.
+    assert steps.ahead(last) is None
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 8])
+def test_no_more_is_queued_at_once_than_may_be(max_steps) -> None:
+    steps = Steps(max_steps=max_steps)
+    steps.add()
+    plan = steps.plan()
+    ahead = steps.ahead(plan)
+    assert ahead is not None
+    # One step each is the least that there can be.
+    assert plan.num_steps + ahead.num_steps <= max(2, max_steps + 1)
+
+
+def test_nothing_is_planned_ahead_unless_asked_for() -> None:
+    steps = Steps(runs_ahead=False)
+    steps.add()
+    plan = steps.plan()
+    assert plan.num_steps == 8 and steps.ahead(plan) is None
+
+
+def test_a_request_that_arrives_is_planned_for_first() -> None:
+    steps = Steps()
+    steps.add()
+    plan = steps.plan()
+    steps.add()
+    assert steps.ahead(plan) is None
+    append(plan.decodes[0], [1] * 4)
+    plan = steps.plan()
+    assert len(plan.decodes) == 2 and steps.ahead(plan) is not None
+
+
+def test_prompts_are_read_before_anything_is_planned_ahead() -> None:
+    steps = Steps()
+    steps.add(num_prompt=12)
+    plan = steps.plan()
+    assert plan.chunks and not plan.decodes and steps.ahead(plan) is None
+    assert steps.ahead(steps.plan()) is not None
+
+
+def test_those_that_wait_for_a_slot_come_next_when_one_has_ended() -> None:
+    steps = Steps(num_slots=2)
+    for _ in range(3):
+        steps.add()
+    plan = steps.plan()
+    assert len(plan.decodes) == 2 and plan.leave_on_stop
+    ahead = steps.ahead(plan)
+    assert ahead is not None and ahead.leave_on_stop
+    steps.scheduler.finish(steps.memory, plan.decodes[0])
+    assert steps.ahead(ahead) is None
+    assert len(steps.plan().decodes) == 2
+
+
+def test_those_that_have_ended_are_left_out_where_nobody_waits() -> None:
+    steps = Steps()
+    steps.add()
+    steps.add()
+    plan = steps.plan()
+    first, second = plan.decodes
+    steps.scheduler.finish(steps.memory, first)
+    ahead = steps.ahead(plan)
+    assert ahead is not None and ahead.decodes == [second]
+    steps.scheduler.abort(steps.memory, steps.requests[1])
+    assert steps.ahead(ahead) is None
+
+
+def test_a_deadline_is_looked_at_in_time() -> None:
+    steps = Steps()
+    steps.add(deadline=5.0)
+    plan = steps.plan()
+    assert steps.ahead(plan, 4.0) is not None
+    assert steps.ahead(plan, 5.0) is None
+
+
+def test_blocks_that_ran_out_are_made_free_first() -> None:
+    steps = Steps()
+    steps.add()
+    plan = steps.plan()
+    steps.scheduler.lookahead.close()
+    assert steps.ahead(plan) is None
+    append(plan.decodes[0], [1])
+    assert steps.ahead(steps.plan()) is not None
+
+
+def test_a_restart_forgets_what_was_planned() -> None:
+    steps = Steps()
+    steps.add()
+    plan = steps.plan()
+    steps.scheduler.restart(plan.decodes)
+    assert steps.ahead(plan) is None
