@@ -195,7 +195,7 @@ def run(
             print(f"failed: {why}", flush=True)
             report["skipped"]["failed"].append(why)
         gc.collect()
-    report["goals"] = goal_lines(report)
+    report |= {"goals": goal_lines(report), "rates_at_the_end": measure_rates()._asdict()}
     save(report)
     return report
 
