@@ -211,7 +211,7 @@ def verify_steps(
 class _Batch:
     """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
 
-    sampling: SlotSampling  # all S slots: its counts are 5 * V bytes a slot, and are not copied
+    sampling: SlotSampling  # of the rows, see `sampling.rows_of`
     slots: jax.Array  # i32 [B], out of range where there is no row
     token_ids: jax.Array  # i32 [B], the last known token of each row
     stop_ids: jax.Array  # i32 [B, X]
@@ -226,10 +226,6 @@ class _Batch:
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         parts = [x.at[rows].get(mode="clip") for x in parts]
-        # That of the last known token. A slot that does not exist has not stopped.
-        positions = state.cache.lengths.at[rows].get(mode="fill", fill_value=-1)
-        token_ids, stop_ids, max_lengths = parts
-        has_stopped = _is_stop(token_ids, stop_ids, max_lengths, positions, state.sampling, rows)
         tokens = StepTokens(
             token_ids=jnp.zeros((max_steps, B), jnp.int32),
             logprobs=jnp.zeros((max_steps, B), jnp.float32),
@@ -241,8 +237,17 @@ class _Batch:
             num_free=state.cache.tables.pool.num_free,
             ok=jnp.ones((), jnp.bool_),
         )
-        is_running = (slots >= 0) & ~has_stopped
-        return cls(state.sampling, rows, *parts, is_running=is_running, tokens=tokens)
+        batch = cls(
+            sampling.rows_of(state.sampling, rows),
+            rows,
+            *parts,
+            is_running=slots >= 0,
+            tokens=tokens,
+        )
+        # That of the last known token. A slot that does not exist has not stopped.
+        positions = state.cache.lengths.at[rows].get(mode="fill", fill_value=-1)
+        is_running = batch.is_running & ~batch._is_stop(batch.token_ids, positions)
+        return dataclasses.replace(batch, is_running=is_running)
 
     def draw(
         self,
@@ -253,27 +258,19 @@ class _Batch:
         with_top: jax.Array,
     ) -> "_Batch":
         """Draw a token for each active row from f32 [B, V]; rows that must stop run no more."""
-        ids, logprobs, new_sampling = sampling.sample(
-            logits, self.sampling, positions, active, self.slots
-        )
         done, i = self.tokens, self.tokens.num_steps
+        draws, new_sampling = sampling.sample(
+            logits, self.sampling, positions, active, self.slots, with_top,
+            num_top=done.top_ids.shape[2],
+        )  # fmt: skip
+        ids = draws.token_ids
         tokens = done._replace(
-            token_ids=done.token_ids.at[i].set(ids),
-            logprobs=done.logprobs.at[i].set(logprobs),
+            **{name: getattr(done, name).at[i].set(x) for name, x in draws._asdict().items()},
             num_new=done.num_new + active.astype(jnp.int32),
             num_steps=i + ok.astype(jnp.int32),
             ok=ok,
         )
-        if num_top := done.top_ids.shape[2]:
-            ranks, top_ids, top_logprobs = _candidates(logits, ids, active & with_top, num_top)
-            tokens = tokens._replace(
-                ranks=done.ranks.at[i].set(ranks),
-                top_ids=done.top_ids.at[i].set(top_ids),
-                top_logprobs=done.top_logprobs.at[i].set(top_logprobs),
-            )
-        is_stop = _is_stop(
-            ids, self.stop_ids, self.max_lengths, positions, self.sampling, self.slots
-        )
+        is_stop = self._is_stop(ids, positions)
         return dataclasses.replace(
             self,
             sampling=new_sampling,
@@ -282,58 +279,23 @@ class _Batch:
             tokens=tokens,
         )
 
+    def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Whether a token of each row, at these positions, ends its sequence."""
+        is_stop = jnp.any(token_ids[:, None] == self.stop_ids, axis=1)
+        # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0. Nor
+        # can what a prompt ends with.
+        is_stop &= positions >= self.sampling.held_until
+        return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
+
     def put_back(self, state: DecodeState, cache: PagedCache) -> tuple[StepTokens, DecodeState]:
         """What was drawn, and the state after it."""
         state = dataclasses.replace(
             state,
             cache=cache,
-            sampling=self.sampling,
+            sampling=dataclasses.replace(state.sampling, output_counts=self.sampling.output_counts),
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         return self.tokens._replace(num_free=cache.tables.pool.num_free), state
-
-
-def _is_stop(
-    token_ids: jax.Array,
-    stop_ids: jax.Array,
-    max_lengths: jax.Array,
-    positions: jax.Array,
-    state: SlotSampling,
-    slots: jax.Array,
-) -> jax.Array:
-    """Whether the token of each row, the last one known, ends its sequence."""
-    is_stop = jnp.any(token_ids[:, None] == stop_ids, axis=1)
-    # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0. Nor can
-    # what a prompt ends with.
-    is_stop &= positions >= state.held_until.at[slots].get(mode="clip")
-    return is_stop | ((positions + 1 >= max_lengths) & (positions >= 0))
-
-
-def _candidates(
-    logits: jax.Array, token_ids: jax.Array, active: jax.Array, num_top: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each active row the rank of a token, and the most probable tokens; 0 for other rows.
-
-    All requests have one program, so what is rarely asked for is skipped at run time.
-    """
-    B = token_ids.shape[0]
-
-    def find() -> tuple[jax.Array, jax.Array, jax.Array]:
-        top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
-        return (
-            jnp.where(active, sampling.ranks(logits, token_ids), 0),
-            jnp.where(active[:, None], top_ids, 0),
-            jnp.where(active[:, None], top_logprobs, 0.0),
-        )
-
-    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return (
-            jnp.zeros(B, jnp.int32),
-            jnp.zeros((B, num_top), jnp.int32),
-            jnp.zeros((B, num_top), jnp.float32),
-        )
-
-    return lax.cond(jnp.any(active), find, skip)
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

@@ -2,15 +2,17 @@
 
 from paged_jax.sampling.keys import fold_in
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
-from paged_jax.sampling.sample import ranks, sample, top_logprobs
+from paged_jax.sampling.sample import Draws, ranks, rows_of, sample, top_logprobs
 from paged_jax.sampling.state import SlotSampling, settle, write_slot
 
 __all__ = [
     "MAX_LOGPROBS",
+    "Draws",
     "SamplingParams",
     "SlotSampling",
     "fold_in",
     "ranks",
+    "rows_of",
     "sample",
     "settle",
     "top_logprobs",

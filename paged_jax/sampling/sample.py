@@ -19,6 +19,7 @@ how the caller notices. A row without a single usable logit yields token 0.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,90 +36,150 @@ from paged_jax.sampling.state import SlotSampling
 _DRAW_GROUP = 128
 
 
+class Draws(NamedTuple):
+    """What was drawn for each row, and how probable it is under the logits as they came."""
+
+    token_ids: jax.Array  # i32 [B], 0 where not active
+    logprobs: jax.Array  # f32 [B], of the tokens; 0 where not active, NaN where logits are bad
+    ranks: jax.Array  # i32 [B], of the tokens, 1 is the most probable; 0 where not asked for
+    top_ids: jax.Array  # i32 [B, N], the most probable tokens; 0 where not asked for
+    top_logprobs: jax.Array  # f32 [B, N], theirs; 0 where not asked for
+
+
 def sample(
     logits: jax.Array,
-    state: SlotSampling,
+    rows: SlotSampling,
     positions: jax.Array,
     active: jax.Array,
     slots: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, SlotSampling]:
+    with_top: bool | jax.Array = True,
+    *,
+    num_top: int = 0,
+) -> tuple[Draws, SlotSampling]:
     """Choose one token for each active row.
 
     Args:
       logits: [B, V], any float dtype; computed with in float32.
-      state: the sampling state of S slots.
+      rows: the sampling state of each row: that of S slots, or `rows_of` it.
       positions: i32[B], the index that the new token will have in its sequence, which is the
         number of tokens before it. Seeds the draw.
       active: bool[B]. The logits of other rows are ignored.
       slots: i32[B], the distinct slots of the active rows; anything for other rows. None is for
         B = S, where row i is slot i.
+      with_top: bool[], whether the most probable tokens are looked for.
+      num_top: N, how many of them (static); 0 reports no ranks either.
 
     Returns:
-      tokens: i32[B], 0 where not active.
-      logprobs: f32[B], the log-probability of the token under the logits as they came, before
-        bias, penalties and temperature (vLLM's ``raw_logprobs``); 0 where not active, NaN where
-        the row holds NaN or +inf.
-      state: with the tokens of active rows counted; in place, if it is donated.
+      draws: the tokens. Their log-probabilities are those of the logits as they came, before bias,
+        penalties and temperature (vLLM's ``raw_logprobs``); NaN where the row holds NaN or +inf.
+      rows: with the tokens of active rows counted; in place, if they are donated.
 
     Raises:
-      ValueError: shapes disagree (at trace time).
+      ValueError: shapes disagree, or `num_top` is out of range (at trace time).
 
-    Cost: what no active row asks for is skipped at run time, by ``lax.cond``: a greedy batch makes
-    no noise, looks for no cut-off and reads no counts. Do not ``vmap`` this: it turns every cond
-    into both of its branches. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, drawn 2 ms, top_k
-    or top_p 6 to 9 ms, both 13 to 16 ms.
+    Cost: what no active row asks for is skipped at run time, by ``lax.cond``: of a greedy batch one
+    condition is looked at, and it makes no noise, looks for no cut-off and reads no counts. Do not
+    ``vmap`` this: it turns every cond into both of its branches. On 2 CPU cores at B = 16,
+    V = 49152: greedy 1 ms, drawn 2 ms, top_k or top_p 6 to 9 ms, both 13 to 16 ms.
 
     Example:
       >>> from paged_jax.sampling import SamplingParams, write_slot
       >>> state = write_slot(SlotSampling.create(2, 3), 0, SamplingParams(temperature=0), seed=0)
       >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
-      >>> tokens, logprobs, state = sample(
-      ...     logits, state, jnp.array([5, 0]), jnp.array([True, False]))
-      >>> tokens.tolist()
+      >>> draws, state = sample(logits, state, jnp.array([5, 0]), jnp.array([True, False]))
+      >>> draws.token_ids.tolist()
       [1, 0]
     """
-    num_slots, vocab_size = state.output_counts.shape
+    num_slots, vocab_size = rows.output_counts.shape
     if slots is None:
-        bind("sample", logits=(logits, "SV"), output_counts=(state.output_counts, "SV"))
+        bind("sample", logits=(logits, "SV"), output_counts=(rows.output_counts, "SV"))
         slots = jnp.arange(num_slots, dtype=jnp.int32)
     bind(
         "sample",
         logits=(logits, "BV"),
-        prompt_mask=(state.prompt_mask, "SV"),
+        prompt_mask=(rows.prompt_mask, "SV"),
+        temperature=(rows.temperature, "B"),
         positions=(positions, "B"),
         active=(active, "B"),
         slots=(slots, "B"),
     )
     raw = logits.astype(jnp.float32)
-    rows = _rows_of(state, slots)
-    is_edited = jnp.any(filters.is_edited(rows, positions, active, vocab_size))
-    is_penalised = jnp.any(filters.is_penalised(rows, active))
+    is_changed = jnp.any(filters.is_changed(rows, positions, active))
     is_drawn = active & (rows.temperature > 0)
+    is_reported = jnp.any(active) & with_top if num_top else jnp.zeros((), jnp.bool_)
 
     def choose(raw):
-        z = filters.when(is_edited, lambda z: filters.edit(z, rows, positions, active), raw)
-        z = filters.when(is_penalised, lambda z: filters.penalise(z, rows, slots), z)
-        z = _finite_or_dropped(z)
-        return filters.when(
-            jnp.any(is_drawn),
-            lambda tokens: jnp.where(is_drawn, _draw(z, rows, positions, is_drawn), tokens),
-            _argmax(z),
+        z = filters.when(
+            is_changed, lambda z: filters.change(z, rows, positions, active, slots), raw
         )
+        tokens = jnp.where(active, _choose(_finite_or_dropped(z), rows, positions, is_drawn), 0)
+        if not num_top:
+            return tokens, *no_report(raw, tokens)
+        return tokens, *lax.cond(is_reported, report, no_report, raw, tokens)
 
-    # All in one branch: each cond that returns logits costs a copy of them.
-    tokens = lax.cond(
-        is_edited | is_penalised | jnp.any(is_drawn),
-        choose,
-        lambda raw: _argmax(_finite_or_dropped(raw)),
-        raw,
+    def choose_greedily(raw):
+        tokens = jnp.where(active, _argmax(_finite_or_dropped(raw)), 0)
+        return tokens, *no_report(raw, tokens)
+
+    def report(raw, tokens):
+        return _report(raw, tokens, active, num_top)
+
+    def no_report(raw, tokens):
+        shape = tokens.shape + (num_top,)
+        return jnp.zeros_like(tokens), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    # All in one branch: each cond that returns logits costs a copy of them, and on a GPU the host
+    # waits for each condition.
+    tokens, *reported = lax.cond(
+        is_changed | jnp.any(is_drawn) | is_reported, choose, choose_greedily, raw
     )
-    tokens = jnp.where(active, tokens, 0)
     logprobs = _at(raw, tokens) - jax.nn.logsumexp(raw, axis=-1)
     # The slot S of inactive rows is out of range, and dropped.
     counted = jnp.where(active, slots, num_slots)
-    counts = state.output_counts.at[counted, tokens].add(1, mode="drop")
-    state = dataclasses.replace(state, output_counts=counts)
-    return tokens, jnp.where(active, logprobs, 0.0), state
+    counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
+    draws = Draws(tokens, jnp.where(active, logprobs, 0.0), *reported)
+    return draws, dataclasses.replace(rows, output_counts=counts)
+
+
+def _choose(
+    z: jax.Array, rows: SlotSampling, positions: jax.Array, is_drawn: jax.Array
+) -> jax.Array:
+    """The largest logit, or a draw where `is_drawn`, i32[B]."""
+    return filters.when(
+        jnp.any(is_drawn),
+        lambda tokens: jnp.where(is_drawn, _draw(z, rows, positions, is_drawn), tokens),
+        _argmax(z),
+    )
+
+
+def _report(
+    raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Ranks, and the most probable tokens, of each active row; 0 for other rows."""
+    values, ids = top_logprobs(raw, num_top)
+    return (
+        jnp.where(active, ranks(raw, tokens), 0),
+        jnp.where(active[:, None], ids, 0),
+        jnp.where(active[:, None], values, 0.0),
+    )
+
+
+def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
+    """The sampling state of the rows of a batch, for `sample`.
+
+    Args:
+      state: the sampling state of S slots.
+      slots: i32[B], the slots of the rows; for rows that are never active anything.
+
+    Returns:
+      The state with one entry for each row, but whole, S slots, where there is an entry for each
+      token of the vocabulary: that is not copied, and is indexed by `slots` in `sample`.
+    """
+    whole = {"prompt_mask": state.prompt_mask, "output_counts": state.output_counts}
+    rows = jax.tree.map(
+        lambda x: x.at[slots].get(mode="clip"), dataclasses.replace(state, **dict.fromkeys(whole))
+    )
+    return dataclasses.replace(rows, **whole)
 
 
 def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -163,15 +224,6 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
       [2]
     """
     return 1 + filters.count(logits > _at(logits, token_ids)[:, None])
-
-
-def _rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
-    """The slots of a batch; what has an entry for each token of the vocabulary stays whole."""
-    counts = {"prompt_mask": state.prompt_mask, "output_counts": state.output_counts}
-    rows = jax.tree.map(
-        lambda x: x.at[slots].get(mode="clip"), dataclasses.replace(state, **dict.fromkeys(counts))
-    )
-    return dataclasses.replace(rows, **counts)
 
 
 def _finite_or_dropped(z: jax.Array) -> jax.Array:

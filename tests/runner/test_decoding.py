@@ -140,8 +140,8 @@ def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
         padded[0, : len(token_ids)] = token_ids
         logits = PLAIN(model, padded)[:, len(token_ids) - 1]
         position = jnp.array([len(token_ids)], jnp.int32)
-        ids, _, state = SAMPLE(logits, state, position, jnp.array([True]))
-        token_ids.append(int(ids[0]))
+        draws, state = SAMPLE(logits, state, position, jnp.array([True]))
+        token_ids.append(int(draws.token_ids[0]))
     return token_ids[len(sequence.token_ids) :]
 
 

@@ -2,15 +2,24 @@
 
 import collections
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling import SamplingParams, SlotSampling, sample, top_logprobs, write_slot
+from paged_jax.sampling import (
+    SamplingParams,
+    SlotSampling,
+    filters,
+    sample,
+    top_logprobs,
+    write_slot,
+)
 from paged_jax.sampling.filters import filter_logits
 from tests.support import oracles_sampling as oracles
+from tests.support.kernel_cases import lower
 
 # Nearly all tests share one program, of this size: it takes longer to compile than to run. 300
 # tokens are three groups of the two-level draw, the last of them cut short.
@@ -52,8 +61,8 @@ def step(logits, state, positions=None, active=None):
     all_positions, all_active = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
     all_positions[:num_rows] = 0 if positions is None else positions
     all_active[:num_rows] = True if active is None else active
-    tokens, logprobs, state = jit_sample(padded, state, all_positions, all_active)
-    return np.asarray(tokens)[:num_rows], np.asarray(logprobs)[:num_rows], state
+    draws, state = jit_sample(padded, state, all_positions, all_active)
+    return np.asarray(draws.token_ids)[:num_rows], np.asarray(draws.logprobs)[:num_rows], state
 
 
 def random_logits(*shape, seed=0, scale=3.0):
@@ -168,6 +177,41 @@ def test_filter_logits_never_keeps_minus_infinity():
         top_p=jnp.array([1.0, 0.999999]),
     )
     assert np.isfinite(kept).sum(axis=1).tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
+def test_cuts_are_found_whatever_the_number_of_passes(num_bits):
+    """GPUs try 15 cuts in a pass, and CPUs one."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 2**32, (64, 40), dtype=np.uint64).astype(np.uint32).view(np.float32)
+    rows[np.isnan(rows)] = -np.inf
+    rows[:4] = [[-np.inf], [np.inf], [0.0], [np.finfo(np.float32).max]]
+    rows[4, ::2] = -0.0
+    wanted = rng.integers(0, 42, 64).astype(np.int32)
+
+    find = jax.jit(filters.search_cut, static_argnames="num_bits")
+    cuts = find(rows, wanted, num_bits=num_bits)
+    weighed = find(rows, wanted / 4, np.full(rows.shape, 0.25, np.float32), num_bits=num_bits)
+    np.testing.assert_array_equal(weighed, cuts)
+    for row, number, cut in zip(rows, wanted, cuts, strict=True):
+        # The largest float that as many reach: a value of the row, or one below infinity.
+        ordered = np.sort(row)[::-1]
+        want = np.inf if number == 0 else ordered[number - 1] if number <= 40 else -np.inf
+        assert cut == min(want, np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(("platform", "num_passes"), [("cpu", 32), ("cuda", 8)])
+def test_gpus_find_cuts_in_few_passes(platform, num_passes):
+    rows = [jax.ShapeDtypeStruct((2,), dtype) for dtype in ("float32", "float32", "int32")]
+    options = dict(zip(("temperature", "min_p", "top_k"), rows, strict=True)) | {"top_p": rows[0]}
+    logits = jax.ShapeDtypeStruct((2, 5000), "float32")
+
+    def function(logits, *values):
+        return filter_logits(logits, **dict(zip(options, values, strict=True)))
+
+    text = lower(function, logits, *options.values(), platform=platform).as_text()
+    loops = re.findall(r"cond \{\s*%\w+ = stablehlo.constant dense<(\d+)>", text)
+    assert loops == 2 * [str(num_passes)], "for top_k and for top_p"
 
 
 def test_filter_logits_refuses_shapes_that_disagree():
@@ -540,10 +584,11 @@ def test_sample_computes_in_float32_whatever_the_logits_are():
         jnp.zeros(NUM_SLOTS, jnp.int32),
         jnp.ones(NUM_SLOTS, jnp.bool_),
     )
-    got, want = jit_sample(low, *rest), jit_sample(low.astype(jnp.float32), *rest)
-    assert got[1].dtype == jnp.float32
-    np.testing.assert_array_equal(got[0], want[0])
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+    got, _ = jit_sample(low, *rest)
+    want, _ = jit_sample(low.astype(jnp.float32), *rest)
+    assert got.logprobs.dtype == jnp.float32
+    np.testing.assert_array_equal(got.token_ids, want.token_ids)
+    np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-6)
 
 
 # -- One program ----------------------------------------------------------------------------------
@@ -570,8 +615,8 @@ def test_sample_runs_inside_scan_as_it_does_outside():
     def rollout(state):
         def body(state, position):
             positions = jnp.full(len(MIXED), position)
-            tokens, _, state = sample(logits, state, positions, active)
-            return state, tokens
+            draws, state = sample(logits, state, positions, active)
+            return state, draws.token_ids
 
         return jax.lax.scan(body, state, jnp.arange(5, dtype=jnp.int32))
 
