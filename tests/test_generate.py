@@ -206,13 +206,14 @@ def test_show_blocks_draws_before_during_and_after(run) -> None:
     assert all(int(used) + int(free) == 20 for _, used, free in titles)
     used = [int(used) for _, used, _ in titles]
     # 8 tokens of prompt: a full block, which four samples share, and the block into which each has
-    # written the last of them. Samples that have finished hold none.
-    assert used == [0, 1 + 4, 0, 0]
+    # written the last of them; and one for its own token, as the device is a step ahead. Samples
+    # that have finished hold none.
+    assert used == [0, 1 + 2 * 4, 0, 0]
     read = err[err.index("is read") : err.index("is finished")]
-    assert len(re.findall(r"sequence in slot \d, 8 tokens", read)) == 4
+    assert len(re.findall(r"sequence in slot \d, 9 tokens", read)) == 4
     assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", read)) == 4
-    places = re.findall(r"token 7: logical block 1, physical block (\d), offset 3", read)
-    assert sorted(places) == ["1", "2", "3", "4"]
+    places = re.findall(r"token 8: logical block 2, physical block (\d), offset 0", read)
+    assert sorted(places) == ["5", "6", "7", "8"]
 
 
 # Mistakes
