@@ -81,6 +81,24 @@ def test_chunks_take_few_instructions_on_h200(results) -> None:
     assert masked <= 430 * 2
 
 
+# Instructions of a warp for 64 tokens of one KV head. A multiprocessor gets 64 tokens of 1 byte in
+# about 960 cycles (4.3 TB/s for 132 of them at 1.85 GHz), and its four schedulers issue at most one
+# instruction a cycle, each for one of the four warps of a program.
+@pytest.mark.parametrize(
+    ("name", "step_tokens", "most"),
+    [("decode", 64, 420), ("decode, int8", 128, 440), ("decode, fp8", 128, 380)],
+)
+def test_decode_takes_few_instructions_on_h200(results, name, step_tokens, most) -> None:
+    program = compiled(results, name)
+    [attend] = [kernel for kernel in program["kernels"] if "merge" not in kernel["name"]]
+    [whole] = attend["loop_instructions"]
+    assert whole <= most * step_tokens / 64
+    # Three programs of 4 warps at least share a multiprocessor, of 65,536 registers and 228 KB.
+    assert 3 * 4 * 32 * attend["registers"] <= 65_536
+    [launch] = [x for x in program["launches"] if x["name"] == attend["name"]]
+    assert 3 * (launch["shared_memory_bytes"] + 1024) <= 228 * 1024
+
+
 @pytest.mark.parametrize("name", GPU_UPDATES)
 def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     program = compiled(results, name)

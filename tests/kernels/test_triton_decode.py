@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Problem
-from paged_jax.kernels.triton import decode, refusal, tiles, tuning
+from paged_jax.kernels.triton import decode, refusal, tuning
 from paged_jax.kernels.triton.decode import choose_num_splits
 from paged_jax.kernels.triton.tuning import DecodeParams
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
@@ -105,17 +105,6 @@ def test_decode_quantised_pools(pool_dtype, D, lanes, num_splits) -> None:
     check(batch, queries((4, 6, D)), num_splits=num_splits, **VARIANTS["all"])
 
 
-@pytest.mark.parametrize("pool_dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
-def test_split_words_tells_every_byte(pool_dtype) -> None:
-    """Also those that no rounding of random numbers gives: the lowest int8, zeros, subnormals."""
-    numbers = np.arange(256, dtype=np.uint8).view(pool_dtype)
-    pool = jnp.asarray(np.concatenate([numbers, numbers[::-1]]))
-    even, odd = tiles.split_words(tiles.as_words(pool), pool_dtype, jnp.float32)
-    expected = np.asarray(pool).astype(np.float32)
-    np.testing.assert_array_equal(even, expected[::2])
-    np.testing.assert_array_equal(odd, expected[1::2])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "pool_dtype"),
@@ -125,6 +114,7 @@ def test_split_words_tells_every_byte(pool_dtype) -> None:
         ("float32", "bfloat16"),
         ("float16", "bfloat16"),
         ("float16", "int8"),
+        ("bfloat16", "float8_e4m3fn"),
     ],
 )
 def test_decode_rounds_only_the_result(dtype, pool_dtype) -> None:
@@ -148,6 +138,69 @@ def test_decode_scales_may_be_too_small_for_float16() -> None:
     )
     # Half a unit in the result's last place, which is that of a subnormal number for some.
     check(tiny, queries((3, 4, 16), np.float16), rtol=2**-10, atol=2**-25, num_splits=2)
+
+
+def scaled(batch: PagedBatch, k_exponents: list[np.ndarray], v_exponents: list[np.ndarray]):
+    """A batch of quantised values whose tokens are multiplied by powers of two, each ``[N, K]``."""
+    pools, values = batch.pools, {}
+    for name, exponents in {"k": k_exponents, "v": v_exponents}.items():
+        scale = getattr(pools, f"{name}_scale").copy()
+        for b, powers in enumerate(exponents):
+            places = np.arange(len(powers))
+            C = scale.shape[3]
+            scale[LAYER, batch.block_tables[b, places // C], :, places % C] *= 2.0**powers
+        values[name] = [
+            x * 2.0 ** powers[..., None]
+            for x, powers in zip(getattr(batch, name), exponents, strict=True)
+        ]
+        pools = pools._replace(**{f"{name}_scale": scale})
+    return dataclasses.replace(batch, pools=pools, **values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
+def test_decode_quantised_pools_take_queries_and_scales_of_any_size(pool_dtype) -> None:
+    """Beyond the range of float16, in which they are multiplied, and each in its own."""
+    lengths = [5, 130, 64]
+    batch = PagedBatch.random(lengths, dtype=jnp.dtype(pool_dtype))
+    rng = np.random.default_rng(2)
+    k_exponents, v_exponents = (
+        [rng.integers(-20, 20, (n, 2)).astype(float) - shift for n in lengths] for shift in (20, 0)
+    )
+    batch = scaled(batch, k_exponents, v_exponents)
+    # Rows, and the numbers in each.
+    q = queries((3, 4, 16)) * 2.0 ** np.array([-70, -10, 0, 14])[:, None]
+    q = (q * 2.0 ** rng.integers(-12, 1, (3, 4, 16))).astype(jnp.bfloat16)
+    out, lse = run(batch, q, num_splits=2)
+    expected, expected_lse = batch.expected_decode(q)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
+    for b, v in enumerate(batch.v):
+        # Half a unit in the last place of bfloat16, and float32 sums of the largest values.
+        np.testing.assert_allclose(
+            out[b].astype(np.float64), expected[b], rtol=2**-8, atol=2**-20 * np.abs(v).max()
+        )
+    shrunk = scaled(
+        batch, [0 * x for x in k_exponents], [x - 70 for x in map(np.zeros_like, v_exponents)]
+    )
+    np.testing.assert_array_equal(
+        run(shrunk, q, num_splits=2)[0], (out * 2.0**-70).astype(out.dtype)
+    )
+
+
+@pytest.mark.slow
+def test_decode_quantised_pools_keep_small_weights_of_large_values() -> None:
+    """Every token counts for as much, with weights far below the smallest of float16."""
+    lengths = [5, 130, 64]
+    batch = PagedBatch.random(lengths, dtype=jnp.int8)
+    # One query head for each two, whose scores span many powers of two.
+    q = np.repeat(30 * queries((3, 2, 16)), 2, axis=1).astype(jnp.bfloat16)
+    exponents = []
+    for row, k in zip(q.astype(np.float64), batch.k, strict=True):
+        scores = np.einsum("kd,nkd->nk", row[::2], k) * 16**-0.5 / np.log(2)
+        exponents.append(np.clip(np.round(scores.max(axis=0) - scores), 0, 24))
+    assert max(x.max() for x in exponents) == 24
+    batch = scaled(batch, [0 * x for x in exponents], exponents)
+    check(batch, q, rtol=2**-8, atol=2**-12, num_splits=2)
 
 
 @pytest.mark.slow

@@ -96,10 +96,22 @@ def test_prefill_any_tile(params) -> None:
 # Weights are rounded to the type of the queries, and so is the result: half a unit in the last
 # place of each. Other types are in the contract suite.
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.int8, FLOAT8])
-def test_prefill_of_float16_queries_over_quantised_pools(dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype", "exponents"),
+    [
+        (jnp.int8, jnp.float16, [0] * 6),
+        (FLOAT8, jnp.float16, [0] * 6),
+        # Beyond the range of float16, in which they are multiplied.
+        (jnp.int8, jnp.bfloat16, [-70, -30, -10, 0, 4, 17]),
+    ],
+)
+def test_prefill_of_half_precision_queries_over_quantised_pools(dtype, q_dtype, exponents) -> None:
     batch = PagedBatch.random([64, 0, 33], dtype=dtype)
-    check(batch, queries((3, 8, 6, 16), jnp.float16), [8, 0, 5], rtol=2**-8, atol=2**-7)
+    q = (queries((3, 8, 6, 16)) * 2.0 ** np.array(exponents)[:, None]).astype(q_dtype)
+    got = attend(batch, q, [8, 0, 5])
+    want = batch.expected_prefill(q, [8, 0, 5])
+    for a, b, tolerance in zip(got, want, ((2**-8, 2**-7), (1e-6, 1e-5)), strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, *tolerance)
 
 
 @pytest.mark.slow

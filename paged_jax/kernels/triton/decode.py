@@ -27,8 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
-from paged_jax.kernels.quantisation import is_quantised, product_dtype
+from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
+from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
 # For choosing the number of splits. Times are in loop steps of a program that shares the memory
@@ -97,7 +98,7 @@ def _decode(
             pool_dtype=pools.k.dtype,
             step_tokens=params.step_tokens,
             num_splits=num_splits,
-            exp2=tiles.choose_exp2(interpret),
+            instructions=choose_instructions(interpret),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((B, H, *parts, D), dtype),
@@ -185,7 +186,7 @@ def _attend_kernel(
     pool_dtype: Any,
     step_tokens: int,
     num_splits: int,
-    exp2: tiles.Exp2,
+    instructions: Instructions,
 ) -> None:
     head, split, sequence = (pl.program_id(axis) for axis in range(3))
     H, D = q_ref.shape[1:]
@@ -200,8 +201,9 @@ def _attend_kernel(
         pools, pool_dtype, D, tables_ref, sequence, head, layer_ref[0], first, length, begin, end
     )
 
-    rows = jnp.arange(tiles.num_rows(G), dtype=jnp.int32)
-    heads, is_row = head * G + rows, rows < G
+    num_rows, num_copies = _choose_rows(G, tiles.operand_dtype(q_ref.dtype, pool_dtype))
+    rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
+    heads, is_row = _heads(head, G, tiles.remainder(rows, num_rows))
     lanes = _lanes(D, num_arrays=2 if is_quantised(pool_dtype) else 1)
     q = tuple(
         plgpu.load(
@@ -215,9 +217,11 @@ def _attend_kernel(
     if sinks_ref is not None:
         # They count once: in the first part.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (split == 0), other=-jnp.inf)
-    softmax = tiles.start_softmax(rows.size, tuple(lane.size for lane in lanes), sinks)
-    out, lse = tiles.finish(_fold_part(softmax, q, part, options, step_tokens, exp2))
+    is_rest = None if num_copies == 1 else rows >= num_rows
+    softmax = _fold_part(q, sinks, is_rest, part, options, step_tokens, instructions)
+    out, lse = _join_copies(*tiles.finish(softmax), num_copies)
 
+    heads, is_row = _heads(head, G, jnp.arange(num_rows, dtype=jnp.int32))
     place = () if num_splits == 1 else (split,)
     # The merge does not read the out of a part that has no lse.
     is_written = is_row if num_splits == 1 else is_row & (lse != -jnp.inf)
@@ -230,6 +234,39 @@ def _attend_kernel(
     plgpu.store(lse_ref.at[sequence, heads, *place], lse, mask=is_row)
 
 
+# An mma instruction of half precision multiplies 16 rows, whatever they hold.
+_MMA_ROWS = 16
+
+
+def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
+    """Rows of a tile for the query heads of a group, and how many copies of them.
+
+    A weight of half precision keeps 8 or 11 bits. What rounding takes from it is weighed too: by a
+    second product, for which values are converted, or read, once more; or by rows of the same
+    product that would else be padding. Then the copies differ in their weights and add up.
+    """
+    num_rows = tiles.num_rows(group)
+    if dtype == jnp.float32 or 2 * num_rows > _MMA_ROWS:
+        return num_rows, 1
+    # Fewer would be padded, by registers that are copied for each product.
+    return _MMA_ROWS // 2, 2
+
+
+def _heads(kv_head: jax.Array, group: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The query head of each row of a tile, and whether it is one of the group."""
+    return kv_head * group + rows, rows < group
+
+
+def _join_copies(
+    out: tuple[jax.Array, ...], lse: jax.Array, num_copies: int
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The results of all rows as those of one copy: what the copies differ in adds up."""
+    if num_copies == 1:
+        return out, lse
+    out = tuple(array.reshape(num_copies, -1, array.shape[1]).sum(axis=0) for array in out)
+    return out, lse.reshape(num_copies, -1).max(axis=0)
+
+
 def _lanes(head_dim: int, num_arrays: int) -> tuple[jax.Array, ...]:
     """The lanes of a head that each array of a tile holds: all, or every other one."""
     index = jnp.arange(tiles.num_lanes(head_dim // num_arrays), dtype=jnp.int32)
@@ -237,18 +274,31 @@ def _lanes(head_dim: int, num_arrays: int) -> tuple[jax.Array, ...]:
 
 
 def _fold_part(
-    softmax: tiles.Softmax,
     q: tuple[jax.Array, ...],
+    sinks: jax.Array | None,
+    is_rest: jax.Array | None,
     part: _Part,
     options: Options,
     step_tokens: int,
-    exp2: tiles.Exp2,
+    instructions: Instructions,
 ) -> tiles.Softmax:
-    """Fold the tokens of a part into a softmax of the rows of `q`, which are not scaled."""
-    q_dtype = q[0].dtype
-    k_dtype = product_dtype(q_dtype, part.pool_dtype)
-    v_dtype = tiles.value_dtype(q_dtype, part.pool_dtype)
-    q = tuple(array.astype(k_dtype) for array in q)
+    """The softmax of the rows of `q`, which are not scaled, over the tokens of a part.
+
+    Args:
+      sinks: None, or ``[R]``, as `tiles.start_softmax`.
+      is_rest: None, or bool ``[R]``: rows that weigh what rounding takes from those of the others.
+    """
+    dtype = tiles.operand_dtype(q[0].dtype, part.pool_dtype)
+    q, unit = tiles.fit_queries(q, dtype)
+    weigh = tiles.weigh_exactly
+    if is_rest is not None:
+        weigh = functools.partial(tiles.weigh_by_copies, is_rest)
+    softmax = tiles.start_softmax(
+        q[0].shape[0],
+        tuple(array.shape[1] for array in q),
+        sinks,
+        has_scales=is_quantised(part.pool_dtype),
+    )
 
     def tokens_of(step):
         index = step * step_tokens + jnp.arange(step_tokens, dtype=jnp.int32)
@@ -263,12 +313,14 @@ def _fold_part(
         next_block_ids = block_ids_of(step + 1)
         positions, is_seen = tokens_of(step)
         place = (part.layer, block_ids, part.head, positions, is_seen)
-        k = _load_heads(part.pools.k, place, part, k_dtype)
-        v = _load_heads(part.pools.v, place, part, v_dtype)
+        k, v = (
+            _load_heads(pool_ref, place, part, dtype, instructions)
+            for pool_ref in (part.pools.k, part.pools.v)
+        )
         k_scale = tiles.load_scales(part.pools.k_scale, *place)
         v_scale = tiles.load_scales(part.pools.v_scale, *place)
-        scores, factor = tiles.score(q, k, k_scale, is_seen[None], options)
-        softmax = tiles.fold(softmax, scores, factor, v, v_scale, tiles.weigh_exactly, exp2)
+        scores, factor = tiles.score(q, unit, k, k_scale, is_seen[None], options)
+        softmax = tiles.fold(softmax, scores, factor, v, v_scale, weigh, instructions)
         return softmax, next_block_ids
 
     carry = (softmax, block_ids_of(part.begin))
@@ -276,12 +328,16 @@ def _fold_part(
 
 
 def _load_heads(
-    pool_ref: Any, place: tuple[Any, Any, Any, Any, Any], part: _Part, dtype: Any
+    pool_ref: Any,
+    place: tuple[Any, Any, Any, Any, Any],
+    part: _Part,
+    dtype: Any,
+    instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
     """A tile of K or of V: one array, or its even and odd lanes if the pool is one of words."""
     if is_quantised(part.pool_dtype):
         words = tiles.load_heads(pool_ref, *place, part.head_dim // 2)
-        return tiles.split_words(words, part.pool_dtype, dtype)
+        return tuple(x.astype(dtype) for x in instructions.split_words(words, part.pool_dtype))
     return (tiles.load_heads(pool_ref, *place, part.head_dim).astype(dtype),)
 
 

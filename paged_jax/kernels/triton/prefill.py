@@ -26,8 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
-from paged_jax.kernels.quantisation import product_dtype
+from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
+from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
 # Steps that all rows see are worth a loop of their own, without masks, from this many on: a loop
@@ -82,7 +83,7 @@ def _prefill(
             pool_dtype=pools.k.dtype,
             query_rows=query_rows,
             step_tokens=params.step_tokens,
-            exp2=tiles.choose_exp2(interpret),
+            instructions=choose_instructions(interpret),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((B, T, H, D), q.dtype),
@@ -140,7 +141,7 @@ def _attend_kernel(
     pool_dtype: Any,
     query_rows: int,
     step_tokens: int,
-    exp2: tiles.Exp2,
+    instructions: Instructions,
 ) -> None:
     T, H, D = q_ref.shape[1:]
     G = H // pools.k.shape[2]
@@ -171,14 +172,13 @@ def _attend_kernel(
     @pl.when(first_row < num_rows)
     def _():
         q = plgpu.load(q_ref.at[*place], mask=is_query[:, None] & is_lane, other=0)
-        q = q.astype(product_dtype(q_ref.dtype, pool_dtype))
         sinks = None
         if sinks_ref is not None:
             sinks = plgpu.load(sinks_ref.at[heads], mask=is_query, other=-jnp.inf)
         chunk_start = context_len - query_len
         last_row = jnp.minimum(first_row + query_rows, num_rows) - 1
         softmax = _fold_keys(
-            tiles.start_softmax(query_rows, lanes.size, sinks),
+            tiles.start_softmax(query_rows, lanes.size, sinks, has_scales=is_quantised(pool_dtype)),
             q,
             chunk_start + tokens,
             chunk_start + tiles.divide(first_row, G),
@@ -186,7 +186,7 @@ def _attend_kernel(
             _Keys(pools, pool_dtype, tables_ref, sequence, layer_ref[0], head, D),
             options,
             step_tokens,
-            exp2,
+            instructions,
         )
         out, lse = tiles.finish(softmax)
         # The chunk's padding has seen tokens as its queries have.
@@ -202,16 +202,18 @@ def _fold_keys(
     keys: _Keys,
     options: Options,
     step_tokens: int,
-    exp2: tiles.Exp2,
+    instructions: Instructions,
 ) -> tiles.Softmax:
     """Fold the tokens that a tile of R rows sees into its softmax.
 
     Args:
       softmax: the softmax in progress of R rows.
-      q: ``[R, lanes]`` in the type of the products.
+      q: ``[R, lanes]``, as they are.
       positions: i32 ``[R]``, places of the queries in their sequence.
       first, last: the least and the greatest of them, padding left out.
     """
+    dtype = tiles.operand_dtype(q.dtype, keys.pool_dtype)
+    q, unit = tiles.fit_queries(q, dtype)
     window = options.sliding_window
     begin = 0 if window is None else jnp.maximum(first - window + 1, 0)
 
@@ -234,12 +236,14 @@ def _fold_keys(
             # Constants, with which the compiler leaves the masks out.
             is_read, is_seen = jnp.full(step_tokens, True), jnp.full((1, step_tokens), True)
         place = (keys.layer, block_ids, keys.head, tokens, is_read)
-        k, v = (_load_heads(pool_ref, place, keys) for pool_ref in (keys.pools.k, keys.pools.v))
+        k, v = (
+            _load_heads(pool_ref, place, keys, dtype, instructions)
+            for pool_ref in (keys.pools.k, keys.pools.v)
+        )
         k_scale = tiles.load_scales(keys.pools.k_scale, *place)
         v_scale = tiles.load_scales(keys.pools.v_scale, *place)
-        scores, factor = tiles.score(q, k, k_scale, is_seen, options)
-        v = v.astype(tiles.value_dtype(q.dtype, keys.pool_dtype))
-        softmax = tiles.fold(softmax, scores, factor, v, v_scale, tiles.weigh_rounded, exp2)
+        scores, factor = tiles.score(q, unit, k, k_scale, is_seen, options)
+        softmax = tiles.fold(softmax, scores, factor, v, v_scale, tiles.weigh_rounded, instructions)
         return softmax, next_block_ids
 
     runs = _cut_into_runs(first, last, step_tokens, window)
@@ -269,15 +273,21 @@ def _cut_into_runs(
     return runs if window is None else [_Run(begin, full_begin, True), *runs]
 
 
-def _load_heads(pool_ref: Any, place: tuple[Any, Any, Any, Any, Any], keys: _Keys) -> jax.Array:
-    """A tile of K or of V ``[N, lanes]`` in the type of the pool, as `tiles.load_heads`."""
+def _load_heads(
+    pool_ref: Any,
+    place: tuple[Any, Any, Any, Any, Any],
+    keys: _Keys,
+    dtype: Any,
+    instructions: Instructions,
+) -> jax.Array:
+    """A tile of K or of V ``[N, lanes]`` in the type of the products, as `tiles.load_heads`."""
     if keys.pool_dtype.itemsize > 1:
-        return tiles.load_heads(pool_ref, *place, keys.head_dim)
+        return tiles.load_heads(pool_ref, *place, keys.head_dim).astype(dtype)
     words = tiles.load_heads(pool_ref, *place, keys.head_dim // 2)
     # One dot over all lanes needs fewer registers than two over the even and the odd ones, which
     # spill at 128 rows and D 128. The pairs are put together where they are, in registers.
-    pairs = jnp.stack(tiles.split_words(words, jnp.int8, jnp.int8), axis=-1)
-    return lax.bitcast_convert_type(pairs.reshape(words.shape[0], -1), keys.pool_dtype)
+    pairs = jnp.stack(instructions.split_words(words, keys.pool_dtype), axis=-1)
+    return pairs.reshape(words.shape[0], -1).astype(dtype)
 
 
 def _num_lanes(head_dim: int, pool_dtype: Any) -> int:

@@ -26,8 +26,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Interpret, Options, Problem
+from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.quantisation import is_quantised, product_dtype
+from paged_jax.kernels.triton.instructions import Instructions
 from paged_jax.kernels.triton.pallas import plgpu
 
 # A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
@@ -35,9 +36,6 @@ SMALLEST_DOT = 16
 
 # More lanes do not fit the registers and the shared memory of one program beside each other.
 _MOST_LANES = 256
-
-# The exponentials of a softmax: ``2 ** (x * factor - shift)``, see `choose_exp2`.
-Exp2 = Callable[[jax.Array, float, jax.Array], jax.Array]
 
 FLOATING = ("float32", "bfloat16", "float16")
 
@@ -49,14 +47,16 @@ class Softmax(NamedTuple):
     """A softmax-weighted sum in progress, over the tokens folded in so far.
 
     Attributes:
-      peak: f32 ``[R]``, largest score of each query row, in log2.
+      peak: f32 ``[R]``, about the largest score of each query row, in log2.
       total: f32 ``[R]``, sum of ``exp2(score - peak)``.
-      out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value``; a tuple where the values are.
+      out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value / unit``; or a tuple, as values.
+      unit: None where values have no scales, else f32 scalar, the power of two of the largest.
     """
 
     peak: jax.Array
     total: jax.Array
     out: Any
+    unit: jax.Array | None = None
 
 
 def refusal(problem: Problem) -> str | None:
@@ -79,13 +79,15 @@ def num_lanes(head_dim: int) -> int:
     return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
 
 
-def value_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
-    """The type in which weights meet values: as `product_dtype`, but for quantised values.
+def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
+    """The type in which queries meet keys, and weights meet values.
 
-    Their weights hold the scales as well, which may be too small for float16.
+    As `product_dtype`, but float16 for quantised pools and queries of half precision. Numbers of
+    both pool types are exact in it, a weight keeps 11 bits, and converting to it takes the fewest
+    instructions. `fit_queries` and `fold` keep what they multiply within its range.
     """
-    if is_quantised(pool_dtype) and q_dtype == jnp.float16:
-        return jnp.bfloat16
+    if is_quantised(pool_dtype) and jnp.dtype(q_dtype) != jnp.float32:
+        return jnp.dtype(jnp.float16)
     return product_dtype(q_dtype, pool_dtype)
 
 
@@ -105,16 +107,6 @@ def to_words(x: jax.Array, word: Any) -> jax.Array:
     if elements > 1:
         x = x.reshape(*x.shape[:-1], -1, elements)
     return lax.bitcast_convert_type(x, word)
-
-
-def split_words(words: jax.Array, pool_dtype: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd lanes of a tile of words, converted from `pool_dtype` to `dtype`."""
-    # The first of two numbers is the low byte: GPUs are little-endian.
-    low, high = words, lax.shift_right_logical(words, jnp.int16(8))
-    even, odd = (
-        lax.bitcast_convert_type(x.astype(jnp.int8), pool_dtype).astype(dtype) for x in (low, high)
-    )
-    return even, odd
 
 
 def load_block_ids(
@@ -184,20 +176,76 @@ def load_scales(
     return plgpu.load(scale_ref.at[layer, block_ids, head, offsets], mask=is_read, other=0.0)
 
 
+def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
+    """Queries in the type of the products, and the unit of each row, if it is not 1.
+
+    The range of bfloat16 is not that of float16, so each row is multiplied by a power of two that
+    takes its largest magnitude to 2**15 and more. Numbers of bfloat16 are then exact down to 2**-32
+    times the largest of their row, and others off by 2**-40 of it at most.
+
+    Args:
+      q: ``[R, lanes]``, or a tuple of them, each of which holds some lanes of all rows.
+      dtype: what `operand_dtype` says.
+
+    Returns:
+      ``(q, unit)``, with `q` in `dtype` and ``q * unit[:, None]`` the queries. The unit is f32
+      ``[R]``, or None.
+    """
+    if dtype != jnp.float16 or jax.tree.leaves(q)[0].dtype == jnp.float16:
+        return jax.tree.map(lambda q: q.astype(dtype), q), None
+    q = jax.tree.map(lambda q: q.astype(jnp.float32), q)
+    peaks = [jnp.max(jnp.abs(array), axis=1) for array in jax.tree.leaves(q)]
+    unit = _power_of_two(_exponent(functools.reduce(jnp.maximum, peaks)))
+    factor = _inverse(unit) * 2.0**15
+    return jax.tree.map(lambda q: (q * factor[:, None]).astype(dtype), q), unit * 2.0**-15
+
+
+# The exponent of a float32 number, the least power of two that `_power_of_two` gives, and the
+# greatest. Zeros have one, what is computed with it does not vanish, and its inverse is normal.
+_EXPONENT, _LEAST, _GREATEST = (
+    int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
+)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """The bits of f32 numbers with only their exponent left, i32, which order as magnitudes do."""
+    return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_EXPONENT)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """The power of two that an `_exponent` is, 2**-100 at least."""
+    bits = jnp.clip(exponent, jnp.int32(_LEAST), jnp.int32(_GREATEST))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _inverse(power: jax.Array) -> jax.Array:
+    """1 over a power of two, which is exact, in one instruction."""
+    one = int(np.float32(1).view(np.int32))
+    bits = jnp.int32(2 * one) - lax.bitcast_convert_type(power, jnp.int32)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def score(
-    q: Any, k: Any, k_scale: jax.Array | None, is_seen: jax.Array, options: Options
-) -> tuple[jax.Array, float]:
+    q: Any,
+    unit: jax.Array | None,
+    k: Any,
+    k_scale: jax.Array | None,
+    is_seen: jax.Array,
+    options: Options,
+) -> tuple[jax.Array, float | jax.Array]:
     """Scores of a tile of keys, and a positive factor that is left to `fold`.
 
     Args:
       q: ``[R, lanes]``, not scaled: scaling it would round it once more. Or a tuple.
+      unit: None or f32 ``[R]``, what `fit_queries` returns beside `q`.
       k: ``[N, lanes]``, converted to the type of `q`. A tuple where `q` is.
       k_scale: None or f32 ``[N]``.
       is_seen: bool, ``[R, N]`` or ``[1, N]``.
       options: scale and soft cap.
 
     Returns:
-      f32 ``[R, N]``, -inf where not seen; times the factor they are scores in log2.
+      f32 ``[R, N]``, -inf where not seen; times the factor they are scores in log2. The factor is
+      a number, or f32 ``[R]``.
     """
     products = jax.tree.map(lambda q, k: _dot(q, k.astype(q.dtype).T), q, k)
     scores = functools.reduce(jnp.add, jax.tree.leaves(products))
@@ -205,37 +253,51 @@ def score(
         scores = scores * k_scale[None]
     factor = options.scale * math.log2(math.e)
     if options.soft_cap is not None:
-        scores = jnp.tanh(scores * (options.scale / options.soft_cap))
-        factor = options.soft_cap * math.log2(math.e)
-    elif factor <= 0:
+        cap = options.scale / options.soft_cap
+        scores = jnp.tanh(scores * (cap if unit is None else (unit * cap)[:, None]))
+        return jnp.where(is_seen, scores, -jnp.inf), options.soft_cap * math.log2(math.e)
+    if factor <= 0:
         scores, factor = scores * factor, 1.0
-    return jnp.where(is_seen, scores, -jnp.inf), factor
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    return scores, factor if unit is None else unit * factor
 
 
-def start_softmax(rows: int, lanes: Any, sinks: jax.Array | None = None) -> Softmax:
+def start_softmax(
+    rows: int, lanes: Any, sinks: jax.Array | None = None, *, has_scales: bool = False
+) -> Softmax:
     """A softmax over no token yet.
 
     Args:
       rows, lanes: numbers of them; a tuple of numbers of lanes where values are a tuple.
       sinks: None, or ``[R]``, natural logits that count in the total and have no value;
         -inf for none.
+      has_scales: whether values have scales.
     """
+    unit = _power_of_two(jnp.int32(0)) if has_scales else None
     out = jax.tree.map(lambda n: jnp.zeros((rows, n), jnp.float32), lanes)
     if sinks is None:
-        return Softmax(jnp.full(rows, _LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out)
+        peak = jnp.full(rows, _LOWEST, jnp.float32)
+        return Softmax(peak, jnp.zeros(rows, jnp.float32), out, unit)
     sinks = sinks.astype(jnp.float32)
     peak = jnp.maximum(sinks * math.log2(math.e), _LOWEST)
-    return Softmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out)
+    return Softmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
+
+
+# The largest weight of a softmax in float16, in log2. Scales exceed their unit by a factor of 2,
+# and rounding in scores of up to 2**25 adds a factor of 4; float16 ends at 65504. Two numbers of
+# it, a weight and its rest, are then off by 2**-23 of the weight, or by 2**-37 of the largest if
+# that is more, times the largest scale so far: 131,072 of these add up to 2**-20.
+_LIFT = 12.0
 
 
 def fold(
     softmax: Softmax,
     scores: jax.Array,
-    factor: float,
+    factor: float | jax.Array,
     v: Any,
     v_scale: jax.Array | None,
     weigh: Callable[[jax.Array, jax.Array], jax.Array],
-    exp2: Exp2,
+    instructions: Instructions,
 ) -> Softmax:
     """Fold a tile of tokens into a softmax (Milakov and Gimelshein, 2018).
 
@@ -245,16 +307,23 @@ def fold(
       v: ``[N, lanes]``, in the type of the products; or a tuple.
       v_scale: None or f32 ``[N]``.
       weigh: how the weights f32 ``[R, N]`` meet `v`: `weigh_rounded` or `weigh_exactly`.
-      exp2: what `choose_exp2` has chosen.
+      instructions: what the kernel computes with.
     """
-    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1) * factor)
+    lift = _LIFT if jax.tree.leaves(v)[0].dtype == jnp.float16 else 0.0
+    exp2 = instructions.exp2
+    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1) * factor - lift)
     decay = exp2(softmax.peak, 1.0, peak)
-    weights = exp2(scores, factor, peak[:, None])
+    row_factor = factor[:, None] if isinstance(factor, jax.Array) else factor
+    weights = exp2(scores, row_factor, peak[:, None])
     total = softmax.total * decay + jnp.sum(weights, axis=1)
-    if v_scale is not None:
-        weights = weights * v_scale[None]
+    unit = softmax.unit
+    if softmax.unit is not None and v_scale is not None:
+        unit = jnp.maximum(softmax.unit, _power_of_two(jnp.max(_exponent(v_scale))))
+        inverse = _inverse(unit)
+        weights = weights * (v_scale * inverse)[None]
+        decay = decay * (softmax.unit * inverse)
     out = jax.tree.map(lambda out, v: out * decay[:, None] + weigh(weights, v), softmax.out, v)
-    return Softmax(peak, total, out)
+    return Softmax(peak, total, out, unit)
 
 
 def finish(softmax: Softmax) -> tuple[Any, jax.Array]:
@@ -262,35 +331,9 @@ def finish(softmax: Softmax) -> tuple[Any, jax.Array]:
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = softmax.peak * math.log(2) + jnp.log(total)
-    out = jax.tree.map(lambda out: out / total[:, None], softmax.out)
+    factor = 1.0 if softmax.unit is None else softmax.unit
+    out = jax.tree.map(lambda out: out * factor / total[:, None], softmax.out)
     return out, jnp.where(is_empty, -jnp.inf, lse)
-
-
-def choose_exp2(interpret: Interpret) -> Exp2:
-    """``2 ** (x * factor - shift)`` of float32, in two instructions where the kernel is compiled.
-
-    `jnp.exp2` takes three more for each weight to keep those below 1e-38, which here are 0, and the
-    compiler makes no fused multiply-add of what comes before it: together a third of all
-    instructions in the loop over a prompt chunk's keys.
-    """
-    # Assembly has no meaning where there is no GPU.
-    return _interpreted_exp2 if interpret else _compiled_exp2
-
-
-def _interpreted_exp2(x: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
-    return jnp.exp2(x * factor - shift)
-
-
-def _compiled_exp2(x: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
-    constant = f"0f{np.float32(factor).view(np.uint32):08X}"
-    [result] = plgpu.elementwise_inline_asm(
-        f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, {constant}, $2; ex2.approx.ftz.f32 $0, t; }}",
-        args=[x, jnp.broadcast_to(-shift, x.shape)],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return result
 
 
 def weigh_rounded(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -305,9 +348,23 @@ def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
     """
     if v.dtype == jnp.float32:
         return _dot(weights, v)
-    high = weights.astype(v.dtype)
-    low = (weights - high.astype(jnp.float32)).astype(v.dtype)
-    return _dot(high, v) + _dot(low, v)
+    return _dot(weights.astype(v.dtype), v) + _dot(_rest(weights, v.dtype).astype(v.dtype), v)
+
+
+def weigh_by_copies(is_rest: jax.Array, weights: jax.Array, v: jax.Array) -> jax.Array:
+    """As `weigh_exactly` in one dot, whose rows come in pairs that add up.
+
+    Args:
+      is_rest: bool ``[R]``: whether a row takes the next bits of its weights, or the first ones.
+      weights: f32 ``[R, N]``, the same in both rows of a pair.
+    """
+    weights = jnp.where(is_rest[:, None], _rest(weights, v.dtype), weights)
+    return _dot(weights.astype(v.dtype), v)
+
+
+def _rest(weights: jax.Array, dtype: Any) -> jax.Array:
+    """What rounding to a type takes from float32 numbers."""
+    return weights - weights.astype(dtype).astype(jnp.float32)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

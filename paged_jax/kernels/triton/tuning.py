@@ -243,7 +243,12 @@ _STEP_BYTES = 32 * 1024
 def _decode_rule(shape: Shape) -> DecodeParams:
     # 128 tokens of 32 lanes spill where 12 query heads share an fp8 pool.
     most_tokens = 128 if _lanes(shape) >= 64 else 64
-    step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), most_tokens)
+    step_tokens = _STEP_BYTES // token_bytes(shape)
+    if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
+        # What is kept in shared memory is as in the pool, half as many bytes. Larger groups take
+        # more registers.
+        step_tokens *= 2
+    step_tokens = min(max(step_tokens, 16), most_tokens)
     # Operands of float32 products lie in registers, of which 8 warps have twice as many.
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
