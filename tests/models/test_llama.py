@@ -210,10 +210,12 @@ def test_step_copies_no_pool(step, scan_layers) -> None:
     cache, slots = new_cache(), i32(0, 1)
     if step == "prefill":
         lowered = PREFILL.lower(model, cache, tokens(2, CHUNK), slots, i32(5, CHUNK))
-    elif step == "decode":
-        lowered = DECODE.lower(model, cache, i32(3, 4), slots)
     else:
+        lowered = DECODE.lower(model, cache, i32(3, 4), slots)
+    if step == "cascade":
+        num_products = lowered.as_text().count("dot_general")
         lowered = DECODE.lower(model, cache, i32(3, 4), slots, cascade=True)
+        assert lowered.as_text().count("dot_general") > num_products, "there is no cascade in it"
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 0.05 * cache.k.nbytes
