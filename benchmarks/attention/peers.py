@@ -1,16 +1,18 @@
-"""Other attention kernels that read the same pools, for `decode_attention.py`.
+"""Other attention kernels that read the same pools, for `benchmarks.attention.run`.
 
 Each peer gets its K and V in the layout that it wants, made before the clock starts. What has
 settings comes in several variants, of which the fastest counts. A peer that cannot do a case, or is
 not installed, says why. Scores are not scaled, since one of the peers cannot.
 """
 
-import importlib
+import importlib.util
 import math
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +31,29 @@ Variants = dict[str, JaxCall | TorchCall]
 Make = Callable[[Case, Inputs], Variants]
 
 
+class Peer(NamedTuple):
+    """Another kernel.
+
+    Attributes:
+      platforms: where it runs.
+      own_bytes: the memory that it needs besides the pools.
+      make: makes its variants for a case.
+    """
+
+    platforms: tuple[str, ...]
+    own_bytes: Callable[[Case], int]
+    make: Make
+
+
 def make_peers(
-    case: Case, inputs: Inputs, free_bytes: int
+    case: Case, inputs: Inputs, free_bytes: int, others: Mapping[str, Peer] | None = None
 ) -> tuple[dict[str, Variants], dict[str, str]]:
     """Make every peer for a case.
 
     Args:
       case, inputs: what to compute.
       free_bytes: memory that is left for a peer's own layout; peers may share it.
+      others: peers besides those of this module, see `peer_of_file`.
 
     Returns:
       ``(peers, left_out)``: the variants of each peer by their settings, and why others are not
@@ -44,7 +61,7 @@ def make_peers(
     """
     peers: dict[str, Variants] = {}
     left_out: dict[str, str] = {}
-    for name, (platforms, own_bytes, make) in _PEERS.items():
+    for name, (platforms, own_bytes, make) in {**(others or {}), **_PEERS}.items():
         if jax.devices()[0].platform not in platforms:
             continue
         if own_bytes(case) > free_bytes:
@@ -56,6 +73,31 @@ def make_peers(
         except Exception as error:  # whatever ails a peer, the benchmark goes on without it
             left_out[name] = reason(error)
     return peers, left_out
+
+
+def peer_of_file(path: Path) -> Peer:
+    """A kernel that is not part of this project, such as a prototype.
+
+    The file defines ``make(case, inputs)``, which gives functions by their settings:
+    ``op(q, layer, (pools, block_tables, context_lens))`` returns what `paged_attention` would, with
+    a scale of 1. It raises where it cannot do a case. It may import what lies beside it.
+
+    Raises:
+      ValueError: the file defines no such function.
+    """
+    sys.path.append(str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "make", None)):
+        raise ValueError(f"peer_of_file: {path} must define make(case, inputs). Add it.")
+
+    def make(case: Case, inputs: Inputs) -> Variants:
+        arrays = (inputs.pools, inputs.block_tables, inputs.context_lens)
+        return {str(s): JaxCall(op, arrays) for s, op in module.make(case, inputs).items()}
+
+    return Peer(("cpu", "gpu", "tpu"), _no_bytes, make)
 
 
 def _gathered(pool, scale, layer, tables, dtype):
@@ -260,12 +302,11 @@ def _gather_bytes(case: Case) -> int:
     return 2 * wider * case.layer_bytes
 
 
-# Where each peer runs, the memory that it needs besides the pools, and how it is made.
-_PEERS: dict[str, tuple[tuple[str, ...], Callable[[Case], int], Make]] = {
-    "jax pallas": (("gpu",), _copy_bytes, _jax_pallas),
-    "cudnn paged": (("gpu",), _no_bytes, _cudnn_paged),
-    "gather + xla": (("cpu", "gpu", "tpu"), _gather_bytes, _gather("xla")),
-    "gather + cudnn": (("gpu",), _gather_bytes, _gather("cudnn")),
-    "torch sdpa, contiguous": (("gpu",), _copy_bytes, _torch_sdpa),
-    "flashinfer": (("gpu",), _no_bytes, _flashinfer),
+_PEERS: dict[str, Peer] = {
+    "jax pallas": Peer(("gpu",), _copy_bytes, _jax_pallas),
+    "cudnn paged": Peer(("gpu",), _no_bytes, _cudnn_paged),
+    "gather + xla": Peer(("cpu", "gpu", "tpu"), _gather_bytes, _gather("xla")),
+    "gather + cudnn": Peer(("gpu",), _gather_bytes, _gather("cudnn")),
+    "torch sdpa, contiguous": Peer(("gpu",), _copy_bytes, _torch_sdpa),
+    "flashinfer": Peer(("gpu",), _no_bytes, _flashinfer),
 }

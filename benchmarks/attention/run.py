@@ -20,7 +20,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 
 from benchmarks.attention.cases import Case, cpu_cases, gpu_cases, make_inputs, quick_cases
-from benchmarks.attention.peers import Variants, make_peers
+from benchmarks.attention.peers import Peer, Variants, make_peers, peer_of_file
 from benchmarks.attention.programs import (
     TOLERANCE,
     JaxCall,
@@ -54,16 +54,31 @@ _HOPELESS = 1.3
 
 
 def measure(
-    case: Case, rates: Rates, *, num_rounds: int, turn_seconds: float, with_peers: bool
+    case: Case,
+    rates: Rates,
+    *,
+    num_rounds: int,
+    turn_seconds: float,
+    with_peers: bool,
+    others: Mapping[str, Peer] | None = None,
 ) -> dict[str, Any]:
-    """Time one case, our kernels and the others', in turns; returns its record."""
+    """Time one case, our kernels and the others', in turns; returns its record.
+
+    Args:
+      case: what is timed.
+      rates: of the device.
+      num_rounds: turns of each kernel.
+      turn_seconds: seconds of a turn at the bound of the device.
+      with_peers: whether to time other kernels.
+      others: such kernels besides those that are known, see `peers.peer_of_file`.
+    """
     inputs = make_inputs(case)
     peers: dict[str, Variants] = {}
     left_out: dict[str, str] = {}
     if with_peers:
         # A tenth for what kernels and compilers need besides their arguments.
         free_bytes = int(0.9 * memory_limit()) - case.num_layers * case.layer_bytes
-        peers, left_out = make_peers(case, inputs, free_bytes)
+        peers, left_out = make_peers(case, inputs, free_bytes, others)
     calls: dict[tuple[str, str], JaxCall | TorchCall] = {(OURS, ""): our_call(inputs)}
     calls |= {(name, s): call for name, made in peers.items() for s, call in made.items()}
     prepared, failures = prepare_all(calls, case, inputs.q, plan_calls(case, rates, turn_seconds))
@@ -226,6 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="default 240")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel, default 5")
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    parser.add_argument(
+        "--peer", type=Path, metavar="FILE", help="Python with a kernel of your own, see peers.py"
+    )
     parser.add_argument("--goals", action="store_true", help="say which goals are met")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
@@ -256,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_rounds=options.rounds,
         turn_seconds=0.02 if is_cpu else 0.01,
         with_peers=not options.no_peers,
+        others={options.peer.stem: peer_of_file(options.peer)} if options.peer else None,
     )
     if options.goals:
         print(*report["goals"], sep="\n")

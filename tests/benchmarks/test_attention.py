@@ -207,14 +207,50 @@ def test_measure_drops_kernels_with_other_results(tiny, monkeypatch) -> None:
         raise attention_peers.PeerUnavailable("no such thing")
 
     peers = {
-        "wrong": (("cpu",), lambda case: 0, wrong),
-        "fails": (("cpu",), lambda case: 0, fails),
+        "wrong": attention_peers.Peer(("cpu",), lambda case: 0, wrong),
+        "fails": attention_peers.Peer(("cpu",), lambda case: 0, fails),
     }
     monkeypatch.setattr(attention_peers, "_PEERS", peers)
     record = measure(Case(tiny, 2, 24, 8, "float32"))
     assert list(record["us"]) == ["paged_jax"]
     assert record["left_out"]["fails"] == "no such thing"
     assert record["left_out"]["wrong"].startswith("differs from what it must be by")
+
+
+PROTOTYPE = """
+import beside
+from paged_jax import paged_attention
+
+def make(case, inputs):
+    if case.chunk:
+        raise NotImplementedError("it decodes only")
+
+    def op(q, layer, arrays):
+        pools, tables, lens = arrays
+        return paged_attention(q, pools.k, pools.v, tables, lens, layer=layer, scale=beside.SCALE)
+
+    return {"a setting": op}
+"""
+
+
+def test_a_kernel_of_ones_own_is_timed_beside_ours(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(attention_peers, "_PEERS", {})
+    (tmp_path / "beside.py").write_text("SCALE = 1.0")
+    file = tmp_path / "prototype.py"
+    file.write_text(PROTOTYPE)
+    others = {"prototype": attention_peers.peer_of_file(file)}
+    options = {"num_rounds": 1, "turn_seconds": 0.0, "with_peers": True, "others": others}
+    decoded = decode_attention.measure(Case(tiny, 2, 24, 8, "float32"), RATES, **options)
+    assert decoded["us"].keys() == {"paged_jax", "prototype"}
+    assert decoded["settings"] == {"prototype": "a setting"}
+    _, left_out = attention_peers.make_peers(
+        Case(tiny, 2, 24, 8, "float32", chunk=24), make_inputs(Case(tiny, 2, 24, 8)), 0, others
+    )
+    assert left_out == {"prototype": "NotImplementedError: it decodes only"}
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"prototype.py must define make\(case, inputs\)"):
+        attention_peers.peer_of_file(file)
 
 
 def test_measure_refuses_a_wrong_result_of_ours(tiny, monkeypatch) -> None:
