@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --out results                  # all stages, one after another
     python -m benchmarks.gpu --stage tune --out results     # one; `make gpu-tune` does the same
+    python -m benchmarks.gpu --peer prototype.py            # with a kernel of one's own
     python -m benchmarks.gpu --dry-run                      # what would run
     python -m benchmarks.gpu --quick --out /tmp/results     # all of it at small sizes, on a CPU
 
@@ -28,22 +29,22 @@ from xml.etree import ElementTree
 
 from benchmarks.common.environment import write_json
 from benchmarks.common.process import ROOT
-from benchmarks.gpu.stages import STAGES, Command, Stage
+from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
 
 SUMMARY = "stages.json"
 # See `paged_jax.kernels.triton.tuning`, which imports JAX: this process must not hold the GPU.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
-def run_stage(name: str, out: Path, *, is_quick: bool = False) -> dict[str, Any]:
+def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> dict[str, Any]:
     """Run a stage; returns and keeps its summary: statuses, seconds, and counts of tests.
 
     Args:
-      name: a key of `STAGES`.
+      name: its name in the summary.
+      stage: what to run.
       out: folder of results, of this stage and of those before.
       is_quick: whether to run it at small sizes, on a CPU.
     """
-    stage = STAGES[name]
     commands = stage.commands(out, is_quick)
     print(f"\n== {name}: {stage.text}", flush=True)
     start = time.monotonic()
@@ -131,9 +132,8 @@ def _keep(path: Path, name: str, summary: dict[str, Any]) -> None:
     write_json(path, kept | {name: summary})
 
 
-def _print_stages(names: list[str], out: Path, is_quick: bool) -> None:
-    for name in names:
-        stage = STAGES[name]
+def _print_stages(stages: dict[str, Stage], out: Path, is_quick: bool) -> None:
+    for name, stage in stages.items():
         print(f"{name}: {stage.text}; {stage.seconds:.0f} s at most")
         for variable, value in stage.environment.items():
             print(f"    {variable}={value}")
@@ -147,17 +147,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES), metavar="NAME",
                         help=f"only these, of: {', '.join(STAGES)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
+    parser.add_argument(
+        "--peer", type=Path, metavar="FILE", help="one more stage, with a kernel of your own"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     options = parser.parse_args(arguments)
     # The processes run elsewhere than where this was started.
     out = options.out.resolve()
+    stages = {name: STAGES[name] for name in options.stage}
+    if options.peer:
+        pictures = stages.pop("pictures", None)
+        stages["peer"] = peer_stage(options.peer)
+        stages |= {"pictures": pictures} if pictures else {}
     if options.dry_run:
-        _print_stages(options.stage, out, options.quick)
+        _print_stages(stages, out, options.quick)
         return 0
     failed = []
-    for name in options.stage:
-        summary = run_stage(name, out, is_quick=options.quick)
+    for name, stage in stages.items():
+        summary = run_stage(name, stage, out, is_quick=options.quick)
         if any(summary["statuses"].values()):
             failed.append(name)
             if name == "device":

@@ -113,6 +113,20 @@ def _pictures(out: Path, is_quick: bool) -> list[Command]:
     return [Command(_module("benchmarks.plots", *files, "--out", out), "pictures.log")]
 
 
+def peer_stage(file: Path) -> Stage:
+    """A kernel of one's own beside the others, see `benchmarks.attention.peers.peer_of_file`."""
+
+    def commands(out: Path, is_quick: bool) -> list[Command]:
+        chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", "--batches", "1", "64")
+        sizes = (*chosen, "--contexts", "8192", "131072", "--budget", "200")
+        extra = ("--quick", "--rounds", "1") if is_quick else sizes
+        results = out / "decode-attention-peer.json"
+        arguments = ("--peer", file.resolve(), "--json", results, *extra)
+        return [Command(_module("benchmarks.attention", *arguments), "peer.log")]
+
+    return Stage("a kernel of one's own, over the same pools", commands, 300)
+
+
 # Other processes need memory of the GPU as well.
 _SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 # Of a GPU of its own JAX takes three quarters otherwise.

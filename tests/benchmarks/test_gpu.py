@@ -12,7 +12,7 @@ import pytest
 from benchmarks.attention import run as attention_run
 from benchmarks.attention import tune
 from benchmarks.gpu import run
-from benchmarks.gpu.stages import STAGES, Command, Stage
+from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
 from benchmarks.step import run as step_run
 from paged_jax import generate
 from paged_jax.kernels.triton import tuning
@@ -27,12 +27,13 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [*STAGES, "peer"])
 def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path) -> None:
     for file in ("decode-attention-gpu.json", "step-gpu.json"):
         (tmp_path / file).write_text("{}")
-    commands = STAGES[name].commands(tmp_path, is_quick)
-    assert commands and STAGES[name].seconds <= 540
+    stage = {**STAGES, "peer": peer_stage(Path("prototype.py"))}[name]
+    commands = stage.commands(tmp_path, is_quick)
+    assert commands and stage.seconds <= 540
     assert len({command.log for command in commands}) == len(commands)
     for command in commands:
         start, *arguments = command.arguments
@@ -46,16 +47,16 @@ def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path) ->
         elif module in PARSERS:
             options = PARSERS[module]().parse_args(arguments)
             # The last case or shape that is begun has time to end.
-            assert is_quick or getattr(options, "budget", 0) <= STAGES[name].seconds - 60
+            assert is_quick or getattr(options, "budget", 0) <= stage.seconds - 60
         else:
             assert importlib.import_module(module).main
 
 
 def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
     out = tmp_path / "results"
-    assert run.main(["--dry-run", "--out", str(out)]) == 0
+    assert run.main(["--dry-run", "--out", str(out), "--peer", "prototype.py"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{name}: " in shown for name in STAGES) and str(out) in shown
+    assert "peer: " in shown and all(f"{name}: " in shown for name in STAGES) and str(out) in shown
     assert not out.exists()
 
 
@@ -84,7 +85,7 @@ def test_a_stage_ends_in_time(tmp_path, monkeypatch) -> None:
     program = "import time; print('begun', flush=True); time.sleep(60)"
     monkeypatch.setitem(STAGES, "step", stage_of(program, seconds=1.0))
     start = time.monotonic()
-    summary = run.run_stage("step", tmp_path, is_quick=True)
+    summary = run.run_stage("step", STAGES["step"], tmp_path, is_quick=True)
     assert time.monotonic() - start < 20
     assert summary["is_late"] and summary["statuses"]["0.log"] < 0
     assert (tmp_path / "0.log").read_text() == "begun\n"
