@@ -34,6 +34,6 @@ def test_main_prints_a_line_for_each_case(tmp_path, capsys) -> None:
     args = ["--sequences", "2", "--steps", "1", "8", "--dispatches", "2", "--step-ms", "1"]
     assert host.main([*args, "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[2:4]] == [["2", "x", "1"], ["2", "x", "8"]]
+    assert [line.split()[:3] for line in lines[3:5]] == [["2", "x", "1"], ["2", "x", "8"]]
     assert lines[-2].startswith("not measured")
     assert len(json.loads(out.read_text())["rows"]) == 2
