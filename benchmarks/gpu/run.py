@@ -75,7 +75,7 @@ def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> 
 def _environment(stage: Stage, out: Path, is_quick: bool) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # Without a GPU an error, and not the figures of a CPU.
+    # Callbacks of JAX want the CPU, too.
     ours["JAX_PLATFORMS"] = "cpu" if is_quick else "cuda,cpu"
     table = out / "tuning.json"
     if stage.is_tuned and table.exists():
@@ -155,7 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # The processes run elsewhere than where this was started.
     out = options.out.resolve()
-    stages = {name: STAGES[name] for name in options.stage}
+    # To draw needs no device; all else does, and is not begun without.
+    is_drawing = options.stage == ["pictures"]
+    names = options.stage if options.quick or is_drawing else ["device", *options.stage]
+    stages = {name: STAGES[name] for name in names}
     if options.peer:
         pictures = stages.pop("pictures", None)
         stages["peer"] = peer_stage(options.peer)
