@@ -391,6 +391,7 @@ def small(shared_llm) -> LLM:
     return LLM(shared_llm.model, tokenizer=shared_llm.tokenizer, **SMALL)
 
 
+@pytest.mark.slow
 def test_no_bound_on_tokens_means_what_the_pool_holds(llm, small) -> None:
     completion = complete(small, "ab", max_tokens=None)
     assert completion.finish_reason == "length"

@@ -114,6 +114,7 @@ def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
     np.testing.assert_array_equal(run(ending, temperature=0.0).token_ids, whole.token_ids)
 
 
+@pytest.mark.slow
 def test_rollout_takes_a_key_for_each_row(model) -> None:
     """And one number for all rows, of what else it takes."""
     seed = np.array([4, 2, 2**32 - 3], np.uint32)

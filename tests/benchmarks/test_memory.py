@@ -167,6 +167,7 @@ def plain_search(model, forward, prompt: list[int], num_output: int, width: int)
     return [score for score, _ in beams]
 
 
+@pytest.mark.slow
 def test_search_says_when_sequences_do_not_fit(model) -> None:
     assert not search(model, Requests(REQUESTS.num_prompt, np.array([6, 99]))).ok
 

@@ -113,6 +113,7 @@ def test_measure_times_chunks(tiny) -> None:
     assert list(found["ms"]) == [ENGINE] and found["op"] == "prefill"
 
 
+@pytest.mark.slow
 def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
     case = Case("tiny", batch=3, context=50, dtype="float32", kv_dtype="int8")
     model = programs.random_model(case)

@@ -932,7 +932,7 @@ TestHistories.settings = settings(
 )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_histories_like_those_of_an_engine(seed):
     """Sequences that come, find their beginning, grow by guesses, and go, in a pool that is full.
 

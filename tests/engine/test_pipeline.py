@@ -140,7 +140,11 @@ def test_guesses_need_the_tokens_before(make_engine) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("num_blocks", [SIZES["num_blocks"], 14], ids=["room", "preemption"])
+@pytest.mark.parametrize(
+    "num_blocks",
+    [SIZES["num_blocks"], pytest.param(14, marks=pytest.mark.slow)],
+    ids=["room", "preemption"],
+)
 def test_outputs_are_those_of_one_dispatch_after_another(
     make_engine, expected, way, num_blocks
 ) -> None:

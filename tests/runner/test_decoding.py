@@ -275,6 +275,7 @@ def test_logprobs_ranks_and_candidates_are_those_of_the_model(model) -> None:
         assert not padding[:, 1:].any()
 
 
+@pytest.mark.slow
 def test_without_candidates_the_tokens_are_the_same(model) -> None:
     tokens, _ = run(model, start(model, mixed()), with_top=False)
     assert drawn(tokens) == free_run(model)
