@@ -11,7 +11,7 @@ from flax import nnx
 
 from paged_jax import Engine, Llama, SamplingParams
 from tests.support.tiny_model import BOS, SIZES
-from tests.support.workload import check_empty
+from tests.support.workload import check_empty, finish
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
@@ -22,18 +22,6 @@ OTHER = {"prompt_token_ids": [BOS, *range(25, 32)]}
 @pytest.fixture
 def engine(tiny_model) -> Engine:
     return Engine(tiny_model, **SIZES)
-
-
-def finish(engine: Engine) -> dict[str, list[int]]:
-    """Run to the end; the tokens of each request's first sample."""
-    tokens = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                assert output.request_id not in tokens, "a request ends once"
-                tokens[output.request_id] = output.outputs[0].token_ids
-    check_empty(engine)
-    return tokens
 
 
 def complete(engine: Engine, prompt, params=GREEDY, **options):

@@ -13,7 +13,7 @@ import pytest
 
 from paged_jax import Engine, SamplingParams, Tokenizer
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
-from tests.support.workload import Job, check_empty, play
+from tests.support.workload import Job, check_empty, finish, play
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=20, ignore_eos=True)
@@ -67,17 +67,6 @@ def texts(outputs: dict) -> dict[str, Any]:
         name: [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
         for name, output in outputs.items()
     }
-
-
-def finish(engine: Engine) -> dict[str, list[int]]:
-    tokens = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                assert output.request_id not in tokens, "a request ends once"
-                tokens[output.request_id] = output.outputs[0].token_ids
-    check_empty(engine)
-    return tokens
 
 
 @pytest.fixture(scope="module")

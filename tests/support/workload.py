@@ -77,6 +77,18 @@ def play(
     return ended
 
 
+def finish(engine: Engine) -> dict[str, list[int]]:
+    """Run to the end; the tokens of each request's first sample."""
+    tokens = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in tokens, "a request ends once"
+                tokens[output.request_id] = output.outputs[0].token_ids
+    check_empty(engine)
+    return tokens
+
+
 def check_empty(engine: Engine) -> None:
     """Nothing is left of requests that have ended, on the device or on the host."""
     tables = engine.cache.tables
