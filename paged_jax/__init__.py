@@ -2,8 +2,8 @@
 it lies, a Flax Llama that threads it, and text generation on top.
 
 Each part is usable without the ones above it: the ops over bare pools (`paged_attention`,
-`paged_prefill_attention`, `paged_write`, `copy_blocks`), `PagedCache` and the functions of
-`paged_jax.cache` and `paged_jax.blocks`, `Llama`, `rollout`, `Engine`, and `LLM`.
+`paged_prefill_attention`, `paged_rope_write`, `paged_write`, `copy_blocks`), `PagedCache` and the
+functions of `paged_jax.cache` and `paged_jax.blocks`, `Llama`, `rollout`, `Engine`, and `LLM`.
 """
 
 from paged_jax.async_engine import AsyncEngine
@@ -20,6 +20,7 @@ from paged_jax.kernels import (
     merge_attention,
     paged_attention,
     paged_prefill_attention,
+    paged_rope_write,
     paged_write,
 )
 from paged_jax.llm import LLM
@@ -67,6 +68,7 @@ __all__ = [
     "merge_attention",
     "paged_attention",
     "paged_prefill_attention",
+    "paged_rope_write",
     "paged_write",
     "rollout",
 ]

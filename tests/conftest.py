@@ -77,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="paged_jax_tests_")
+    os.environ["XDG_CACHE_HOME"] = config.stash[_CACHE]  # where kernels for CPUs are kept
     # However small a program: to write it took no time that could be measured.
     settings = {
         "jax_compilation_cache_dir": config.stash[_CACHE],

@@ -16,7 +16,7 @@ from paged_jax.kernels.dispatch import (
 from paged_jax.kernels.layout import padded_head_dim
 from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
-from paged_jax.kernels.writing import copy_blocks, paged_write
+from paged_jax.kernels.writing import copy_blocks, paged_rope_write, paged_write
 
 __all__ = [
     "BACKENDS",
@@ -32,6 +32,7 @@ __all__ = [
     "padded_head_dim",
     "paged_attention",
     "paged_prefill_attention",
+    "paged_rope_write",
     "paged_write",
     "quantise",
 ]

@@ -1,9 +1,9 @@
 """What a backend takes and gives: the contract that all kernels keep.
 
-A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. Its `refusal` says in a
-sentence what it cannot do. Arguments have been checked before a backend sees them, and in
-attention ``layer`` is in 0..L - 1, ``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most
-``context_lens``.
+A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. One that writes may have a
+kernel of its own for `RopeWritingOps`. Its `refusal` says in a sentence what it cannot do.
+Arguments have been checked before a backend sees them, and in attention ``layer`` is in 0..L - 1,
+``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``.
 
 The arrays of a call and its `Options` define its result. Whether a kernel is compiled or
 interpreted is a property of the backend: see `PallasBackend`.
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-Op = Literal["decode", "prefill", "write", "copy_blocks"]
+Op = Literal["decode", "prefill", "write", "rope_write", "copy_blocks"]
 
 # False, True, or the `jax.experimental.pallas.tpu.InterpretParams` of the TPU backend.
 Interpret = Any
@@ -87,6 +87,30 @@ class WriteArgs(NamedTuple):
     layer: int | jax.Array
 
 
+class RopeWriteArgs(NamedTuple):
+    """The arrays of a write from one projection of N tokens, whose heads are normed and rotated.
+
+    Attributes:
+      pools: the pools of all layers.
+      qkv: ``[N, H + 2 * K, D]``, floating point: heads of queries, of keys, of values.
+      cos: f32 ``[N, D / 2]``, of the angle of each pair of the head dimension.
+      sin: f32 ``[N, D / 2]``.
+      norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys, floating point.
+      blocks: i32 ``[N]``; the keys and values of a token whose block is no block are dropped.
+      offsets: i32 ``[N]``, the place of each token in its block.
+      layer: i32 ``[]``; nothing is written where it is no layer.
+    """
+
+    pools: Pools
+    qkv: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    norms: tuple[jax.Array, jax.Array] | None
+    blocks: jax.Array
+    offsets: jax.Array
+    layer: int | jax.Array
+
+
 class CopyArgs(NamedTuple):
     """The arrays of a copy of N blocks, in all layers.
 
@@ -104,17 +128,19 @@ class CopyArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What attention means besides its arrays; hashable, a static argument of `jax.jit`.
+    """What an op means besides its arrays; hashable, a static argument of `jax.jit`.
 
     Attributes:
       scale: factor of the scores.
       sliding_window: how many last tokens a query sees, its own included; None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
+      norm_eps: added to the mean square of a head that is normed.
     """
 
     scale: float = 1.0
     sliding_window: int | None = None
     soft_cap: float | None = None
+    norm_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,10 +150,10 @@ class Problem:
     Attributes:
       op: the op that is called.
       sizes: letters of `paged_jax.dims` with their sizes.
-      q_dtype: type of the queries, or of the new keys and values.
+      q_dtype: type of the queries, of the new keys and values, or of the projection.
       pool_dtype: type of the pools.
       has_sinks: whether attention sinks are given.
-      options: the options of attention.
+      options: the options of the op.
       lanes: last axis of the pools: D, or D padded to a multiple of 128.
     """
 
@@ -207,11 +233,39 @@ class WritingOps(Protocol):
 
 
 @runtime_checkable
+class RopeWritingOps(WritingOps, Protocol):
+    """The ops of a backend that writes and has a kernel of its own from the projection on.
+
+    For the others `paged_jax.kernels.rope` puts plain JAX before their `write`.
+    """
+
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Norm and rotate, write keys and values, return queries, as `paged_rope_write`."""
+        ...
+
+
+@runtime_checkable
 class PallasBackend(Backend, Protocol):
     """A backend written in Pallas, whose kernels can be run without their device."""
 
     def interpreted(self, interpret: Interpret) -> Backend:
         """The same backend, with its kernels run in Pallas' interpreter on any platform."""
+        ...
+
+
+@runtime_checkable
+class CompiledBackend(Backend, Protocol):
+    """A backend whose kernels are compiled on the machine that runs them.
+
+    Its ops may be traced and lowered anywhere; where it is unavailable they do the same in plain
+    JAX.
+    """
+
+    def unavailable(self, problem: Problem) -> str | None:
+        """Say in a sentence why its kernels cannot be had in this process; None where they can.
+
+        They are compiled for it, which may take seconds.
+        """
         ...
 
 

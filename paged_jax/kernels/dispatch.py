@@ -16,11 +16,12 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from paged_jax.kernels import mosaic_tpu, reference, triton, xla
+from paged_jax.kernels import cpu, mosaic_tpu, reference, triton, xla
 from paged_jax.kernels.backend import (
     AttentionArgs,
     AttentionOps,
     Backend,
+    CompiledBackend,
     CopyArgs,
     Interpret,
     Op,
@@ -28,19 +29,22 @@ from paged_jax.kernels.backend import (
     PallasBackend,
     Pools,
     Problem,
+    RopeWriteArgs,
     WriteArgs,
     WritingOps,
     has_op,
 )
+from paged_jax.kernels.rope import rope_write
 
 _logger = logging.getLogger(__name__)
 
-Args = TypeVar("Args", AttentionArgs, WriteArgs, CopyArgs)
+Args = TypeVar("Args", AttentionArgs, WriteArgs, RopeWriteArgs, CopyArgs)
 Result = TypeVar("Result")
 
 
 # In the order of preference, of those that are for the same platform.
 BACKENDS: Mapping[str, Backend] = {
+    "cpu": cpu.Cpu(),
     "mosaic_tpu": mosaic_tpu.MosaicTpu(),
     "reference": reference.Reference(),
     "triton": triton.Triton(),
@@ -87,6 +91,20 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
       problem: the call, see `paged_jax.kernels.backend.Problem`.
       platform: JAX's name of the platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``.
     """
+    return _choose(problem, platform, _why_not)
+
+
+def _why_not(backend: Backend, problem: Problem) -> str | None:
+    """Why a backend cannot solve a problem in this process, or None if it can."""
+    why_not = backend.refusal(problem)
+    if why_not is None and isinstance(backend, CompiledBackend):
+        return backend.unavailable(problem)
+    return why_not
+
+
+def _choose(
+    problem: Problem, platform: str, why_not: Callable[[Backend, Problem], str | None]
+) -> BackendChoice:
     reasons = []
     for name, backend in BACKENDS.items():
         if backend.platform != platform:
@@ -94,10 +112,10 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
         if not has_op(backend, problem.op):
             reasons.append(f"{name} leaves {problem.op} to XLA")
             continue
-        why_not = backend.refusal(problem)
-        if why_not is None:
+        reason = why_not(backend, problem)
+        if reason is None:
             return BackendChoice(name, f"these are the kernels for {platform}")
-        reasons.append(f"{name} cannot: {why_not}")
+        reasons.append(f"{name} cannot: {reason}")
     return BackendChoice(
         "xla", "; ".join(reasons) or f"there are no kernels of our own for {platform}"
     )
@@ -123,9 +141,10 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
     if own == "cuda":  # what programs are lowered for; the device calls itself "gpu"
         own = "gpu"
     if own not in (None, platform):
+        anywhere = "; the ops run it anywhere with interpret=True" if name in _IN_PALLAS else ""
         raise ValueError(
             f"{function}: backend {name!r} runs on {own} only, got a device of {platform}. Pass "
-            "backend=None for the best one there; the ops run it anywhere with interpret=True."
+            f"backend=None for the best one there{anywhere}."
         )
 
 
@@ -202,7 +221,7 @@ class Dispatch:
                 f"{self.function}: backend must be None or one of {', '.join(map(repr, names))}, "
                 f"got {self.backend!r}."
             )
-        why_not = BACKENDS[self.backend].refusal(self.problem)
+        why_not = _why_not(BACKENDS[self.backend], self.problem)
         if why_not is not None:
             raise NotImplementedError(f"{self.function}: {self.backend} cannot: {why_not}")
 
@@ -218,6 +237,10 @@ class Dispatch:
         """Write on the backend, or on that of the platform."""
         return self._run(lambda each: _writing(each).write, args)
 
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Norm, rotate and write on the backend, or on that of the platform."""
+        return self._run(lambda each: partial(rope_write, _writing(each), options=options), args)
+
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks on the backend, or on that of the platform."""
         return self._run(lambda each: _writing(each).copy_blocks, args)
@@ -231,7 +254,8 @@ class Dispatch:
             return op_of(backend)(args)
         branches = {}
         for platform in _PLATFORMS:
-            choice = choose_backend(self.problem, platform)
+            # Whether kernels can be had here is asked when the program is lowered.
+            choice = _choose(self.problem, platform, lambda each, problem: each.refusal(problem))
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, since %s", self.function, platform, choice.reason)
             else:

@@ -1,9 +1,10 @@
-"""The two public ops that change the pools, whatever the backend: writing tokens, copying blocks.
+"""The public ops that change the pools, whatever the backend: writing tokens, copying blocks.
 
-Both return new pools. Donated, the pools are updated in place, and nothing of their size is copied
+All return new pools. Donated, the pools are updated in place, and nothing of their size is copied
 or held for a while; pass them around whole, since slicing a layer out would copy it.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -11,9 +12,17 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
-from paged_jax.kernels.backend import CopyArgs, Options, Pools, Problem, WriteArgs
+from paged_jax.kernels.backend import (
+    CopyArgs,
+    Options,
+    Pools,
+    Problem,
+    RopeWriteArgs,
+    WriteArgs,
+)
 from paged_jax.kernels.checks import as_int32, check_pools, check_sharding, pool_letters
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
+from paged_jax.kernels.quantisation import query_dtype
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
 _MAX_ROWS = 2**31 - 1
@@ -82,7 +91,7 @@ def paged_write(
     check_num_rows("paged_write", pools.k.shape, num_new=sizes["N"] * sizes["K"])
     blocks, offsets = as_int32("paged_write", blocks=blocks, offsets=offsets)
     if pools.is_quantised:
-        k, v = _without_gradient(k), _without_gradient(v)
+        k, v = (_without_gradient("paged_write", x) for x in (k, v))
 
     problem = Problem.of("write", sizes, k.dtype, pools, Options())
     ops = Dispatch("paged_write", problem, backend, interpret)
@@ -91,6 +100,87 @@ def paged_write(
     if not sizes["N"]:
         return pools
     return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
+
+
+def paged_rope_write(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    blocks: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: int | jax.Array = 0,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float = 1e-6,
+    backend: str | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, Pools]:
+    """Rotate the queries and keys of a projection, and write its keys and values to their places.
+
+    What lies in a Llama between the product with the fused weights of queries, keys and values and
+    `paged_attention`: the heads of queries and keys are divided by their root mean square where
+    there are weights for it, and rotated by their positions (RoFormer, section 3.2.2, in the order
+    of Hugging Face: ``x[i]`` with ``x[i + D / 2]``); keys and values are written as by
+    `paged_write`. On GPUs that is one launch, which reads the projection once.
+
+    Args:
+      k_pool, v_pool, blocks, offsets, layer, k_scale, v_scale: see `paged_write`.
+      qkv: ``[N, H + 2 * K, D]`` floating point, the heads of queries, then those of keys, then
+        those of values. D is even. Computed in float32.
+      cos, sin: f32 ``[N, D / 2]``, of the angle of each pair of the head dimension.
+      q_norm, k_norm: None, or the weights ``[D]`` of the norms of queries and of keys, as in
+        Qwen3.
+      norm_eps: added to the mean square of a head where it is normed (static).
+      backend: ``"triton"`` (GPU), ``"xla"``, or None for the best one of the platform that the
+        program is lowered for (static).
+      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
+
+    Returns:
+      ``(q, pools)``: the queries ``[N, H, D]``, of all tokens, in the type that attention wants:
+      that of the pools, or bfloat16 where these are quantised; and the `Pools`. Differentiable in
+      pools, projection, rotations and norms, unless the pools are quantised: then a gradient is
+      refused with NotImplementedError.
+
+    Raises:
+      ValueError, NotImplementedError: as for `paged_write`.
+
+    Example:
+      >>> k_pool, v_pool = jnp.zeros((2, 1, 4, 1, 8, 4))
+      >>> qkv, angles = jnp.ones((1, 2 + 2 * 1, 4)), jnp.array([[0.0, jnp.pi / 2]])
+      >>> blocks, offsets = jnp.array([3]), jnp.array([7])
+      >>> q, pools = paged_rope_write(k_pool, v_pool, qkv, jnp.cos(angles), jnp.sin(angles),
+      ...                             blocks, offsets)
+      >>> q.shape, pools.k[0, 3, 0, 7].round().tolist(), pools.v[0, 3, 0, 7].tolist()
+      ((1, 2, 4), [1.0, -1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])
+    """
+    function = "paged_rope_write"
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError(f"{function}: q_norm and k_norm must be given both, or neither.")
+    qkv, cos, sin, blocks, offsets = map(jnp.asarray, (qkv, cos, sin, blocks, offsets))
+    norms = None if q_norm is None or k_norm is None else (jnp.asarray(q_norm), jnp.asarray(k_norm))
+    pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))
+    args = RopeWriteArgs(pools, qkv, cos, sin, norms, blocks, offsets, layer)
+    sizes = _check_rope_write(function, args)
+    blocks, offsets = as_int32(function, blocks=blocks, offsets=offsets)
+    if pools.is_quantised:
+        qkv = _without_gradient(function, qkv)
+    args = args._replace(
+        qkv=qkv, blocks=blocks, offsets=offsets, layer=jnp.asarray(layer, jnp.int32)
+    )
+
+    options = Options(norm_eps=norm_eps)
+    problem = Problem.of("rope_write", sizes, args.qkv.dtype, pools, options)
+    ops = Dispatch(function, problem, backend, interpret)
+    if not interpret:
+        check_arrays_are_on_its_device(function, backend, pools.k)
+    if not sizes["N"]:
+        return jnp.zeros((0, sizes["H"], sizes["D"]), query_dtype(pools.k.dtype)), pools
+    return ops.rope_write(args, options)
 
 
 def copy_blocks(
@@ -143,17 +233,48 @@ def copy_blocks(
     return ops.copy_blocks(CopyArgs(pools, sources, targets))
 
 
-@jax.custom_jvp
-def _without_gradient(new: jax.Array) -> jax.Array:
+def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
+    """Refuse arrays that do not fit together; the size of each letter."""
+    qkv, pools = args.qkv, args.pools
+    if qkv.ndim != 3 or pools.k.ndim != 5 or qkv.shape[1] <= 2 * pools.k.shape[2]:
+        raise ValueError(
+            f"{function}: qkv must have shape [N, H + 2 * K, D], k_pool [L, P, K, C, D], "
+            f"got {list(qkv.shape)} and {list(pools.k.shape)}."
+        )
+    N, num_heads, D = qkv.shape
+    queries = jax.ShapeDtypeStruct((N, num_heads - 2 * pools.k.shape[2], D), qkv.dtype)
+    places = {"blocks": (args.blocks, "N"), "offsets": (args.offsets, "N")}
+    norms = dict(zip(("q_norm", "k_norm"), ((x, "D") for x in args.norms or ()), strict=False))
+    sizes = dims.bind(function, qkv=(queries, "NHD"), **pool_letters(pools, D), **places, **norms)
+    check_pools(function, pools, args.layer)
+    if D % 2:
+        raise ValueError(f"{function}: D (head dimension) must be even, got {D}.")
+    for name, array in {"cos": args.cos, "sin": args.sin}.items():
+        if array.shape != (N, D // 2) or array.dtype != jnp.float32:
+            raise ValueError(
+                f"{function}: {name} must be f32 [N, D / 2], here {[N, D // 2]}, "
+                f"got {array.dtype} {list(array.shape)}."
+            )
+    for name, array in {"qkv": qkv, **{name: x for name, (x, _) in norms.items()}}.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
+    check_sharding(function, args)
+    check_num_rows(function, pools.k.shape, num_new=N * sizes["K"])
+    return sizes
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_gradient(function: str, new: jax.Array) -> jax.Array:
     """Keys or values on their way into a quantised pool."""
+    del function
     return new
 
 
-def _refuse_gradient(primals, tangents):
+def _refuse_gradient(function, primals, tangents):
     # Rounding has no useful derivative, and a silent zero would look like one.
     if not isinstance(tangents[0], SymbolicZero):
         raise NotImplementedError(
-            "paged_write: a quantised pool passes no gradient to what is written. Train with a "
+            f"{function}: a quantised pool passes no gradient to what is written. Train with a "
             "floating-point pool, or stop the gradient with jax.lax.stop_gradient."
         )
     return primals[0], tangents[0]

@@ -1,20 +1,51 @@
 """One decoder layer of the Llama family, whatever its attention reads."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from paged_jax.kernels.rope import rms_norm, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
-from paged_jax.models.rope import rotate
 
-# One layer's attention: (layer index, q, k, v, carry) -> (output, carry). q, k and v are float32,
-# the output is in any type. The caller chooses the carry: the K and V pools, or nothing.
-Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+class Projection(NamedTuple):
+    """Queries, keys and values of a layer as they leave their product, and what is left to do.
+
+    Attributes:
+      qkv: float32 ``[..., H + 2 * K, D]``.
+      cos: f32 ``[..., D / 2]``, of the angles by which queries and keys are rotated.
+      sin: f32 ``[..., D / 2]``.
+      norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
+      norm_eps: added to the mean square of a head.
+      num_kv_heads: K.
+    """
+
+    qkv: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    norms: tuple[jax.Array, jax.Array] | None
+    norm_eps: float
+    num_kv_heads: int
+
+    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries ``[..., H, D]``, keys and values ``[..., K, D]``, normed, rotated, float32."""
+        return split_and_rotate(
+            self.qkv,
+            self.cos,
+            self.sin,
+            self.norms,
+            num_kv_heads=self.num_kv_heads,
+            norm_eps=self.norm_eps,
+        )
+
+
+# One layer's attention: (layer index, projection, carry) -> (output ``[..., H, D]`` in any type,
+# carry). The caller chooses the carry: the K and V pools, or nothing.
+Attend = Callable[[Any, Projection, Any], tuple[jax.Array, Any]]
 
 
 class Layer(nnx.Module):
@@ -53,40 +84,53 @@ class Layer(nnx.Module):
             self.k_norm = nnx.Param(jnp.ones(D, dtype))
 
     def __call__(
-        self, index: Any, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, carry: Any
+        self,
+        index: Any,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attend: Attend,
+        carry: Any,
+        backend: str | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions."""
-        q, k, v = self._project(rms_norm(x, self.input_norm[...], self.config), cos, sin)
-        out, carry = attend(index, q, k, v, carry)
-        out = linear(out.reshape(*x.shape[:-1], -1), self.o_proj[...])
+        """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions.
+
+        The backend is that of the products, see `linear`.
+        """
+        eps = self.config.rms_norm_eps
+        projection = self._project(rms_norm(x, self.input_norm[...], eps), cos, sin, backend)
+        out, carry = attend(index, projection, carry)
+        out = linear(out.reshape(*x.shape[:-1], -1), self.o_proj[...], backend=backend)
         x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
-        hidden = linear(
-            rms_norm(x, self.post_attention_norm[...], self.config), self.gate_up_proj[...]
-        )
+        normed = rms_norm(x, self.post_attention_norm[...], eps)
+        hidden = linear(normed, self.gate_up_proj[...], backend=backend)
         gate, up = jnp.split(hidden, 2, axis=-1)
-        return x + linear(jax.nn.silu(gate) * up, self.down_proj[...]), carry
+        return x + linear(jax.nn.silu(gate) * up, self.down_proj[...], backend=backend), carry
 
     def _project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None
+    ) -> Projection:
         config = self.config
         H, K = config.num_attention_heads, config.num_key_value_heads
-        qkv = linear(x, self.qkv_proj[...])
+        qkv = linear(x, self.qkv_proj[...], backend=backend)
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
-        qkv = qkv.reshape(*x.shape[:-1], H + 2 * K, config.head_dim)
-        q, k, v = jnp.split(qkv, (H, H + K), axis=-2)
-        if config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], config)
-            k = rms_norm(k, self.k_norm[...], config)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return Projection(
+            qkv=qkv.reshape(*x.shape[:-1], H + 2 * K, config.head_dim),
+            cos=cos,
+            sin=sin,
+            norms=(self.q_norm[...], self.k_norm[...]) if config.qk_norm else None,
+            norm_eps=config.rms_norm_eps,
+            num_kv_heads=K,
+        )
 
 
 def causal_attention(window: int | None) -> Attend:
     """Attention of whole sequences ``[B, T, ...]`` to themselves, without a cache or a carry."""
 
-    def attend(index, q, k, v, carry):
+    def attend(index, projection, carry):
         del index
+        q, k, v = projection.split()
         local = None if window is None else (window - 1, 0)
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
         return out, carry
@@ -94,15 +138,5 @@ def causal_attention(window: int | None) -> Attend:
     return attend
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Scale float32 ``x [..., E]`` to unit root mean square (Zhang and Sennrich, 2019)."""
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + config.rms_norm_eps) * _last_axis(weight, x)
-
-
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + _last_axis(bias, x)
-
-
-def _last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
-    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return x + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -1,6 +1,7 @@
 """``x @ w.T`` for weights stored ``[out, in]``, in the form that each platform runs fastest.
 
-On GPU and TPU one product serves all. On CPU, XLA's choices for few rows cost up to ten times as
+On GPU and TPU one product serves all. On CPU, few rows are the work of a kernel of our own,
+`paged_jax.kernels.cpu`. Where it cannot be had, XLA's choices for few rows cost up to ten times as
 much as need be; the forms below were measured on 2 cores with AVX-512 (jax 0.10.2), for weights of
 3072 x 576 and 576 x 1536, as GB/s of weights read:
 
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels import cpu
+
 # Where two products of half the weight are faster than one of all of it. Beyond these rows packing
 # the weight is a small part of the work. Beyond this many inputs the batched product of XLA's CPU
 # library reads outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and
@@ -25,17 +28,25 @@ _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
 
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Array:
     """Apply a weight to the last dimension of ``x``.
 
     Args:
       x: floating point ``[..., in]``.
       w: ``[out, in]``, float32, bfloat16 or float16; with the latter two ``x`` is rounded to the
-        same dtype first (except for one row on CPU).
+        same dtype first (except for one row on CPU, without kernels of our own).
+      backend: the backend of attention, see `paged_attention`: None or ``"cpu"`` take the kernels
+        of `paged_jax.kernels.cpu` for few rows on a CPU that has them.
 
     Returns:
       float32 ``[..., out]``, accumulated in float32.
     """
+    if backend in (None, "cpu") and cpu.takes(x, w):
+        return cpu.linear(_plain, x, w)
+    return _plain(x, w)
+
+
+def _plain(x: jax.Array, w: jax.Array) -> jax.Array:
     rows = math.prod(x.shape[:-1])
     if rows == 1 and w.dtype != jnp.float32:
         return lax.platform_dependent(x, w, cpu=_multiply_sum, default=_product)

@@ -13,10 +13,11 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.rope import rms_norm
 from paged_jax.models import loading
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up
-from paged_jax.models.layer import Attend, Layer, causal_attention, rms_norm
+from paged_jax.models.layer import Attend, Layer, causal_attention
 from paged_jax.models.linear import linear
 from paged_jax.models.paged_rows import append_rows, chunk_attention, decode_attention
 from paged_jax.models.rope import inverse_frequencies, rotations
@@ -191,7 +192,7 @@ class Llama(nnx.Module):
           token_ids: i32 ``[B, T]``, each row padded at its end.
           slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
           num_tokens: i32 ``[B]``, tokens in each row, 1 to T.
-          backend: backend of the attention, see `paged_attention`.
+          backend: backend of the attention and of products, see `paged_attention` and `linear`.
 
         Returns:
           float32 logits ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
@@ -199,7 +200,8 @@ class Llama(nnx.Module):
         """
         x, cache, ok, num_tokens = self._run_chunks(cache, token_ids, slots, num_tokens, backend)
         last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
-        return self._logits(jnp.take_along_axis(x, last, axis=1)[:, 0]), cache, ok
+        logits = self._logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
+        return logits, cache, ok
 
     def score(
         self,
@@ -221,7 +223,7 @@ class Llama(nnx.Module):
           bool ``[]``.
         """
         x, cache, ok, _ = self._run_chunks(cache, token_ids, slots, num_tokens, backend)
-        return self._logits(x), cache, ok
+        return self._logits(x, backend), cache, ok
 
     def decode(
         self,
@@ -244,7 +246,7 @@ class Llama(nnx.Module):
           slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
           cascade: whether blocks that all slots begin with are read once for all of them, see
             `cascade_attention` (static).
-          backend: backend of the attention, see `paged_attention`.
+          backend: backend of the attention and of products, see `paged_attention` and `linear`.
 
         Returns:
           float32 logits ``[B, V]`` (of no meaning in rows left out), the new cache, and ``ok``,
@@ -271,8 +273,10 @@ class Llama(nnx.Module):
         attend = decode_attention(
             rows, cache.block_size, self.config.sliding_window, cascade=cascade, backend=backend
         )
-        x, pools = self._run_layers(self._embed(token_ids), rows.positions, attend, cache.pools)
-        return self._logits(x), cache.replace_pools(pools), ok
+        x, pools = self._run_layers(
+            self._embed(token_ids), rows.positions, attend, cache.pools, backend
+        )
+        return self._logits(x, backend), cache.replace_pools(pools), ok
 
     def _run_chunks(
         self,
@@ -289,37 +293,56 @@ class Llama(nnx.Module):
 
         attend = chunk_attention(rows, B, T, self.config.sliding_window, backend=backend)
         x, pools = self._run_layers(
-            self._embed(token_ids.reshape(-1)), rows.positions, attend, cache.pools
+            self._embed(token_ids.reshape(-1)), rows.positions, attend, cache.pools, backend
         )
         return x.reshape(B, T, -1), cache.replace_pools(pools), ok, rows.num_tokens
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         return look_up(self.embed_tokens[...], token_ids)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def _logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(rms_norm(x, self.norm[...], self.config), head[...])
+        normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        return linear(normed, head[...], backend=backend)
 
     def _run_layers(
-        self, x: jax.Array, positions: jax.Array, attend: Attend, carry: Any
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        carry: Any,
+        backend: str | None = None,
     ) -> tuple[jax.Array, Any]:
         cos, sin = rotations(positions, inverse_frequencies(self.config))
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
-                x, carry = layer(index, x, cos, sin, attend, carry)
+                x, carry = layer(index, x, cos, sin, attend, carry, backend)
             return x, carry
+        return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend)
 
-        graphdef, stacked = nnx.split(self.layers)
 
-        # The pools are the carry, never the scanned input or output: those would be copied.
-        def body(state, layer_and_index):
-            weights, index = layer_and_index
-            layer = nnx.merge(graphdef, weights)
-            return layer(index, state[0], cos, sin, attend, state[1]), None
+def _scan_layers(
+    layers: Layer,
+    config: LlamaConfig,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+    carry: Any,
+    backend: str | None,
+) -> tuple[jax.Array, Any]:
+    """Run layers that are stacked along their first dimension."""
+    graphdef, stacked = nnx.split(layers)
 
-        indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
-        (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))
-        return x, carry
+    # The pools are the carry, never the scanned input or output: those would be copied.
+    def body(state, layer_and_index):
+        weights, index = layer_and_index
+        layer = nnx.merge(graphdef, weights)
+        return layer(index, state[0], cos, sin, attend, state[1], backend), None
+
+    indices = jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
+    (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))
+    return x, carry
 
 
 def create_cache(

@@ -12,11 +12,10 @@ from paged_jax.kernels import (
     Pools,
     backend_for,
     paged_prefill_attention,
-    paged_write,
+    paged_rope_write,
 )
 from paged_jax.kernels.cascade import choose_decode_attention
-from paged_jax.kernels.quantisation import query_dtype
-from paged_jax.models.layer import Attend
+from paged_jax.models.layer import Attend, Projection
 
 
 @dataclass(frozen=True)
@@ -30,21 +29,26 @@ class PagedRows:
     blocks: jax.Array  # i32 [N], P where there is nothing to write
     offsets: jax.Array  # i32 [N], in their blocks
 
-    def write(
-        self, pools: Pools, k: jax.Array, v: jax.Array, layer: Any, backend: str | None
-    ) -> Pools:
-        """Put K and V ``[N, K, D]`` of the tokens in their places of a layer."""
-        return paged_write(
+    def rope_write(
+        self, pools: Pools, projection: Projection, layer: Any, backend: str | None
+    ) -> tuple[jax.Array, Pools]:
+        """Put K and V of the tokens in their places of a layer, and return Q ``[N, H, D]``."""
+        q_norm, k_norm = projection.norms or (None, None)
+        return paged_rope_write(
             pools.k,
             pools.v,
-            k,
-            v,
+            projection.qkv,
+            projection.cos,
+            projection.sin,
             self.blocks,
             self.offsets,
             layer=layer,
             k_scale=pools.k_scale,
             v_scale=pools.v_scale,
-            backend=backend_for("write", backend),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=projection.norm_eps,
+            backend=backend_for("rope_write", backend),
         )
 
 
@@ -99,9 +103,9 @@ def decode_attention(
         backend=backend,
     )
 
-    def attend(layer, q, k, v, pools):
-        pools = rows.write(pools, k, v, layer, backend)
-        return attention(q.astype(query_dtype(pools.k.dtype)), pools, layer), pools
+    def attend(layer, projection, pools):
+        q, pools = rows.rope_write(pools, projection, layer, backend)
+        return attention(q, pools, layer), pools
 
     return attend
 
@@ -111,10 +115,10 @@ def chunk_attention(
 ) -> Attend:
     """Attention of B chunks of up to T tokens; the pools are the carry. See `Llama.prefill`."""
 
-    def attend(layer, q, k, v, pools):
-        pools = rows.write(pools, k, v, layer, backend)
+    def attend(layer, projection, pools):
+        q, pools = rows.rope_write(pools, projection, layer, backend)
         out = paged_prefill_attention(
-            q.astype(query_dtype(pools.k.dtype)).reshape(B, T, *q.shape[1:]),
+            q.reshape(B, T, *q.shape[1:]),
             pools.k,
             pools.v,
             rows.block_tables,

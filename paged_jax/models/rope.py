@@ -36,15 +36,3 @@ def rotations(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array,
         (1,) * positions.ndim + (-1,)
     )
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the pairs ``(x[i], x[i + D/2])`` of float32 ``x [..., heads, D]``.
-
-    This pairing of the two halves is that of Hugging Face checkpoints; Meta's own files
-    interleave the pairs.
-    """
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

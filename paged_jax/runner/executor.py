@@ -58,6 +58,7 @@ class Executor:
       programs: the list of programs.
       weights: the arrays of the model, in the order of its flattened state.
       compile_seconds: time that compiling has taken.
+      is_compiling: whether a program is compiled at present; other threads may read it.
       wait_seconds: time that the host has waited in `check`.
       calls_wait: whether a call of a program with a loop returns only when the loop has ended.
     """
@@ -92,6 +93,7 @@ class Executor:
         self._on_compile = on_compile or (lambda line: None)
         self._compiled: set[str] = set()
         self.compile_seconds = 0.0
+        self.is_compiling = False
         self.wait_seconds = 0.0
         self._state: DecodeState | None = None
         self.calls_wait = self._device.platform == "gpu"
@@ -254,7 +256,11 @@ class Executor:
             return
         self._on_compile(f"compiling {program}")
         start = time.perf_counter()
-        yield
+        self.is_compiling = True
+        try:
+            yield
+        finally:
+            self.is_compiling = False
         self._compiled.add(program)
         self.compile_seconds += time.perf_counter() - start
 

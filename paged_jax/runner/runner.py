@@ -95,6 +95,11 @@ class ModelRunner:
         return self._executor.compile_seconds
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether a program is compiled at present."""
+        return self._executor.is_compiling
+
+    @property
     def wait_seconds(self) -> float:
         """Time that the host has waited in `check`."""
         return self._executor.wait_seconds

@@ -27,6 +27,7 @@ from jax import lax
 
 from paged_jax.checks import is_int
 from paged_jax.dims import bind
+from paged_jax.kernels import cpu
 from paged_jax.sampling import filters
 from paged_jax.sampling.keys import as_key, fold_in
 from paged_jax.sampling.state import SlotSampling
@@ -133,7 +134,7 @@ def sample(
     tokens, *reported = lax.cond(
         is_changed | jnp.any(is_drawn) | is_reported, choose, choose_greedily, raw
     )
-    logprobs = _at(raw, tokens) - jax.nn.logsumexp(raw, axis=-1)
+    logprobs = _at(raw, tokens) - log_sum_exp(raw)[:, 0]
     # The slot S of inactive rows is out of range, and dropped.
     counted = jnp.where(active, slots, num_slots)
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
@@ -209,7 +210,24 @@ def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         )
     logits = logits.astype(jnp.float32)
     values, ids = lax.top_k(logits, k)
-    return values - jax.nn.logsumexp(logits, axis=-1, keepdims=True), ids
+    return values - log_sum_exp(logits), ids
+
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """The logarithm of the softmax's denominator, f32 ``[S, 1]`` of logits f32 ``[S, V]``.
+
+    As `jax.nn.logsumexp`, but that few rows on a CPU are summed alike in batches of any size.
+
+    Example:
+      >>> round(float(log_sum_exp(jnp.log(jnp.array([[0.5, 1.0, 1.5]])))[0, 0]), 4)
+      1.0986
+    """
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
+    weights = jnp.exp(logits - peak)
+    if cpu.is_few(logits.shape[0]):
+        return peak + jnp.log(cpu.sum_rows(weights))
+    return peak + jnp.log(jnp.sum(weights, axis=-1, keepdims=True))
 
 
 def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:

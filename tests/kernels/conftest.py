@@ -2,7 +2,13 @@
 
 import pytest
 
-_FILES = {"test_attention.py", "test_cascade.py", "test_gradients.py", "test_writing.py"}
+_FILES = {
+    "test_attention.py",
+    "test_cascade.py",
+    "test_gradients.py",
+    "test_rope_write.py",
+    "test_writing.py",
+}
 _INTERPRETED = {"triton", "mosaic_tpu"}
 
 

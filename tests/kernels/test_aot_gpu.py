@@ -4,11 +4,15 @@
 """
 
 import importlib.util
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
+    GPU_CASES,
     GPU_DECODE,
     GPU_PREFILL,
     GPU_STEPS,
@@ -32,7 +36,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return run_script("aot_gpu")
+    """What the script says of all cases: of the ops in one process, of whole steps in another."""
+    ops = GPU_CASES.keys() - GPU_STEPS.keys()
+    with ThreadPoolExecutor() as threads:
+        halves = threads.map(lambda names: run_script("aot_gpu", *names), (ops, GPU_STEPS))
+    return {name: program for half in halves for name, program in half.items()}
 
 
 def assert_fits(program: dict[str, Any]) -> None:
@@ -99,6 +107,22 @@ def test_decode_takes_few_instructions_on_h200(results, name, step_tokens, most)
     assert 3 * (launch["shared_memory_bytes"] + 1024) <= 228 * 1024
 
 
+@pytest.mark.parametrize("name", GPU_DECODE)
+def test_programs_per_core_fit_an_h200(results, name) -> None:
+    """What the division of a batch counts on: registers by warp in units of 256, shared memory."""
+    case, program = GPU_DECODE[name], compiled(results, name)
+    pool_dtype = case.pool_dtype or case.dtype
+    shape = tuning.Shape(case.D, case.G, case.C, case.dtype, pool_dtype)
+    params = tuning.decode_params("", **shape._asdict())
+    counted = tuning.programs_per_core(shape, params, tuning.DEFAULT)
+    [attend] = [kernel for kernel in program["kernels"] if "merge" not in kernel["name"]]
+    [launch] = [x for x in program["launches"] if x["name"] == attend["name"]]
+    registers = params.num_warps * -(-32 * attend["registers"] // 256) * 256
+    fitting = min(65_536 // registers, 228 * 1024 // (launch["shared_memory_bytes"] + 1024))
+    assert counted <= fitting
+    assert counted == fitting or fitting > 3, "rooms that the division leaves empty"
+
+
 @pytest.mark.parametrize("name", GPU_UPDATES)
 def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     program = compiled(results, name)
@@ -115,23 +139,39 @@ def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
     program, is_chunk = compiled(results, name), isinstance(GPU_STEPS[name], PrefillStep)
     attention = "paged_prefill" if is_chunk else "paged_decode"
     launches = [launch["name"] for launch in program["launches"]]
-    for wanted in (attention, "paged_write"):
-        assert any(launch.startswith(wanted) for launch in launches), launches
+    assert attention in launches
     kernels = {kernel["name"]: kernel for kernel in program["kernels"]}
-    pallas = [kernels[name] for name in kernels if name.startswith(("paged_", "copy_blocks"))]
-    assert not [kernel for kernel in pallas if kernel["spilled_bytes"]]
+    assert not [kernel for kernel in program["kernels"] if kernel["spilled_bytes"]]
     assert kernels[attention]["tensor_core_products"] > 0, kernels[attention]
     # A chunk has rows enough for the products of a whole warpgroup, which alone are fast.
     assert (kernels[attention]["warpgroup_products"] > 0) == is_chunk, kernels[attention]
-    # Rotated queries leave their kernel in the type that attention wants.
-    before = launches[: launches.index(attention)]
-    last_product = max(i for i, launch in enumerate(before) if "gemm" in launch)
-    assert not [launch for launch in before[last_product:] if "convert" in launch], before
+    # The projection, when the parts of its product are added up, is split, rotated, quantised and
+    # written in one launch. (The first layer copies blocks before.)
+    before = launches[: len(launches) - 1 - launches[::-1].index(attention)]
+    product = max(i for i, launch in enumerate(before) if "gemm" in launch)
+    between = [launch for launch in before[product + 1 :] if "reduce" not in launch]
+    assert between == ["paged_rope_write"]
 
 
 def test_engine_computes_nothing_twice_where_pools_fill_an_h200(results) -> None:
     launches = [x["name"] for x in compiled(results, "engine with full pools")["launches"]]
     assert not [name for name in launches if "remat" in name]
+
+
+# Two norms, four products, silu, `paged_rope_write`, attention and its merge. Where products are
+# divided, the sums of three of them, which add the residual stream too; else it is added up in the
+# norms, and by a kernel of its own after several layers.
+@pytest.mark.parametrize(
+    ("name", "fewest", "most"),
+    [("engine with full pools", 13, 13), ("step, products undivided", 10, 11)],
+)
+def test_layer_of_a_decode_step_has_few_launches_on_h200(results, name, fewest, most) -> None:
+    launches = [launch["name"] for launch in compiled(results, name)["launches"]]
+    layers = [i for i, launch in enumerate(launches) if launch == "paged_rope_write"]
+    assert len(layers) == GPU_STEPS[name].config.num_hidden_layers
+    # From one layer's write to the next one's.
+    numbers = [end - begin for begin, end in itertools.pairwise(layers)]
+    assert min(numbers) <= fewest and max(numbers) <= most
 
 
 @pytest.mark.parametrize("name", GPU_STEPS)

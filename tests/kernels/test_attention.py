@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from paged_jax.kernels import merge_attention, paged_attention, paged_prefill_attention
 from paged_jax.kernels.dispatch import backends_of
+from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs, take_turns
 from tests.support.paged_batch import (
     BACKENDS,
@@ -28,7 +29,7 @@ from tests.support.paged_batch import (
     queries,
 )
 
-IS_KERNEL = {"reference": False, "xla": False, "triton": True, "mosaic_tpu": True}
+IS_KERNEL = {"cpu": False, "reference": False, "xla": False, "triton": True, "mosaic_tpu": True}
 
 
 def test_every_backend_is_tested() -> None:
@@ -38,7 +39,8 @@ def test_every_backend_is_tested() -> None:
 def slow_kernels(name: str, *others: Any, is_slow: bool = False, is_quick: bool = False) -> Any:
     """A case of a backend, slow if it interprets a kernel, which takes seconds to compile."""
     is_slow = is_slow or IS_KERNEL[name] and not is_quick
-    marks = pytest.mark.slow if is_slow else ()
+    marks = [pytest.mark.slow] if is_slow else []
+    marks += [needs_compiler] if name == "cpu" else []
     return pytest.param(name, *others, marks=marks, id="-".join(map(str, (name, *others))))
 
 
@@ -476,7 +478,8 @@ BAD_CALLS = {
     "scale": ({"scale": float("nan")}, "scale must be finite"),
     "backend": (
         {"backend": "cuda"},
-        "backend must be None or one of 'mosaic_tpu', 'reference', 'triton', 'xla', got 'cuda'",
+        "backend must be None or one of 'cpu', 'mosaic_tpu', 'reference', 'triton', 'xla', "
+        "got 'cuda'",
     ),
     "interpret": ({"interpret": True}, "interpret needs a backend"),
     "interpret xla": ({"interpret": True, "backend": "xla"}, "interpret needs a backend"),

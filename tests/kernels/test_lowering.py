@@ -74,6 +74,12 @@ WRITING: dict[Any, list[Kind]] = {
     "is_padded": each(False, True),
 }
 
+# What the two kinds of heads in a projection, and weights of norms, add to a write.
+PROJECTED: dict[Any, list[Kind]] = WRITING | {
+    "G": [(4, 2, 8), (1,), (3, 5, 7, 12)],
+    "has_norms": each(False, True),
+}
+
 # What a Pallas kernel is called in a lowered program.
 KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}
 # Platform, backend, op, and what it may meet.
@@ -81,6 +87,7 @@ SUPPORTED = [
     ("cuda", "triton", "decode", ATTENTION),
     ("cuda", "triton", "prefill", ATTENTION | CHUNKS),
     ("cuda", "triton", "write", WRITING),
+    ("cuda", "triton", "rope_write", PROJECTED),
     ("cuda", "triton", "copy_blocks", WRITING | {"dtype": each("float32")}),
     ("tpu", "mosaic_tpu", "decode", ATTENTION | ON_TPU),
     ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
@@ -96,7 +103,7 @@ def make_case(op: str, backend: str, row: Mapping[Any, Any]) -> Case:
         lanes = -(-row["D"] // LANES) * LANES
         if backend == "triton" and lanes == row["D"]:
             lanes += LANES
-    names = ("dtype", "pool_dtype", *"CDGKT")
+    names = ("dtype", "pool_dtype", "has_norms", *"CDGKT")
     sizes = {name: row[name] for name in names if name in row}
     if ("B", "M") in row:
         sizes["B"], sizes["M"] = row["B", "M"]
@@ -167,7 +174,7 @@ def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
     assert text.count(KERNEL["cuda"]) == (1 if M == 1 else 2)
 
 
-@pytest.mark.parametrize("op", ["decode", "prefill", "write", "copy_blocks"])
+@pytest.mark.parametrize("op", ["decode", "prefill", "write", "rope_write", "copy_blocks"])
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None:
     case = Case(op)
@@ -190,7 +197,7 @@ def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("op", ["decode", "prefill", "write", "copy_blocks"])
+@pytest.mark.parametrize("op", ["decode", "prefill", "write", "rope_write", "copy_blocks"])
 def test_kernels_lower_for_a_gpu_that_nothing_names(op) -> None:
     """JAX asks since 0.11 which one it is. No other test has these sizes: traces are kept."""
     case = Case(op, "triton", B=5, T=7, P=11)
@@ -244,7 +251,7 @@ def test_a_model_writes_with_the_backend_that_is_asked_for(backend, is_kernel) -
     model, cache, slots, _ = step.shapes()
     token_ids = jax.ShapeDtypeStruct((*slots.shape, 8), slots.dtype)
     program = lower(prefill, model, cache, token_ids, slots, platform="cuda").as_text()
-    assert ("paged_write" in program) == is_kernel
+    assert ("paged_rope_write" in program) == is_kernel
 
 
 def _small_step() -> DecodeStep:

@@ -114,6 +114,18 @@ def test_prefill_of_half_precision_queries_over_quantised_pools(dtype, q_dtype, 
         np.testing.assert_allclose(a.astype(np.float64), b, *tolerance)
 
 
+def test_prefill_with_every_option_over_a_quantised_pool() -> None:
+    """Coarsely what slower tests show one by one."""
+    batch = PagedBatch.random([0, 33, 200], dtype=jnp.int8, extra_width=0)
+    batch.lengths[2] = 2**31 - 1  # more than its table holds
+    q = (8 * queries((3, 53, 6, 16))).astype(jnp.bfloat16)
+    options: dict[str, Any] = {"scale": 0.5, "soft_cap": 5.0, "sliding_window": 40, "sinks": SINKS}
+    got = attend(batch, q, [0, 33, 53], **options)
+    want = batch.expected_prefill(q, [0, 33, 53], **options)
+    for a, b, tolerance in zip(got, want, ((2**-8, 2**-7), (1e-6, 1e-5)), strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, *tolerance)
+
+
 @pytest.mark.slow
 def test_prefill_of_a_wider_pool_uses_its_precision() -> None:
     batch = PagedBatch.random([50], dtype=np.float32)

@@ -67,6 +67,9 @@ GPU_PREFILL: Mapping[str, Case] = {
     "prefill, float32": _gpu("prefill", dtype="float32"),
 }
 
+# A model's products give float32.
+_PROJECTION = {"dtype": "float32", "pool_dtype": "bfloat16"}
+
 GPU_UPDATES: Mapping[str, Case] = {
     "write of 64 tokens": _gpu("write", B=64, T=1),
     "write of 2048 tokens": _gpu("write", B=1, T=2048),
@@ -74,6 +77,20 @@ GPU_UPDATES: Mapping[str, Case] = {
     "write, int8": _gpu("write", pool_dtype="int8"),
     "write, fp8": _gpu("write", pool_dtype="float8_e4m3fn"),
     "write, float32": _gpu("write", dtype="float32"),
+    "rope_write of 1 token": _gpu("rope_write", B=1, T=1, **_PROJECTION),
+    "rope_write of 64 tokens": _gpu("rope_write", B=64, T=1, **_PROJECTION),
+    "rope_write of 2048 tokens": _gpu("rope_write", B=1, T=2048, **_PROJECTION),
+    "rope_write, D 64": _gpu("rope_write", B=64, T=1, D=64, K=4, G=8, **_PROJECTION),
+    "rope_write, D 80": _gpu("rope_write", B=64, T=1, D=80, **_PROJECTION),
+    "rope_write, D 256": _gpu("rope_write", B=64, T=1, D=256, **_PROJECTION),
+    "rope_write, norms": _gpu("rope_write", B=64, T=1, has_norms=True, **_PROJECTION),
+    "rope_write, norms, int8": _gpu(
+        "rope_write", B=64, T=1, has_norms=True, **(_PROJECTION | {"pool_dtype": "int8"})
+    ),
+    "rope_write, fp8": _gpu(
+        "rope_write", B=64, T=1, **(_PROJECTION | {"pool_dtype": "float8_e4m3fn"})
+    ),
+    "rope_write, float32": _gpu("rope_write", B=64, T=1, dtype="float32"),
     "copy_blocks": _gpu("copy_blocks", B=8, T=1),
     "copy_blocks, D 80": _gpu("copy_blocks", B=8, T=1, D=80),
     "copy_blocks, int8": _gpu("copy_blocks", B=8, T=1, pool_dtype="int8"),
@@ -99,6 +116,7 @@ GPU_STEPS: Mapping[str, DecodeStep] = {
     "engine with full pools": _layers_of(
         LLAMA_3_8B, EngineDecode, num_layers=4, pool_gigabytes=110
     ),
+    "step, products undivided": _layers_of(LLAMA_3_8B, DecodeStep, num_layers=4),
     "step, int8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="int8"),
     "step, fp8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="float8_e4m3fn"),
     "step of SmolLM2 135M": _layers_of(SMOLLM2_135M, DecodeStep),
@@ -107,6 +125,12 @@ GPU_STEPS: Mapping[str, DecodeStep] = {
     "chunk, int8": _layers_of(LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="int8"),
     "chunk, fp8": _layers_of(LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="float8_e4m3fn"),
     "chunk of SmolLM2 135M": _layers_of(SMOLLM2_135M, PrefillStep, batch=1),
+}
+
+# Without a GPU to time them on, XLA divides products of few rows into parts (split-K), whose sum is
+# one more kernel after each of them.
+GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
 
 GPU_CASES: Mapping[str, Case | DecodeStep] = {
@@ -166,6 +190,9 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
 TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep]] = {
     generation: {**TPU_ATTENTION, **TPU_UPDATES, **steps} for generation, steps in TPU_STEPS.items()
 }
+
+# What the names of this library's Triton kernels begin with. The others of a program are XLA's.
+OUR_KERNELS = ("paged_", "copy_blocks")
 
 
 def run_script(script: str, *arguments: str) -> dict[str, Any]:

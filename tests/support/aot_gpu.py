@@ -4,7 +4,7 @@
     python -m tests.support.aot_gpu decode step      # those whose names begin so
 
 Needs the extra "aot". XLA compiles for a GPU that is described to it; ptxas, run once more on the
-PTX that XLA writes, tells registers and spills, and nvdisasm the instructions of loops. Nothing
+PTX of our own kernels, tells registers and spills, and nvdisasm the instructions of loops. Nothing
 runs: this proves that programs compile and what they cost in registers, shared memory, copies,
 instructions and launches, not that they are right or fast.
 
@@ -36,7 +36,11 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from tests.support.aot_cases import GPU_CASES  # noqa: E402
+from tests.support.aot_cases import (  # noqa: E402
+    GPU_CASES,
+    GPU_COMPILER_OPTIONS,
+    OUR_KERNELS,
+)
 
 # A GPU as XLA describes it (xla/stream_executor/device_description.proto). The limits are those of
 # compute capability 9.0 in the CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -103,11 +107,12 @@ def compile_case(name: str, device: Any) -> dict[str, Any]:
     lowered = case.lower("cuda", SingleDeviceSharding(device))
     for path in DUMP.iterdir():
         path.unlink()
-    compiled = lowered.compile()
+    options = dict(GPU_COMPILER_OPTIONS.get(name, {}))
+    compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
     return {
         "launches": read_launches(),
-        "kernels": [examine_kernel(path) for path in DUMP.glob("*.ptx") if has_kernel(path)],
+        "kernels": [examine_kernel(path) for path in DUMP.glob("*.ptx") if is_ours(path)],
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }
@@ -128,9 +133,10 @@ def read_launches() -> list[dict[str, Any]]:
     return launches
 
 
-def has_kernel(path: Path) -> bool:
-    # XLA writes a file for the constants of a program too.
-    return ".entry" in path.read_text()
+def is_ours(path: Path) -> bool:
+    """Whether a file of PTX holds a kernel of this library, not one of XLA's or constants."""
+    entry = re.search(r"\.entry (\w+)", path.read_text())
+    return entry is not None and entry[1].startswith(OUR_KERNELS)
 
 
 def examine_kernel(path: Path) -> dict[str, Any]:
@@ -163,13 +169,13 @@ def loop_instructions(listing: str) -> list[int]:
     """Instructions in each loop of a disassembled kernel: from a label to a branch back to it."""
     labels: dict[str, int] = {}
     lengths, count = [], 0
-    for line in listing.splitlines():
+    # Behind the last exit is what threads that come apart do by themselves, and branch back.
+    for line in listing[: listing.rfind(" EXIT ")].splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = count
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
             count += 1
             back = re.search(r"\bBRA\b.*(\.L_x_\d+)", instruction[1])
-            # Behind the end of each kernel lies a branch to itself.
             if back and labels.get(back[1], count - 1) < count - 1:
                 lengths.append(count - labels[back[1]])
     return lengths

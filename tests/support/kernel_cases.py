@@ -16,6 +16,7 @@ from paged_jax.kernels.backend import (
     Options,
     Pools,
     Problem,
+    RopeWriteArgs,
     WriteArgs,
     attend,
 )
@@ -29,9 +30,10 @@ class Case:
     """One call, by the letters of `paged_jax.dims` and the variants of the op.
 
     Attributes:
-      op: ``"decode"``, ``"prefill"``, ``"write"`` or ``"copy_blocks"``.
+      op: ``"decode"``, ``"prefill"``, ``"write"``, ``"rope_write"`` or ``"copy_blocks"``.
       backend: as for `paged_jax.paged_attention`.
-      dtype: of queries and new keys and values; of the pools too unless `pool_dtype` is given.
+      dtype: of queries, of new keys and values, of a projection; of the pools too unless
+        `pool_dtype` is given.
       lanes: last dimension of the pools, D if None.
     """
 
@@ -52,6 +54,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    has_norms: bool = False
 
     def __str__(self) -> str:
         """The op and what differs from the defaults, as ``"decode C=64 D=80"``."""
@@ -100,6 +103,8 @@ class Case:
         def op(*arrays: Any) -> Any:
             if self.op == "write":
                 return ops.write(WriteArgs(*arrays))
+            if self.op == "rope_write":
+                return ops.rope_write(RopeWriteArgs(*arrays), options)
             if self.op == "copy_blocks":
                 return ops.copy_blocks(CopyArgs(*arrays))
             return attend(ops, AttentionArgs(*arrays), options)
@@ -107,7 +112,7 @@ class Case:
         op.__name__ = self.op
         return op
 
-    def shapes(self, sharding: Any = None) -> AttentionArgs | WriteArgs | CopyArgs:
+    def shapes(self, sharding: Any = None) -> AttentionArgs | WriteArgs | RopeWriteArgs | CopyArgs:
         """What `function` takes, as `jax.ShapeDtypeStruct`, on a device where one is given."""
 
         def array(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -119,6 +124,12 @@ class Case:
         if self.op == "write":
             new = array(N, self.K, self.D, dtype=self.dtype)
             return WriteArgs(pools, new, new, array(N), array(N), layer)
+        if self.op == "rope_write":
+            qkv = array(N, H + 2 * self.K, self.D, dtype=self.dtype)
+            angles = array(N, self.D // 2, dtype=jnp.float32)
+            norm = array(self.D, dtype="bfloat16")
+            norms = (norm, norm) if self.has_norms else None
+            return RopeWriteArgs(pools, qkv, angles, angles, norms, array(N), array(N), layer)
         sinks = array(H, dtype=jnp.float32) if self.has_sinks else None
         tables, lens = array(self.B, self.M), array(self.B)
         if self.op == "decode":
@@ -129,7 +140,7 @@ class Case:
 
     def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
         """The op for ``"cuda"`` or ``"tpu"``, with the pools donated where it writes to them."""
-        donated = (0,) if self.op in ("write", "copy_blocks") else ()
+        donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
         shapes = self.shapes(sharding)
         return lower(self.function(), *shapes, platform=platform, donate_argnums=donated)
 

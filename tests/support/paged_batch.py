@@ -23,6 +23,7 @@ LAYER = 1
 # Each backend of attention, and what it needs to run here: kernels for GPUs and TPUs run on them
 # where there are any, else in Pallas' interpreter.
 BACKENDS: dict[str, dict[str, Any]] = {
+    "cpu": {"backend": "cpu"},
     "reference": {"backend": "reference"},
     "xla": {"backend": "xla"},
     "triton": {"backend": "triton", "interpret": jax.default_backend() != "gpu"},

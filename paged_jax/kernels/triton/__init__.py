@@ -17,6 +17,7 @@ from paged_jax.kernels.backend import (
     Options,
     Pools,
     Problem,
+    RopeWriteArgs,
     WriteArgs,
 )
 from paged_jax.kernels.quantisation import QUANTISED
@@ -24,9 +25,10 @@ from paged_jax.kernels.triton import pallas, tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import prefill
+from paged_jax.kernels.triton.rope_write import rope_write
 from paged_jax.kernels.triton.write import copy_blocks, write
 
-__all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "write"]
+__all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "rope_write", "write"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Triton:
     def write(self, args: WriteArgs) -> Pools:
         """Write new tokens, in one launch."""
         return write(args, self.interpret)
+
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Norm, rotate and write, in one launch."""
+        return rope_write(args, options, self.interpret)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks, in one launch."""

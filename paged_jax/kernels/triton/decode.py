@@ -3,22 +3,22 @@
 Flash-decoding (Dao et al., 2023) over the paged pool. One program attends with the query heads of
 one group, which share one read of K and V, to one part of one sequence::
 
-                     split 0            split 1            split 2
-    sequence b   |step step step|  |step step step|  |step step|        visible tokens, in steps
-                        |                  |               |
-    programs     (head, 0, b)       (head, 1, b)     (head, 2, b)       G rows of one dot each
-                        |                  |               |
-                 partial out, lse   partial out, lse  partial out, lse  float32
-                        \\_________________ | ______________/
-    merge                       (query head, b)                         out, lse
+    sequence a   |step step step|  |step step step|    b   |step step|     visible tokens, in steps
+                        |                 |                     |
+    programs        (head, 0)         (head, 1)             (head, 2)      G rows of one dot each
+                        |                 |                     |
+                 partial out, lse  partial out, lse             |          float32, [N, H, D]
+                        \\________________/                      |
+    merge                 (query head, a)                       |          a second launch
+                                 |                              |
+                             out, lse                       out, lse       [B, H, D]
 
-The visible tokens of each sequence (its real length, or its window) are divided evenly over the
-splits, in whole steps; a part without tokens reads nothing. With one split there are no partial
-results and no merge: one launch.
+The parts follow from the real lengths, so that all programs read about as much: see `schedule`. A
+sequence of one part needs no merge, and where no sequence is divided there is none.
 """
 
 import functools
-import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,14 +30,16 @@ from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
+from paged_jax.kernels.triton.merge import merge
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
-
-# For choosing the number of splits. Times are in loop steps of a program that shares the memory
-# with as many others as are resident; they are estimates, not measurements.
-_PROGRAMS_PER_CORE = 2
-_START_STEPS = 2.0  # to launch a part, read its first block ids and fill the pipeline
-_MERGE_STEPS = 2.0  # to launch the merge and run it
-_MAX_SPLITS = 128  # what one program of the merge holds in registers
+from paged_jax.kernels.triton.schedule import (
+    Part,
+    Schedule,
+    choose_num_parts,
+    cut,
+    find_part,
+    load_lengths,
+)
 
 
 def decode(
@@ -46,7 +48,7 @@ def decode(
     *,
     interpret: Interpret = False,
     params: tuning.DecodeParams | None = None,
-    num_splits: int | None = None,
+    num_parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One query for each sequence, in one launch or two.
 
@@ -54,122 +56,76 @@ def decode(
       args, options: the call, as `paged_jax.kernels.backend` says.
       interpret: how to interpret the kernel, if at all.
       params: launch parameters; those of `tuning` for this device and shape if None.
-      num_splits: parts to divide each sequence into; `choose_num_splits` if None.
+      num_parts: parts to divide the batch into, about, or 0 not to divide any sequence;
+        `choose_num_parts` if None.
     """
     q, pools, block_tables = args[:3]
     B, H, D = q.shape
     K, C = pools.k.shape[2:4]
     device = tuning.device()
+    shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.k.dtype.name)
     if params is None:
-        params = tuning.decode_params(
-            device.kind,
-            head_dim=D,
-            group=H // K,
-            block_size=C,
-            q_dtype=q.dtype,
-            pool_dtype=pools.k.dtype,
-        )
-    if num_splits is None:
-        capacity = min(block_tables.shape[1] * C, options.sliding_window or math.inf)
-        max_steps = math.ceil(capacity / params.step_tokens)
-        num_splits = choose_num_splits(B, K, max_steps, device.num_cores)
-    return _decode(args, options, params, num_splits, interpret)
+        params = tuning.decode_params(device.kind, **shape._asdict())
+    capacity = block_tables.shape[1] * C
+    schedule = Schedule(B, 0, params.step_tokens, capacity, options.sliding_window)
+    if num_parts is None:
+        resident = device.num_cores * tuning.programs_per_core(shape, params, device)
+        num_parts = choose_num_parts(B, K, schedule.max_steps, resident)
+    return _decode(args, options, params, schedule._replace(num_parts=num_parts), interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "params", "num_splits", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "params", "schedule", "interpret"))
 def _decode(
     args: AttentionArgs,
     options: Options,
     params: tuning.DecodeParams,
-    num_splits: int,
+    schedule: Schedule,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, _, sinks, layer = args
     B, H, D = q.shape
-    K = pools.k.shape[2]
+    K, N = pools.k.shape[2], schedule.num_programs
     words = pools._replace(k=tiles.as_words(pools.k), v=tiles.as_words(pools.v))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
-    parts = () if num_splits == 1 else (num_splits,)
-    dtype = q.dtype if num_splits == 1 else jnp.float32
-    out, lse = pallas_call(
+    results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
+    if schedule.num_parts:
+        results += [((N, H, D), jnp.float32), ((N, H), jnp.float32), ((B, 2), jnp.int32)]
+    out, lse, *partial = pallas_call(
         functools.partial(
             _attend_kernel,
             options=options,
             pool_dtype=pools.k.dtype,
-            step_tokens=params.step_tokens,
-            num_splits=num_splits,
+            schedule=schedule,
             instructions=choose_instructions(interpret),
         ),
-        out_shape=(
-            jax.ShapeDtypeStruct((B, H, *parts, D), dtype),
-            jax.ShapeDtypeStruct((B, H, *parts), jnp.float32),
-        ),
-        grid=(K, num_splits, B),
+        out_shape=[jax.ShapeDtypeStruct(*result) for result in results],
+        grid=(K, N),
         compiler_params=plgpu.CompilerParams(
             num_warps=params.num_warps, num_stages=params.num_stages
         ),
         interpret=interpret,
         name="paged_decode",
     )(q, words, block_tables, context_lens, sinks, layers)
-    return (out, lse) if num_splits == 1 else _merge(out, lse, q.dtype, interpret)
+    return merge(out, lse, *partial, interpret=interpret) if partial else (out, lse)
 
 
-def choose_num_splits(batch: int, kv_heads: int, max_steps: int, num_cores: int) -> int:
-    """How many parts to divide each sequence into.
-
-    Few enough that starting and merging parts costs little, many enough that all multiprocessors
-    read. The kernel is limited by the bytes that it reads, and programs that still have work get
-    the bandwidth: a batch takes its work divided over the resident programs, or its longest part,
-    whichever is more. That is weighed for a batch of full sequences and for a ragged one.
-
-    Args:
-      batch, kv_heads: B and K.
-      max_steps: loop steps over the longest sequence that the table holds.
-      num_cores: multiprocessors of the device.
-
-    Example:
-      >>> choose_num_splits(1, 8, 2048, 132), choose_num_splits(256, 8, 128, 132)
-      (34, 1)
-    """
-    resident = _PROGRAMS_PER_CORE * num_cores
-    # One full sequence, and the others a quarter as long.
-    ragged = (1 + 0.25 * (batch - 1)) / batch
-
-    def time(splits: int, fill: float) -> float:
-        work = batch * kv_heads * (fill * max_steps + splits * _START_STEPS)
-        return max(work / resident, math.ceil(max_steps / splits) + _START_STEPS)
-
-    def cost(splits: int) -> float:
-        merge = 0.0 if splits == 1 else _MERGE_STEPS
-        return (time(splits, 1.0) + time(splits, ragged)) / 2 + merge
-
-    return min(range(1, min(max(max_steps, 1), _MAX_SPLITS) + 1), key=cost)
-
-
-class _Part(NamedTuple):
-    """One KV head of a part of a sequence, which is what a program reads: refs and scalars.
+class _Source(NamedTuple):
+    """One KV head of the pools, of which a program reads a part: refs and scalars.
 
     Attributes:
       pools: refs, as `tiles.as_words` has made them.
       pool_dtype: type of the numbers in their words.
       head_dim: D.
       tables_ref: i32 ``[B, M]``.
-      sequence, head, layer: indices of what is read.
-      first, length: the first token that the query sees, and the end of the sequence.
-      begin, end: loop steps, counted from `first`.
+      head, layer: indices of what is read.
     """
 
     pools: Any
     pool_dtype: Any
     head_dim: int
     tables_ref: Any
-    sequence: jax.Array
     head: jax.Array
     layer: jax.Array
-    first: jax.Array
-    length: jax.Array
-    begin: jax.Array
-    end: jax.Array
 
 
 def _attend_kernel(
@@ -179,36 +135,56 @@ def _attend_kernel(
     lens_ref: Any,
     sinks_ref: Any,
     layer_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    *,
+    *result_refs: Any,
     options: Options,
     pool_dtype: Any,
-    step_tokens: int,
-    num_splits: int,
+    schedule: Schedule,
     instructions: Instructions,
 ) -> None:
-    head, split, sequence = (pl.program_id(axis) for axis in range(3))
-    H, D = q_ref.shape[1:]
-    G = H // pools.k.shape[2]
-    # Bounded by the table: an address past an array is no error on a GPU.
-    length = jnp.minimum(lens_ref[sequence], tables_ref.shape[1] * pools.k.shape[3])
-    window = options.sliding_window
-    first = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
-    num_steps = tiles.divide(length - first + step_tokens - 1, step_tokens)
-    begin, end = (tiles.divide(num_steps * cut, num_splits) for cut in (split, split + 1))
-    part = _Part(
-        pools, pool_dtype, D, tables_ref, sequence, head, layer_ref[0], first, length, begin, end
+    head, program = pl.program_id(0), pl.program_id(1)
+    source = _Source(pools, pool_dtype, q_ref.shape[2], tables_ref, head, layer_ref[0])
+    attend = functools.partial(
+        _attend, q_ref, sinks_ref, source, options=options, instructions=instructions
     )
+    if not schedule.num_parts:
+        part = cut(schedule, program, 0, 1, lens_ref[program])
+        _store(result_refs, program, source, *attend(part, schedule))
+        return
+    part = find_part(schedule, load_lengths(schedule, lens_ref), program)
+    refs, partial_refs, places_ref = result_refs[:2], result_refs[2:4], result_refs[4]
 
-    num_rows, num_copies = _choose_rows(G, tiles.operand_dtype(q_ref.dtype, pool_dtype))
+    @pl.when(part.is_there)
+    def _():
+        results, is_whole = attend(part, schedule), part.count == 1
+        _store(refs, part.sequence, source, *results, is_whole)
+        _store(partial_refs, program, source, *results, ~is_whole)
+
+    @pl.when(part.is_there & (part.index == 0) & (head == 0))
+    def _():
+        places_ref[part.sequence, 0] = program
+        places_ref[part.sequence, 1] = part.count
+
+
+def _attend(
+    q_ref: Any,
+    sinks_ref: Any,
+    source: _Source,
+    part: Part,
+    schedule: Schedule,
+    *,
+    options: Options,
+    instructions: Instructions,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The result of a group over a part, as f32 ``[R, lanes]`` for each tuple of lanes, and lse."""
+    G = q_ref.shape[1] // source.pools.k.shape[2]
+    num_rows, num_copies = _choose_rows(G, tiles.operand_dtype(q_ref.dtype, source.pool_dtype))
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
-    heads, is_row = _heads(head, G, tiles.remainder(rows, num_rows))
-    lanes = _lanes(D, num_arrays=2 if is_quantised(pool_dtype) else 1)
+    heads, is_row = _heads(source.head, G, tiles.remainder(rows, num_rows))
+    lanes = _lanes(source.head_dim, num_arrays=2 if is_quantised(source.pool_dtype) else 1)
     q = tuple(
         plgpu.load(
-            q_ref.at[sequence, heads[:, None], lane[None]],
-            mask=is_row[:, None] & (lane < D)[None],
+            q_ref.at[part.sequence, heads[:, None], lane[None]],
+            mask=is_row[:, None] & (lane < source.head_dim)[None],
             other=0,
         )
         for lane in lanes
@@ -216,22 +192,33 @@ def _attend_kernel(
     sinks = None
     if sinks_ref is not None:
         # They count once: in the first part.
-        sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (split == 0), other=-jnp.inf)
+        sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
-    softmax = _fold_part(q, sinks, is_rest, part, options, step_tokens, instructions)
-    out, lse = _join_copies(*tiles.finish(softmax), num_copies)
+    softmax = _fold_part(q, sinks, is_rest, part, source, options, schedule, instructions)
+    return _join_copies(*tiles.finish(softmax), num_copies)
 
-    heads, is_row = _heads(head, G, jnp.arange(num_rows, dtype=jnp.int32))
-    place = () if num_splits == 1 else (split,)
-    # The merge does not read the out of a part that has no lse.
-    is_written = is_row if num_splits == 1 else is_row & (lse != -jnp.inf)
-    for lane, array in zip(lanes, out, strict=True):
+
+def _store(
+    refs: Sequence[Any],
+    place: jax.Array,
+    source: _Source,
+    out: tuple[jax.Array, ...],
+    lse: jax.Array,
+    is_written: jax.Array | bool = True,
+) -> None:
+    """Write the result of a group into one row of ``[:, H, D]`` and ``[:, H]``."""
+    out_ref, lse_ref = refs
+    H, D = out_ref.shape[1:]
+    rows = jnp.arange(lse.size, dtype=jnp.int32)
+    heads, is_row = _heads(source.head, H // source.pools.k.shape[2], rows)
+    is_row = is_row & is_written
+    for lane, array in zip(_lanes(D, len(out)), out, strict=True):
         plgpu.store(
-            out_ref.at[sequence, heads[:, None], *place, lane[None]],
+            out_ref.at[place, heads[:, None], lane[None]],
             array.astype(out_ref.dtype),
-            mask=is_written[:, None] & (lane < D)[None],
+            mask=is_row[:, None] & (lane < D)[None],
         )
-    plgpu.store(lse_ref.at[sequence, heads, *place], lse, mask=is_row)
+    plgpu.store(lse_ref.at[place, heads], lse, mask=is_row)
 
 
 # An mma instruction of half precision multiplies 16 rows, whatever they hold.
@@ -277,9 +264,10 @@ def _fold_part(
     q: tuple[jax.Array, ...],
     sinks: jax.Array | None,
     is_rest: jax.Array | None,
-    part: _Part,
+    part: Part,
+    source: _Source,
     options: Options,
-    step_tokens: int,
+    schedule: Schedule,
     instructions: Instructions,
 ) -> tiles.Softmax:
     """The softmax of the rows of `q`, which are not scaled, over the tokens of a part.
@@ -288,7 +276,7 @@ def _fold_part(
       sinks: None, or ``[R]``, as `tiles.start_softmax`.
       is_rest: None, or bool ``[R]``: rows that weigh what rounding takes from those of the others.
     """
-    dtype = tiles.operand_dtype(q[0].dtype, part.pool_dtype)
+    dtype = tiles.operand_dtype(q[0].dtype, source.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)
     weigh = tiles.weigh_exactly
     if is_rest is not None:
@@ -297,28 +285,30 @@ def _fold_part(
         q[0].shape[0],
         tuple(array.shape[1] for array in q),
         sinks,
-        has_scales=is_quantised(part.pool_dtype),
+        has_scales=is_quantised(source.pool_dtype),
     )
 
+    offsets = jnp.arange(schedule.step_tokens, dtype=jnp.int32)
+
     def tokens_of(step):
-        index = step * step_tokens + jnp.arange(step_tokens, dtype=jnp.int32)
+        index = step * schedule.step_tokens + offsets
         return part.first + index, part.first + index < part.length
 
     def block_ids_of(step):
-        block_size = part.pools.k.shape[3]
-        return tiles.load_block_ids(part.tables_ref, part.sequence, *tokens_of(step), block_size)
+        block_size = source.pools.k.shape[3]
+        return tiles.load_block_ids(source.tables_ref, part.sequence, *tokens_of(step), block_size)
 
     def fold_step(step, carry):
         softmax, block_ids = carry
         next_block_ids = block_ids_of(step + 1)
         positions, is_seen = tokens_of(step)
-        place = (part.layer, block_ids, part.head, positions, is_seen)
+        place = (source.layer, block_ids, source.head, positions, is_seen)
         k, v = (
-            _load_heads(pool_ref, place, part, dtype, instructions)
-            for pool_ref in (part.pools.k, part.pools.v)
+            _load_heads(pool_ref, place, source, dtype, instructions)
+            for pool_ref in (source.pools.k, source.pools.v)
         )
-        k_scale = tiles.load_scales(part.pools.k_scale, *place)
-        v_scale = tiles.load_scales(part.pools.v_scale, *place)
+        k_scale = tiles.load_scales(source.pools.k_scale, *place)
+        v_scale = tiles.load_scales(source.pools.v_scale, *place)
         scores, factor = tiles.score(q, unit, k, k_scale, is_seen[None], options)
         softmax = tiles.fold(softmax, scores, factor, v, v_scale, weigh, instructions)
         return softmax, next_block_ids
@@ -330,55 +320,12 @@ def _fold_part(
 def _load_heads(
     pool_ref: Any,
     place: tuple[Any, Any, Any, Any, Any],
-    part: _Part,
+    source: _Source,
     dtype: Any,
     instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
     """A tile of K or of V: one array, or its even and odd lanes if the pool is one of words."""
-    if is_quantised(part.pool_dtype):
-        words = tiles.load_heads(pool_ref, *place, part.head_dim // 2)
-        return tuple(x.astype(dtype) for x in instructions.split_words(words, part.pool_dtype))
-    return (tiles.load_heads(pool_ref, *place, part.head_dim).astype(dtype),)
-
-
-def _merge(
-    partial_out: jax.Array, partial_lse: jax.Array, dtype: Any, interpret: Interpret
-) -> tuple[jax.Array, jax.Array]:
-    """Merge partial results f32 ``[B, H, splits, D]`` and their lse ``[B, H, splits]``."""
-    B, H, num_splits, D = partial_out.shape
-    # About 64 numbers of the tile in the registers of each of a warp's 32 threads.
-    num_warps = pl.next_power_of_2(num_splits) * tiles.num_lanes(D) // (32 * 64)
-    return pallas_call(
-        _merge_kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct((B, H, D), dtype),
-            jax.ShapeDtypeStruct((B, H), jnp.float32),
-        ),
-        grid=(H, B),
-        compiler_params=plgpu.CompilerParams(num_warps=min(max(num_warps, 1), 16), num_stages=1),
-        interpret=interpret,
-        name="paged_decode_merge",
-    )(partial_out, partial_lse)
-
-
-def _merge_kernel(partial_out_ref: Any, partial_lse_ref: Any, out_ref: Any, lse_ref: Any) -> None:
-    head, sequence = pl.program_id(0), pl.program_id(1)
-    num_splits, D = partial_out_ref.shape[2:]
-    splits = jnp.arange(pl.next_power_of_2(num_splits), dtype=jnp.int32)
-    lanes = jnp.arange(tiles.num_lanes(D), dtype=jnp.int32)
-    lse = plgpu.load(
-        partial_lse_ref.at[sequence, head, splits], mask=splits < num_splits, other=-jnp.inf
-    )
-    is_part = lse != -jnp.inf  # a NaN is a result too
-    partial = plgpu.load(
-        partial_out_ref.at[sequence, head, splits[:, None], lanes[None]],
-        mask=is_part[:, None] & (lanes < D)[None],
-        other=0.0,
-    )
-    peak = jnp.max(lse)
-    weights = jnp.where(is_part, jnp.exp(lse - peak), 0.0)
-    total = jnp.sum(weights)
-    is_empty = total == 0
-    out = jnp.sum(partial * weights[:, None], axis=0) / jnp.where(is_empty, 1.0, total)
-    plgpu.store(out_ref.at[sequence, head, lanes], out.astype(out_ref.dtype), mask=lanes < D)
-    lse_ref[sequence, head] = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    if is_quantised(source.pool_dtype):
+        words = tiles.load_heads(pool_ref, *place, source.head_dim // 2)
+        return tuple(x.astype(dtype) for x in instructions.split_words(words, source.pool_dtype))
+    return (tiles.load_heads(pool_ref, *place, source.head_dim).astype(dtype),)

@@ -253,6 +253,33 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
+# A multiprocessor has registers for three programs: ptxas gives 4 warps up to 168 each in half
+# precision, and 8 warps 64 in float32.
+_MOST_PROGRAMS = 3
+
+# KB of shared memory of a multiprocessor, by compute capability (CUDA C++ programming guide).
+_SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100}
+
+
+def programs_per_core(shape: Shape, params: DecodeParams, device: Device) -> int:
+    """How many programs of the decode kernel run on a multiprocessor at the same time.
+
+    Example:
+      >>> shape = Shape(128, 4, 16, "bfloat16", "bfloat16")
+      >>> programs_per_core(shape, DecodeParams(64, num_warps=4, num_stages=3), DEFAULT)
+      3
+    """
+    lanes = _lanes(shape)
+    scale_bytes = 8 if is_quantised(shape.pool_dtype) else 0
+    step_bytes = params.step_tokens * (
+        2 * lanes * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
+    )
+    # Of all steps but the one that is computed; and for what threads tell each other.
+    shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
+    kilobytes = _SHARED_KILOBYTES.get(device.compute_capability, 228)
+    return min(max(kilobytes * 1024 // shared_bytes, 1), _MOST_PROGRAMS)
+
+
 # With 227 KB of shared memory; others have 163 or 99 KB.
 _LARGE_ARCHITECTURES = (9, 10)
 

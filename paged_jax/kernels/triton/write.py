@@ -15,10 +15,7 @@ layer, so that copying one is copying ``K * C * D`` numbers; program (i, l) copi
 l, and most often finds that there is no pair i. The pools are aliased: donated, nothing else of
 them is read, written or copied.
 
-Rotating the keys is left to XLA, which does it where it splits them from the queries. Done here it
-would save writing and reading them once more, ``2 * N * K * D`` numbers, where the projection that
-made them read ``E * (H + 2 * K) * D`` weights: half a percent as much for an 8B Llama with a batch
-of 64.
+`paged_jax.kernels.triton.rope_write` writes rows in the same way, straight from a projection.
 
 64-bit addresses. Pallas computes addresses in 32 bits, signed, unless the array exceeds 2**32 bytes
 (jax 0.10.2 to 0.12, `_compute_offsets_from_indices` in `jax/_src/pallas/triton/lowering.py`). That
@@ -28,6 +25,7 @@ memory.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +55,8 @@ def refusal(problem: Problem) -> str | None:
     block_bytes = problem["K"] * problem["C"] * problem.lanes * itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
         return f"it copies words of 4 bytes, and a block has {block_bytes} bytes"
+    if problem.op == "rope_write" and itemsize == 1 and problem["D"] % 4:
+        return f"it writes halves of heads in pairs of bytes, and a head has {problem['D']}"
     return None
 
 
@@ -72,20 +72,19 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
     N, K, D = k.shape
     lanes = pl.next_power_of_2(D)
     rows = max(min(_TILE // lanes, pl.next_power_of_2(N * K)), 1)
-    views = jax.tree.map(_as_rows, pools)
     kernel = functools.partial(
         _write_kernel, pool_shape=pools.k.shape, pool_dtype=pools.k.dtype, rows=rows, lanes=lanes
     )
-    written = _call(
+    written = call_in_place(
         kernel,
         "paged_write",
-        views,
+        jax.tree.map(as_rows, pools),
         (jnp.reshape(layer, 1), blocks, offsets, k.reshape(N * K, D), v.reshape(N * K, D)),
         grid=(pl.cdiv(N * K, rows),),
         num_warps=_WRITE_WARPS,
         interpret=interpret,
     )
-    return jax.tree.map(_from_words, written, pools)
+    return jax.tree.map(from_words, written, pools)
 
 
 @_write.defjvp
@@ -97,13 +96,44 @@ def _write_jvp(interpret, primals, tangents):
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, pool_shape,
                   pool_dtype, rows, lanes):  # fmt: skip
-    L, P, K, C, _ = pool_shape
     num_new, D = k_ref.shape
     k_pool_ref, v_pool_ref, *scale_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
+    k_scale_ref, v_scale_ref = scale_refs or (None, None)
 
     new = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    token, head = tiles.divide(new, K), tiles.remainder(new, K)
+    token, head = tiles.divide(new, pool_shape[2]), tiles.remainder(new, pool_shape[2])
     is_new = new < num_new
+    row, is_kept = find_rows(layer_ref, blocks_ref, offsets_ref, token, head, is_new, pool_shape)
+
+    lane = jnp.arange(lanes, dtype=jnp.int32)[None]
+    mask = is_new[:, None] & (lane < D)
+    # Both are read before either is written, so that the loads wait together.
+    k, v = (plgpu.load(ref.at[new[:, None], lane], mask=mask, other=0.0) for ref in (k_ref, v_ref))
+    store_rows(k_pool_ref, k_scale_ref, row, is_kept, [k], D, pool_dtype)
+    store_rows(v_pool_ref, v_scale_ref, row, is_kept, [v], D, pool_dtype)
+
+
+def find_rows(
+    layer_ref: Any,
+    blocks_ref: Any,
+    offsets_ref: Any,
+    token: jax.Array,
+    head: jax.Array,
+    is_new: jax.Array,
+    pool_shape: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Inside a kernel: the rows of the pool that new K and V go to, and whether they go anywhere.
+
+    Args:
+      layer_ref, blocks_ref, offsets_ref: i32 ``[1]``, ``[N]`` and ``[N]``, as in `WriteArgs`.
+      token, head: i32 ``[R]``, or a scalar, the token and the KV head of each row.
+      is_new: bool ``[R]``; other rows have no token, and go nowhere.
+      pool_shape: L, P, K, C, D.
+
+    Returns:
+      i32 ``[R]`` and bool ``[R]``.
+    """
+    L, P, K, C, _ = pool_shape
     layer = layer_ref[0]
     block = plgpu.load(blocks_ref.at[token], mask=is_new, other=-1)
     offset = plgpu.load(offsets_ref.at[token], mask=is_new, other=-1)
@@ -112,34 +142,58 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, 
     # A row that is dropped must not name another's place: the interpreter writes back there what
     # it read before.
     row = jnp.where(is_kept, ((layer * P + block) * K + head) * C + offset, L * P * K * C)
-
-    lane = jnp.arange(lanes, dtype=jnp.int32)[None]
-    mask = is_new[:, None] & (lane < D)
-    # Both are read before either is written, so that the loads wait together.
-    news = [plgpu.load(ref.at[new[:, None], lane], mask=mask, other=0.0) for ref in (k_ref, v_ref)]
-    for i, (x, pool_ref) in enumerate(zip(news, (k_pool_ref, v_pool_ref), strict=True)):
-        if scale_refs:
-            values, scale = _quantise(x, pool_dtype)
-            plgpu.store(scale_refs[i].at[row], scale, mask=is_kept)
-            values = _as_pairs(values)
-        else:
-            values = x.astype(pool_dtype)
-        width = values.shape[1]  # half of the lanes where they were paired
-        column = jnp.arange(width, dtype=jnp.int32)[None]
-        mask = is_kept[:, None] & (column < D * width // lanes)
-        plgpu.store(pool_ref.at[row[:, None], column], values, mask=mask)
+    return row, is_kept
 
 
-def _quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def store_rows(
+    pool_ref: Any,
+    scale_ref: Any,
+    row: jax.Array,
+    is_kept: jax.Array,
+    parts: Sequence[jax.Array],
+    head_dim: int,
+    pool_dtype: Any,
+) -> None:
+    """Inside a kernel: write rows to the pool, rounded to its type.
+
+    Args:
+      pool_ref: a pool as `as_rows` gives it.
+      scale_ref: f32 ``[L * P * K * C]``, or None where the pool is not quantised.
+      row, is_kept: what `find_rows` returns.
+      parts: the rows, floating point ``[R, lanes]``: one array, or several with as many of the D
+        numbers in their first lanes each, and 0 in the others.
+      head_dim: D.
+      pool_dtype: type of the numbers in the pool, of which a word may hold two.
+    """
+    part_dim, lanes = head_dim // len(parts), parts[0].shape[1]
+    if scale_ref is not None:
+        parts, scale = _quantise(parts, pool_dtype)
+        plgpu.store(scale_ref.at[row], scale, mask=is_kept)
+        parts = [_as_pairs(part) for part in parts]
+    for i, part in enumerate(parts):
+        width = part.shape[1]  # half of the lanes where they were paired
+        num_words = part_dim * width // lanes
+        word = jnp.arange(width, dtype=jnp.int32)[None]
+        mask = is_kept[:, None] & (word < num_words)
+        place = pool_ref.at[row[:, None], i * num_words + word]
+        plgpu.store(place, part.astype(pool_ref.dtype), mask=mask)
+
+
+def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], jax.Array]:
     """As `paged_jax.kernels.quantise`, without `jnp.round`, which does not lower."""
     largest = QUANTISED[jnp.dtype(dtype)]
-    x = x.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(x), axis=1)
+    parts = [part.astype(jnp.float32) for part in parts]
+    peaks = [jnp.max(jnp.abs(part), axis=1) for part in parts]
+    peak = functools.reduce(jnp.maximum, peaks)
     scale = jnp.where(peak > 0, peak / largest, 1.0)
-    scaled = jnp.minimum(jnp.maximum(x / scale[:, None], -largest), largest)
-    if jnp.issubdtype(dtype, jnp.integer):
-        scaled = _round_half_to_even(scaled)
-    return scaled.astype(dtype), scale
+
+    def rounded(part: jax.Array) -> jax.Array:
+        scaled = jnp.minimum(jnp.maximum(part / scale[:, None], -largest), largest)
+        if jnp.issubdtype(dtype, jnp.integer):
+            scaled = _round_half_to_even(scaled)
+        return scaled.astype(dtype)
+
+    return [rounded(part) for part in parts], scale
 
 
 def _round_half_to_even(x: jax.Array) -> jax.Array:
@@ -163,7 +217,7 @@ def _as_pairs(values: jax.Array) -> jax.Array:
     return jnp.sum(bits * weight, axis=2).astype(jnp.uint16)
 
 
-def _as_rows(pool: jax.Array) -> jax.Array:
+def as_rows(pool: jax.Array) -> jax.Array:
     """A pool as ``[L * P * K * C, D]``, of 16-bit words if it is one of bytes; scales flat."""
     rows = pool.reshape(-1, *pool.shape[4:])
     return rows if pool.dtype.itemsize > 1 else tiles.to_words(rows, jnp.uint16)
@@ -175,7 +229,7 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
     pools, sources, targets = args
     L, P = pools.k.shape[:2]
     views = jax.tree.map(lambda pool: tiles.to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
-    copied = _call(
+    copied = call_in_place(
         functools.partial(_copy_kernel, num_blocks=P),
         "copy_blocks",
         views,
@@ -184,7 +238,7 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
         num_warps=_COPY_WARPS,
         interpret=interpret,
     )
-    return jax.tree.map(_from_words, copied, pools)
+    return jax.tree.map(from_words, copied, pools)
 
 
 def _copy_kernel(sources_ref, targets_ref, *pool_refs, num_blocks):
@@ -213,24 +267,49 @@ def _copy_row(ref, source, target):
     lax.fori_loop(0, pl.cdiv(num_words, tile), copy_tile, None)
 
 
-def _call(kernel, name, views, arguments, *, grid, num_warps, interpret):
-    """Run a kernel on `arguments` and on the pools, which are its outputs too, in place."""
+def call_in_place(
+    kernel: Callable[..., None],
+    name: str,
+    views: Pools,
+    arguments: Sequence[jax.Array],
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    interpret: Interpret,
+    out: Any = None,
+) -> Any:
+    """Run a kernel on `arguments` and on the pools, which are its outputs too, in place.
+
+    Args:
+      kernel: takes references to the arguments, the pools as inputs, `out` and the pools as
+        outputs.
+      name: name of the kernel.
+      views: the pools, in any shape.
+      arguments: other arrays.
+      grid, num_warps, interpret: see `pl.pallas_call`.
+      out: None, or a `jax.ShapeDtypeStruct` of one more output.
+
+    Returns:
+      The new `views`; with `out`, a pair of that output and the views.
+    """
     leaves, treedef = jax.tree.flatten(views)
+    others = [] if out is None else [out]
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    out = pallas_call(
+    results = pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
+        out_shape=[*others, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)],
         grid=grid,
         in_specs=[whole] * (len(arguments) + len(leaves)),
-        out_specs=[whole] * len(leaves),
-        input_output_aliases={len(arguments) + i: i for i in range(len(leaves))},
+        out_specs=[whole] * (len(others) + len(leaves)),
+        input_output_aliases={len(arguments) + i: len(others) + i for i in range(len(leaves))},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name=name,
     )(*arguments, *leaves)
-    return jax.tree.unflatten(treedef, out)
+    pools = jax.tree.unflatten(treedef, results[len(others) :])
+    return pools if out is None else (results[0], pools)
 
 
-def _from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
+def from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
     """Back to the type and shape of a pool."""
     return lax.bitcast_convert_type(words, pool.dtype).reshape(pool.shape)

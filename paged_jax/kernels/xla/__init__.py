@@ -1,6 +1,6 @@
 """The plain form, which XLA compiles for every platform: attention by tiles, writes by scatters.
 
-It is the backend of CPUs, and correct anywhere.
+It is correct anywhere, and takes what kernels leave.
 """
 
 from dataclasses import dataclass

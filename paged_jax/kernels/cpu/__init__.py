@@ -1,0 +1,42 @@
+"""Attention and products on CPUs, compiled from C++ on the machine that runs them.
+
+XLA's CPU backend has no product that takes rows by index, so it copies K and V of every tile out of
+the pool, and it reads few rows of bfloat16 at a third of the memory's speed. The kernels here read
+both where they lie, on XLA's own threads, through its foreign function interface. They are compiled
+when a program is lowered that needs them, see `library`; where that cannot be, XLA does the work.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from paged_jax.kernels import xla
+from paged_jax.kernels.backend import AttentionArgs, Options, Problem
+from paged_jax.kernels.cpu import decode as _decode
+from paged_jax.kernels.cpu.linear import is_few, linear, sum_rows, takes
+
+__all__ = ["Cpu", "is_few", "linear", "sum_rows", "takes"]
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The backend ``"cpu"``; chunks of prompt, writes and copies are left to XLA."""
+
+    platform: ClassVar[str | None] = "cpu"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why the kernel cannot do what is asked, or None if it can."""
+        return None if problem.op == "prefill" else _decode.refusal(problem)
+
+    def unavailable(self, problem: Problem) -> str | None:
+        """Why the kernel cannot be had on this machine; it is compiled now if it can."""
+        return None if problem.op == "prefill" else _decode.unavailable(problem)
+
+    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """One query for each sequence."""
+        return _decode.decode(args, options)
+
+    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """A chunk of queries for each sequence, by XLA: products of many rows."""
+        return xla.prefill(args, options)

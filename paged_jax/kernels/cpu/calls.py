@@ -1,0 +1,89 @@
+"""Calls of the kernels from JAX programs: which is chosen when a program is lowered.
+
+A call is one primitive, with a plain form in JAX that means the same. Lowered for a CPU it is a
+custom call of XLA's foreign function interface, where that can be had; anywhere else, in programs
+that are exported, and in those that XLA divides over devices, it is the plain form.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from paged_jax.kernels.cpu.library import Kernel, load
+
+# The static numbers of a call, by name; hashable.
+Attributes = tuple[tuple[str, np.generic], ...]
+
+_call_p = Primitive("paged_jax_cpu_kernel")
+_call_p.multiple_results = True
+
+
+def call(
+    kernel: Kernel,
+    plain: Callable[..., Any],
+    operands: tuple[jax.Array, ...],
+    attributes: Mapping[str, np.generic] | None = None,
+) -> list[jax.Array]:
+    """Call a kernel, or what means the same in plain JAX.
+
+    Args:
+      kernel: which one.
+      plain: a function of the operands that gives a list of arrays; hashable. Programs that are
+        equal but for it are not compiled twice if it is the same.
+      operands: the arrays.
+      attributes: what else the kernel must know.
+    """
+    return _call_p.bind(
+        *operands, kernel=kernel, plain=plain, attributes=tuple((attributes or {}).items())
+    )
+
+
+def _abstract(*avals: Any, plain: Callable[..., Any], **_: Any) -> list[Any]:
+    shapes = jax.eval_shape(plain, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+    return [ShapedArray(x.shape, x.dtype) for x in shapes]
+
+
+def _plain(*operands: Any, plain: Callable[..., Any], **_: Any) -> list[jax.Array]:
+    return plain(*operands)
+
+
+def _batched(operands: Any, axes: Any, *, plain: Callable[..., Any], **_: Any) -> Any:
+    results = jax.vmap(plain, in_axes=axes)(*operands)
+    return results, [0] * len(results)
+
+
+def _lower_for_cpu(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    kernel: Kernel,
+    attributes: Attributes,
+    **rest: Any,
+) -> Any:
+    if _is_for_one_device_here(ctx.module_context):
+        target = load(kernel).target
+        if target is not None:
+            return jax.ffi.ffi_lowering(target)(ctx, *operands, **dict(attributes))
+    return _lower_plain(ctx, *operands, kernel=kernel, attributes=attributes, **rest)
+
+
+def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
+    """Whether XLA will neither divide the program over devices nor is it for another process."""
+    if context.lowering_parameters.for_export:
+        return False
+    axes = context.axis_context
+    if isinstance(axes, mlir.SPMDAxisContext):  # within jax.shard_map
+        return axes.manual_axes == frozenset(axes.mesh.axis_names)
+    return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
+
+
+_lower_plain = mlir.lower_fun(_plain, multiple_results=True)
+_call_p.def_impl(_plain)
+_call_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[_call_p] = _batched
+mlir.register_lowering(_call_p, _lower_plain)
+mlir.register_lowering(_call_p, _lower_for_cpu, platform="cpu")

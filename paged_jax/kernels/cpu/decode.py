@@ -1,0 +1,71 @@
+"""Decode by the kernel of `source/decode.cc`."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.kernels import xla
+from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem
+from paged_jax.kernels.cpu.calls import call
+from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, load
+from paged_jax.kernels.cpu.self_test import attributes_of
+
+# What the kernel has room for on its stack (MAX_D).
+_MAX_HEAD_DIM = 512
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the kernel cannot do what is asked, or None if it can."""
+    if problem["D"] > _MAX_HEAD_DIM:
+        return f"its head dimension is at most {_MAX_HEAD_DIM}, not {problem['D']}"
+    dtype = jnp.dtype(problem.pool_dtype)
+    if dtype not in ELEMENTS:
+        return f"its pools are {', '.join(each.name for each in ELEMENTS)}, not {dtype}"
+    return None
+
+
+def unavailable(problem: Problem) -> str | None:
+    """Why the kernel cannot be had in this process; it is compiled now if it can."""
+    return load(Kernel("decode", jnp.dtype(problem.pool_dtype))).why_not
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attend with one query for each sequence."""
+    pools, sinks = args.pools, args.sinks
+    operands = [args.q.astype(jnp.float32), pools.k, pools.v, args.block_tables, args.context_lens]
+    operands.append(jnp.asarray(args.layer, jnp.int32))
+    if pools.k_scale is not None and pools.v_scale is not None:
+        operands += [pools.k_scale, pools.v_scale]
+    if sinks is not None:
+        operands.append(sinks.astype(jnp.float32))
+    kernel = Kernel("decode", pools.k.dtype)
+    plain = _Plain(options, pools.is_quantised, sinks is not None)
+    out, lse = call(kernel, plain, tuple(operands), plain.attributes())
+    return out.astype(args.q.dtype), lse
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The same over the kernel's operands, in plain JAX."""
+
+    options: Options
+    has_scales: bool
+    has_sinks: bool
+
+    def attributes(self):
+        """The static numbers of the kernel."""
+        options = self.options
+        return attributes_of(
+            options.scale, options.sliding_window, options.soft_cap, self.has_scales, self.has_sinks
+        )
+
+    def __call__(self, q, k, v, block_tables, context_lens, layer, *rest):
+        scales = rest[:2] if self.has_scales else (None, None)
+        sinks = rest[-1] if self.has_sinks else None
+        args = AttentionArgs(
+            q, Pools(k, v, *scales), block_tables, context_lens, None, sinks, layer
+        )
+        return xla.decode(args, self.options)

@@ -1,0 +1,203 @@
+"""The kernels as machine code: compiled when a program first needs one, and kept for later.
+
+One file for each kernel and type of numbers, compiled for the processor of this machine against the
+header of the jaxlib that will call it, in about two seconds. It is kept in the user's cache folder,
+under a name made of all that it depends on.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+
+from paged_jax import user_cache
+from paged_jax.kernels.cpu import self_test
+
+_logger = logging.getLogger(__name__)
+
+# Set to 0, programs are left to XLA.
+SWITCH = "PAGED_JAX_CPU_KERNELS"
+
+_SOURCE = Path(__file__).parent / "source"
+_TIMEOUT = 120.0  # seconds that a compiler may take
+
+# Names of the types in the sources. A vector of weights or of a pool is read as one of them.
+ELEMENTS: dict[Any, str] = {
+    jnp.dtype(jnp.float32): "Float32",
+    jnp.dtype(jnp.bfloat16): "Bfloat16",
+    jnp.dtype(jnp.float16): "Float16",
+    jnp.dtype(jnp.int8): "Int8",
+    jnp.dtype(jnp.float8_e4m3fn): "Float8",
+}
+
+
+class Kernel(NamedTuple):
+    """One kernel.
+
+    Attributes:
+      op: what it computes, the name of its source.
+      dtype: type of the numbers that it reads: of the pools, or of the weights.
+    """
+
+    op: Literal["decode", "linear"]
+    dtype: Any
+
+
+class Loaded(NamedTuple):
+    """A kernel in this process, or why there is none.
+
+    Attributes:
+      target: the name by which programs call it; None if there is none.
+      why_not: the reason, a phrase; None if there is one.
+    """
+
+    target: str | None
+    why_not: str | None
+
+
+class _Unavailable(Exception):
+    """There is no such kernel in this process; the text says why."""
+
+
+def load(kernel: Kernel) -> Loaded:
+    """Make a kernel known to XLA, once for a process, and compile it if need be."""
+    with _LOCK:
+        return _load(kernel)
+
+
+_LOCK = threading.Lock()
+_REGISTERED: set[str] = set()  # targets, which XLA never forgets
+
+
+@functools.cache
+def _load(kernel: Kernel) -> Loaded:
+    if os.environ.get(SWITCH) == "0":
+        return Loaded(None, f"{SWITCH} is 0")
+    try:
+        return Loaded(_find_or_compile(kernel), None)
+    except _Unavailable as error:
+        _warn(str(error))
+        return Loaded(None, str(error))
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Once for a reason, however many kernels it holds of."""
+    _logger.warning("What kernels for CPUs would do is left to XLA: %s.", reason)
+
+
+def _find_or_compile(kernel: Kernel) -> str:
+    command = _command(kernel)
+    # Programs that are kept call what they were compiled with, or nothing.
+    target = f"paged_jax_{kernel.op}_{kernel.dtype}_{_digest(command)}"
+    folder = user_cache.cache_folder("kernels")
+    with tempfile.TemporaryDirectory(prefix="paged_jax") as temporary:
+        path = (folder or Path(temporary)) / f"{target}.so"
+        is_kept = path.is_file()
+        if not is_kept:
+            path = Path(temporary) / path.name
+            _compile(command, path)
+        _register(kernel, target, path)
+        test = functools.partial(self_test.failure, kernel.op, kernel.dtype, target)
+        if (failure := _in_a_thread(test)) is not None:
+            raise _Unavailable(failure)
+        if folder is not None and not is_kept:
+            _keep(path, folder)
+    return target
+
+
+def _command(kernel: Kernel) -> list[str]:
+    """What the compiler is told, without its own name and the file to write."""
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    return [
+        "-std=c++17", "-O2", native, "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti",
+        "-shared", "-fPIC", f"-DELEMENT={ELEMENTS[kernel.dtype]}", f"-I{jax.ffi.include_dir()}",
+        str(_SOURCE / f"{kernel.op}.cc"), "-lm",
+    ]  # fmt: skip
+
+
+def _digest(command: list[str]) -> str:
+    """A name for all that machine code depends on: sources, options, jaxlib and processor."""
+    parts = [path.read_bytes() for path in sorted(_SOURCE.iterdir())]
+    parts += [text.encode() for text in (*command, jaxlib.version.__version__, _processor())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """The processor and its instructions, as the system describes them."""
+    lines = [platform.machine(), platform.processor()]
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "\n".join(lines)
+    fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(lines + sorted({x for x in text.splitlines() if x.startswith(fields)}))
+
+
+def _compiler() -> list[str]:
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise _Unavailable("there is no C++ compiler: install g++ or clang++, or name one in CXX")
+
+
+def _compile(command: list[str], path: Path) -> None:
+    if sys.platform == "win32":
+        raise _Unavailable("they are not built on Windows")
+    compiler = _compiler()
+    try:
+        subprocess.run(
+            [*compiler, *command, "-o", str(path)],
+            check=True, capture_output=True, text=True, timeout=_TIMEOUT,
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        said = [line for line in error.stderr.splitlines() if "error" in line] or [str(error)]
+        raise _Unavailable(f"{compiler[0]} says: {said[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _Unavailable(f"{compiler[0]} could not be run: {error}") from error
+
+
+def _register(kernel: Kernel, target: str, path: Path) -> None:
+    if target in _REGISTERED:
+        return
+    try:
+        function = getattr(ctypes.CDLL(str(path)), f"paged_jax_{kernel.op}")
+    except (OSError, AttributeError) as error:
+        raise _Unavailable(f"it could not be loaded: {error}") from error
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    _REGISTERED.add(target)
+
+
+def _keep(path: Path, folder: Path) -> None:
+    """Move a file to the cache in one step: other processes see all of it or nothing."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(path.read_bytes())
+        os.replace(file.name, folder / path.name)
+    except OSError as error:
+        _logger.info("A compiled kernel is not kept: %s", error)
+
+
+def _in_a_thread(function: Any) -> Any:
+    """Call a function outside of all of JAX's contexts, which are those of a thread."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]

@@ -1,0 +1,67 @@
+"""A small problem for each kernel, solved before anything depends on it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def failure(op: str, dtype: jnp.dtype, target: str) -> str | None:
+    """Run a kernel on a CPU device; say what is wrong with it, or None."""
+    try:
+        device = jax.devices("cpu")[0]
+    except RuntimeError:
+        return "there is no CPU device to test it on"
+    try:
+        with jax.default_device(device):
+            got, want = (_decode if op == "decode" else _linear)(target, dtype)
+    except Exception as error:  # whatever goes wrong here, XLA can do the work
+        return f"its self-test failed: {error}"
+    if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
+        return f"its self-test failed: it is off by {np.abs(got - want).max():.2g}"
+    return None
+
+
+def _linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) / 8 for shape in ((7, 77), (13, 77)))
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
+    return np.asarray(jax.jit(call)(x, jnp.asarray(w, dtype))), x @ w.T
+
+
+def _decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    P, K, C, D, H, length = 4, 2, 8, 24, 6, 21
+    q = rng.normal(size=(1, H, D)).astype(np.float32)
+    k, v = (rng.integers(-7, 8, (1, P, K, C, D)).astype(np.float32) for _ in range(2))
+    table, scales = np.array([[2, 0, 3]], np.int32), np.full((1, P, K, C), 0.25, np.float32)
+    is_quantised = dtype.itemsize == 1
+    operands = [q, jnp.asarray(k, dtype), jnp.asarray(v, dtype), table]
+    operands += [np.array([length], np.int32), np.int32(0)]
+    operands += [scales, scales] * is_quantised
+    results = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1, H), q.dtype)
+    call = jax.ffi.ffi_call(target, results)
+    attributes = attributes_of(0.1, None, None, is_quantised, False)
+    got = np.asarray(jax.jit(lambda *args: call(*args, **attributes)[0])(*operands))
+
+    factor = 0.25 if is_quantised else 1.0
+    keys, values = (
+        factor * pool[0, table[0]].transpose(1, 0, 2, 3).reshape(K, -1, D)[:, :length]
+        for pool in (k, v)
+    )
+    scores = 0.1 * np.einsum("kgd,knd->kgn", q.reshape(K, H // K, D), keys)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return got, np.einsum("kgn,knd->kgd", weights, values).reshape(1, H, D)
+
+
+def attributes_of(
+    scale: float, window: int | None, cap: float | None, has_scales: bool, has_sinks: bool
+) -> dict[str, np.generic]:
+    """The static numbers of a decode, as the kernel reads them."""
+    return {
+        "scale": np.float32(scale),
+        "sliding_window": np.int32(window or 0),
+        "soft_cap": np.float32(cap or 0),
+        "has_scales": np.int32(has_scales),
+        "has_sinks": np.int32(has_sinks),
+    }

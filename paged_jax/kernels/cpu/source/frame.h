@@ -1,0 +1,125 @@
+// What XLA hands to a kernel: a frame with buffers, and its own pool of threads. Through the C
+// interface that jaxlib's header declares, since its C++ templates take two seconds to compile.
+#pragma once
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+// XLA asks each kernel once which version of the interface it speaks.
+inline bool answers_metadata(XLA_FFI_CallFrame* frame) {
+  auto* extension = frame->extension_start;  // a type that jaxlib 0.11 has renamed
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
+  XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)extension)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  metadata->traits = 0;
+  return true;
+}
+
+inline XLA_FFI_Buffer* argument(XLA_FFI_CallFrame* frame, int index) {
+  return (XLA_FFI_Buffer*)frame->args.args[index];
+}
+
+inline XLA_FFI_Buffer* result(XLA_FFI_CallFrame* frame, int index) {
+  return (XLA_FFI_Buffer*)frame->rets.rets[index];
+}
+
+// A static number, by its name.
+template <class Number>
+Number attribute(XLA_FFI_CallFrame* frame, const char* name) {
+  const XLA_FFI_Attrs& attrs = frame->attrs;
+  for (int64_t i = 0; i < attrs.size; i++) {
+    const XLA_FFI_ByteSpan* its = attrs.names[i];
+    if (its->len == strlen(name) && !memcmp(its->ptr, name, its->len))
+      return *(const Number*)((const XLA_FFI_Scalar*)attrs.attrs[i])->value;
+  }
+  return 0;
+}
+
+inline XLA_FFI_Error* error(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message) {
+  XLA_FFI_Error_Create_Args args = {};
+  args.struct_size = sizeof args;
+  args.message = message;
+  args.errc = code;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+inline bool succeeds(XLA_FFI_CallFrame* frame, XLA_FFI_Error* failure) {
+  if (!failure) return true;
+  XLA_FFI_Error_Destroy_Args args = {};
+  args.struct_size = sizeof args;
+  args.error = failure;
+  frame->api->XLA_FFI_Error_Destroy(&args);
+  return false;
+}
+
+inline int64_t num_threads(XLA_FFI_CallFrame* frame) {
+  int64_t count = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args = {};
+  args.struct_size = sizeof args;
+  args.ctx = frame->ctx;
+  args.num_threads = &count;
+  return succeeds(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) ? count : 1;
+}
+
+// Parts of one call, taken by whoever comes: the calling thread and helpers from the pool. A helper may
+// come when all is done and the call has returned, so this outlives the call, by counting its holders.
+struct Job {
+  void (*run)(void* call, int64_t part);
+  void* call;
+  int64_t num_parts, next, num_done, holders;
+
+  void take_parts() {
+    int64_t part;
+    while ((part = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_parts) {
+      run(call, part);
+      __atomic_fetch_add(&num_done, 1, __ATOMIC_RELEASE);
+    }
+  }
+
+  void let_go() {
+    if (__atomic_sub_fetch(&holders, 1, __ATOMIC_ACQ_REL) == 0) free(this);
+  }
+};
+
+inline void help(void* data) {
+  Job* job = (Job*)data;
+  job->take_parts();
+  job->let_go();
+}
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Runs `call.run(part)` for each part, on the threads of XLA's pool that have nothing else to do. The
+// caller waits for parts that are being run only, never for a thread that may not come.
+template <class Call>
+void in_parallel(XLA_FFI_CallFrame* frame, Call& call, int64_t num_parts) {
+  int64_t helpers = num_parts > 1 ? num_threads(frame) - 1 : 0;
+  if (helpers > num_parts - 1) helpers = num_parts - 1;
+  Job* job = helpers > 0 ? (Job*)malloc(sizeof(Job)) : nullptr;
+  if (!job) {
+    for (int64_t part = 0; part < num_parts; part++) call.run(part);
+    return;
+  }
+  auto run = [](void* call, int64_t part) { ((Call*)call)->run(part); };
+  *job = {run, &call, num_parts, 0, 0, helpers + 1};
+  for (; helpers > 0; helpers--) {
+    XLA_FFI_ThreadPool_Schedule_Args args = {};
+    args.struct_size = sizeof args;
+    args.ctx = frame->ctx;
+    args.task = help;
+    args.data = job;
+    if (!succeeds(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) job->let_go();
+  }
+  job->take_parts();
+  for (int turn = 0; __atomic_load_n(&job->num_done, __ATOMIC_ACQUIRE) < num_parts; turn++)
+    turn < 1000 ? pause_briefly() : (void)sched_yield();
+  job->let_go();
+}

@@ -1,0 +1,124 @@
+// x @ w.T of a few rows: x f32 [M, K], w [N, K], the result f32 [M, N].
+//
+// A part of the work is some rows of the weights, which are read from memory once and meet all rows of
+// x, a few at a time.
+
+#include "frame.h"
+#include "products.h"
+
+namespace {
+
+using Type = ELEMENT;  // of the weights: the compiler is told which
+
+template <class>
+struct FormFor {
+  using Form = InFloats<Type>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct FormFor<Bfloat16> {
+  using Form = InBfloat16;
+};
+#endif
+using Form = FormFor<Type>::Form;
+// Rows of weights and of x that meet in registers: their sums fill most of what there are.
+constexpr int ROWS = LANES == 16 ? 4 : 3;
+constexpr int INPUTS = 4;
+// With a single row of x the sums of one row of weights would wait for each other.
+constexpr int ROWS_OF_ONE = 4;
+constexpr int64_t PART_BYTES = 64 * 1024;
+
+struct Product {
+  const Form::Weight* w;
+  const Form::Input* x;
+  float* out;
+  int64_t N, M;
+  int K;
+  ptrdiff_t x_stride;
+  int64_t rows_of_part;
+
+  // Weights n to n + R, inputs m to m + M_; the first to come to weights fetches the next ones.
+  template <int R, int M_, int AHEAD>
+  void block(int64_t n, int64_t m) const {
+    const Form::Weight* rows[R];
+    for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
+    float sums[R][M_];
+    multiply<Form, R, M_, AHEAD>(rows, x + m * x_stride, x_stride, K, sums);
+    for (int j = 0; j < M_; j++)
+      for (int r = 0; r < R; r++) out[(m + j) * N + n + r] = sums[r][j];
+  }
+
+  template <int R, int M_>
+  void rest(int64_t n, int64_t m) const {
+    if (m + M_ == M) return m ? block<R, M_, 0>(n, m) : block<R, M_, 2 * R>(n, m);
+    if constexpr (M_ > 1) rest<R, M_ - 1>(n, m);
+  }
+
+  template <int R>
+  void rows(int64_t n) const {
+    int64_t m = 0;
+    if (M > INPUTS) {
+      block<R, INPUTS, 2 * R>(n, m);
+      for (m = INPUTS; m + INPUTS < M; m += INPUTS) block<R, INPUTS, 0>(n, m);
+    }
+    rest<R, INPUTS>(n, m);
+  }
+
+  void run(int64_t part) {
+    int64_t n = part * rows_of_part, end = n + rows_of_part < N ? n + rows_of_part : N;
+    if (M == 1)
+      for (; n + ROWS_OF_ONE <= end; n += ROWS_OF_ONE) block<ROWS_OF_ONE, 1, ROWS_OF_ONE>(n, 0);
+    for (; n + ROWS <= end; n += ROWS) rows<ROWS>(n);
+    for (; n < end; n++)
+      for (int64_t m = 0; m < M; m++) block<1, 1, 0>(n, m);
+  }
+};
+
+// To the nearest number of bfloat16, ties to even.
+uint16_t rounded_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x != x) return (bits >> 16) | 0x40;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// A row of x as the products want it: padded with zeros, rounded to the type of the weights.
+template <class Input>
+void prepare(Input* to, const float* from, int count) {
+  int padded = round_up(count, STEP);
+  if constexpr (sizeof(Input) == sizeof(uint16_t)) {
+    for (int i = 0; i < padded; i++) to[i] = i < count ? rounded_bits(from[i]) : 0;
+  } else {
+    arrange<Type>(to, from, count, 1.0f);
+    for (int i = 0; i < padded && sizeof(Form::Weight) == sizeof(uint16_t); i++) {
+      uint32_t bits = (uint32_t)rounded_bits(to[i]) << 16;
+      memcpy(to + i, &bits, sizeof bits);
+    }
+  }
+}
+
+XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
+  const XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, 1);
+  const float* given = (const float*)x->data;
+  Product product;
+  product.w = (const Form::Weight*)w->data;
+  product.out = (float*)result(frame, 0)->data;
+  int64_t M = product.M = x->dims[0], N = product.N = w->dims[0];
+  int K = product.K = w->dims[1];
+  int stride = product.x_stride = round_up(K, STEP);
+  auto* prepared = (Form::Input*)malloc(M * stride * sizeof(Form::Input));
+  if (!prepared) return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "linear: no memory");
+  for (int64_t m = 0; m < M; m++) prepare(prepared + m * stride, given + m * K, K);
+  product.x = prepared;
+  constexpr int MULTIPLE = 12;  // of all numbers of rows of a block
+  product.rows_of_part = round_up(PART_BYTES / (K * sizeof *product.w) + 1, MULTIPLE);
+  in_parallel(frame, product, (N + product.rows_of_part - 1) / product.rows_of_part);
+  free(prepared);
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" XLA_FFI_Error* paged_jax_linear(XLA_FFI_CallFrame* frame) {
+  return answers_metadata(frame) ? nullptr : run(frame);
+}

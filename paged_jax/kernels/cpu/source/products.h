@@ -1,0 +1,84 @@
+// Products of a few rows with a few others, summed in registers.
+#pragma once
+
+#include "vectors.h"
+
+// How rows of `Type` meet rows of floats that `arrange` has put in its order.
+template <class Type>
+struct InFloats {
+  using Weight = typename Type::Element;
+  using Input = float;
+  static constexpr int HALVES = 2;
+  static Floats weights(const Weight* from, int half) { return Type::half(from, half); }
+  static Floats inputs(const Input* from, int half) { return Float32::half(from, half); }
+  static void add(Floats& total, Floats w, Floats x) { add_product(total, w, x); }
+};
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+
+// Pairs of bfloat16, a step at once by the processor's own instruction; inputs are bfloat16 in
+// memory's order.
+struct InBfloat16 {
+  using Weight = uint16_t;
+  using Input = uint16_t;
+  static constexpr int HALVES = 1;
+  static Ints weights(const Weight* from, int) { return load<Ints>(from); }
+  static Ints inputs(const Input* from, int) { return load<Ints>(from); }
+  static void add(Floats& total, Ints w, Ints x) {
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)w, (__m512bh)x);
+  }
+};
+#endif
+
+// Adds the products of a step of R rows of weights and M of inputs.
+template <class Form, int R, int M>
+inline void add_step(
+    Floats total[R][M], const typename Form::Weight* const* w, const typename Form::Input* x,
+    ptrdiff_t x_stride) {
+#pragma GCC unroll 2
+  for (int half = 0; half < Form::HALVES; half++) {
+    decltype(Form::weights(w[0], 0)) row[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) row[r] = Form::weights(w[r], half);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      auto input = Form::inputs(x + m * x_stride, half);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) Form::add(total[r][m], row[r], input);
+    }
+  }
+}
+
+// out[r][m] = w[r] . x[m], for R rows of weights and M of inputs. Each sum has an accumulator of its
+// own, and takes its numbers in the same order whatever R and M are. What lies `AHEAD` rows of weights
+// further on, each `count` long, is fetched meanwhile.
+template <class Form, int R, int M, int AHEAD = 0>
+inline void multiply(
+    const typename Form::Weight* const* w, const typename Form::Input* x, ptrdiff_t x_stride,
+    int count, float out[R][M]) {
+  using Weight = typename Form::Weight;
+  Floats total[R][M] = {};
+  const Weight* row[R];
+  int i = 0;
+  for (; i + STEP <= count; i += STEP) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) row[r] = w[r] + i;
+    if (AHEAD) {  // line after line, though the rows are read side by side
+      const char* next = (const char*)(w[0] + AHEAD * (ptrdiff_t)count + i * R);
+#pragma GCC unroll 8
+      for (size_t byte = 0; byte < R * STEP * sizeof(Weight); byte += 64)
+        __builtin_prefetch(next + byte);
+    }
+    add_step<Form, R, M>(total, row, x + i, x_stride);
+  }
+  if (i < count) {  // nothing is read past the end of a row
+    Weight last[R][STEP] = {};
+    for (int r = 0; r < R; r++) row[r] = (Weight*)memcpy(last[r], w[r] + i, (count - i) * sizeof(Weight));
+    add_step<Form, R, M>(total, row, x + i, x_stride);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) out[r][m] = sum(total[r][m]);
+}

@@ -1,0 +1,108 @@
+"""From one projection to queries, keys and values: RMS norm of each head, rotary embedding."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels import cpu
+from paged_jax.kernels.backend import (
+    Options,
+    Pools,
+    RopeWriteArgs,
+    RopeWritingOps,
+    WriteArgs,
+    WritingOps,
+)
+from paged_jax.kernels.quantisation import query_dtype
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:
+    """Scale float32 ``x [..., E]`` to unit root mean square (Zhang and Sennrich, 2019).
+
+    Args:
+      x: float32 ``[..., E]``.
+      weight: floating point ``[E]``.
+      eps: added to the mean square.
+      num_heads: rows of `x` that belong to one token. Those of few tokens are summed on CPUs as
+        `cpu.sum_rows` does.
+    """
+    squares = jnp.square(x)
+    if cpu.is_few(math.prod(x.shape[:-1]) // num_heads):
+        mean_square = cpu.sum_rows(squares) / x.shape[-1]
+    else:
+        mean_square = jnp.mean(squares, axis=-1, keepdims=True)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return x * lax.rsqrt(mean_square + eps) * weight
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the pairs ``(x[i], x[i + D/2])`` of float32 ``x [..., heads, D]``.
+
+    This pairing of the two halves is that of Hugging Face checkpoints; Meta's own files
+    interleave the pairs (RoFormer, section 3.2.2).
+
+    Args:
+      x: float32 ``[..., heads, D]``.
+      cos, sin: f32 ``[..., D / 2]``, of the angle of each pair.
+    """
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def split_and_rotate(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    norms: tuple[jax.Array, jax.Array] | None,
+    *,
+    num_kv_heads: int,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys, normed and rotated, and values, from one projection.
+
+    Args:
+      qkv: float32 ``[..., H + 2 * K, D]``: heads of queries, of keys, of values.
+      cos, sin: f32 ``[..., D / 2]``, of the angle of each pair.
+      norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
+      num_kv_heads: K.
+      norm_eps: added to the mean square of a head.
+
+    Returns:
+      q ``[..., H, D]``, k and v ``[..., K, D]``, float32.
+    """
+    K = num_kv_heads
+    H = qkv.shape[-2] - 2 * K
+    q, k, v = jnp.split(qkv, (H, H + K), axis=-2)
+    if norms is not None:
+        q = rms_norm(q, norms[0], norm_eps, num_heads=H)
+        k = rms_norm(k, norms[1], norm_eps, num_heads=K)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def rope_write(ops: WritingOps, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+    """The op of a backend that writes: its own kernel, else its write after plain JAX."""
+    if isinstance(ops, RopeWritingOps):
+        return ops.rope_write(args, options)
+    return rope_then_write(ops.write, args, options)
+
+
+def rope_then_write(
+    write: Callable[[WriteArgs], Pools], args: RopeWriteArgs, options: Options
+) -> tuple[jax.Array, Pools]:
+    """What the op means: split, norm and rotate in float32, then write."""
+    pools = args.pools
+    q, k, v = split_and_rotate(
+        args.qkv.astype(jnp.float32),
+        args.cos,
+        args.sin,
+        args.norms,
+        num_kv_heads=pools.k.shape[2],
+        norm_eps=options.norm_eps,
+    )
+    pools = write(WriteArgs(pools, k, v, args.blocks, args.offsets, args.layer))
+    return q.astype(query_dtype(pools.k.dtype)), pools

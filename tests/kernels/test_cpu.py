@@ -1,0 +1,309 @@
+"""The kernels for CPUs: when they are chosen, and what the contract of attention does not say."""
+
+import functools
+import logging
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels import choose_backend, paged_attention
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.cpu import library
+from paged_jax.models.linear import linear
+from tests.support.compiler import needs_compiler
+from tests.support.paged_batch import LAYER, PagedBatch, queries
+from tests.support.processes import run_on_devices
+
+pytestmark = needs_compiler
+
+F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+LINEAR = jax.jit(linear, static_argnames="backend")
+
+
+def weights_and_rows(out_features: int, inputs: int, num_rows: int, dtype=F32):
+    rng = np.random.default_rng(out_features + inputs)
+    w = jnp.asarray(rng.normal(size=(out_features, inputs)), dtype)
+    return w, rng.normal(size=(num_rows, inputs)).astype(np.float32)
+
+
+# Whole steps of vectors, less than one, and one number more; rows of weights that blocks of them
+# do not divide, and parts of the work.
+SHAPES = [(1, 1), (7, 5), (33, 65), (130, 96), (13, 1031), (2003, 64)]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_matches_float64_and_rows_do_not_see_each_other(shape, dtype) -> None:
+    """Bitwise: with any number of others, and whatever they are."""
+    w, x = weights_and_rows(*shape, 32, dtype)
+    together = np.asarray(LINEAR(x, w))
+    exact = np.asarray(x.astype(dtype), np.float64) @ np.asarray(w, np.float64).T
+    scale = np.abs(x.astype(np.float64)) @ np.abs(np.asarray(w, np.float64)).T
+    # Some units in the last place of float32, of what is added.
+    assert (np.abs(together - exact) <= 1e-6 * scale).all()
+    for num_rows in (1, 2, 5, 6, 7, 13, 18):
+        np.testing.assert_array_equal(LINEAR(x[-num_rows:], w), together[-num_rows:])
+    assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
+
+
+def test_linear_reads_nothing_past_a_row() -> None:
+    """Where a row ends within a vector, the next one begins."""
+    w, x = weights_and_rows(5, 37, 3)
+    expected = np.asarray(LINEAR(x, w))
+    w = w.at[3].set(jnp.nan)
+    got = np.asarray(LINEAR(x, w))
+    np.testing.assert_array_equal(np.delete(got, 3, axis=1), np.delete(expected, 3, axis=1))
+    assert np.isnan(got[:, 3]).all()
+
+
+def test_linear_leaves_other_products_to_xla() -> None:
+    w, x = weights_and_rows(8, 16, 33)
+    calls = [
+        LINEAR.lower(x, w),
+        LINEAR.lower(x[:4], w, backend="xla"),
+        LINEAR.lower(x[:4], w.astype(jnp.float16)),
+        LINEAR.lower(x[:0], w),
+    ]
+    assert not any("custom_call" in call.as_text() for call in calls)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_linear_has_the_gradients_of_the_plain_product(dtype) -> None:
+    w, x = weights_and_rows(6, 24, 4, dtype)
+
+    def loss(x, w, backend):
+        return (linear(x, w, backend=backend) ** 2).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    forward = jax.jit(lambda x, w: jax.jvp(lambda x: linear(x, w), (x,), (x,)))(x, w)
+    np.testing.assert_allclose(*forward, rtol=1e-2 if dtype == BF16 else 1e-5, atol=1e-2)
+    for got, want in zip(gradients(x, w, None), gradients(x, w, "xla"), strict=True):
+        assert got.dtype == want.dtype
+        rtol = 2**-7 if dtype == BF16 else 1e-5
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), want.astype(jnp.float32), rtol=rtol, atol=rtol
+        )
+
+
+def test_linear_under_vmap() -> None:
+    w, x = weights_and_rows(6, 24, 8)
+    mapped = jax.jit(jax.vmap(linear, in_axes=(0, None)))(x.reshape(2, 4, 24), w)
+    np.testing.assert_allclose(mapped.reshape(8, 6), LINEAR(x, w), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", library.ELEMENTS, ids=str)
+def test_decode_of_a_sequence_does_not_depend_on_the_batch(dtype) -> None:
+    """Bitwise: alone and among others, in another pool. Contexts of several segments."""
+    lengths = [600, 256, 257, 0, 33, 1]
+    batch = PagedBatch.random(lengths, dtype=dtype)
+    q = queries((len(lengths), 6, 16))
+    options = {"sliding_window": 400} if dtype == BF16 else {}
+    together = batch.decode(q, backend="cpu", **options)
+    for b in range(len(lengths)):
+        alone = batch.rows(np.array([b])).decode(q[b : b + 1], backend="cpu", **options)
+        for a, others in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(a[0], others[b])
+
+
+def test_decode_has_the_gradients_of_xla() -> None:
+    batch, q = PagedBatch.random([9, 20, 0]), queries((3, 4, 16))
+    arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
+    sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+
+    def loss(q, sinks, backend):
+        options = {"layer": LAYER, "soft_cap": 3.0, "backend": backend}
+        return (paged_attention(q, *arrays, sinks=sinks, **options) ** 2).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    for got, want in zip(gradients(q, sinks, "cpu"), gradients(q, sinks, "xla"), strict=True):
+        assert np.abs(want).max() > 0.1
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def problem(**changes) -> Problem:
+    fields = {
+        "op": "decode",
+        "sizes": tuple({"B": 2, "H": 4, "K": 2, "D": 64, "C": 16}.items()),
+        "q_dtype": F32,
+        "pool_dtype": F32,
+        "has_sinks": False,
+        "options": Options(),
+        "lanes": 64,
+    }
+    return Problem(**fields | changes)
+
+
+def test_choose_backend_says_why() -> None:
+    assert choose_backend(problem(), "cpu").backend == "cpu"
+    choice = choose_backend(problem(op="write"), "cpu")
+    assert choice == ("xla", "cpu leaves write to XLA")
+    wide = problem(sizes=(("D", 640),))
+    reason = "cpu cannot: its head dimension is at most 512, not 640"
+    assert choose_backend(wide, "cpu") == ("xla", reason)
+
+
+def test_backend_none_takes_the_kernel_where_the_program_is_for_a_cpu() -> None:
+    batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
+    arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
+    traced = jax.jit(lambda q: paged_attention(q, *arrays)).trace(q)
+    for platform, is_called in {"cpu": True, "cuda": False}.items():
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("paged_jax_decode_float32" in text) == is_called
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing is loaded or kept yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forgetful = functools.cache(library._load.__wrapped__)
+    monkeypatch.setattr(library, "_load", forgetful)
+    library._warn.cache_clear()
+    return tmp_path
+
+
+def run_fresh(num_inputs: int) -> str:
+    """The program of a product, which is right; its number of inputs makes it a new one."""
+    w, x = weights_and_rows(3, num_inputs, 2)
+    lowered = jax.jit(lambda x, w: linear(x, w)).lower(x, w)
+    np.testing.assert_allclose(lowered.compile()(x, w), x @ np.asarray(w).T, rtol=1e-5, atol=1e-5)
+    return lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason", "warnings"),
+    [
+        (library.SWITCH, "0", "PAGED_JAX_CPU_KERNELS is 0", 0),
+        ("CXX", "false", "false says: ", 1),
+        ("CXX", "no-such-compiler -O3", "no-such-compiler could not be run: ", 1),
+        ("PATH", "/nowhere", "there is no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+", 1),
+    ],
+)
+def test_without_kernels_xla_does_the_work(
+    fresh, monkeypatch, caplog, variable, value, reason, warnings
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, value)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert "custom_call" not in run_fresh(21)
+        run_fresh(22)
+    assert len(caplog.records) == warnings
+    choice = choose_backend(problem(), "cpu")
+    assert choice.backend == "xla" and re.match("cpu cannot: " + reason, choice.reason)
+    batch = PagedBatch.random([3])
+    with pytest.raises(NotImplementedError, match="cpu cannot: " + reason):
+        batch.decode(queries((1, 2, 16)), backend="cpu", scale=0.7)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
+    """Compiled from sources with an error in them that a compiler does not see."""
+    broken = shutil.copytree(library._SOURCE, fresh / "source")
+    products = broken / "products.h"
+    text, right, wrong = (
+        products.read_text(),
+        "add_product(total, w, x)",
+        "add_product(total, w, w)",
+    )
+    assert right in text
+    products.write_text(text.replace(right, wrong))
+    monkeypatch.setattr(library, "_SOURCE", broken)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert "custom_call" not in run_fresh(23)
+    [record] = caplog.records
+    assert "is left to XLA: its self-test failed: it is off by " in record.getMessage()
+    assert not list(fresh.glob("paged_jax/kernels/*")), "it is not kept"
+
+
+def test_a_kernel_is_compiled_once(fresh, monkeypatch) -> None:
+    """Kept by what it depends on, for this process and for others."""
+    assert "paged_jax_linear_float32" in run_fresh(24)
+    [kept] = fresh.glob("paged_jax/kernels/*")
+    library._load.cache_clear()
+    monkeypatch.setenv("CXX", "false")
+    assert "paged_jax_linear_float32" in run_fresh(25)
+    assert list(fresh.glob("paged_jax/kernels/*")) == [kept]
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    library._load.cache_clear()
+    assert "custom_call" not in run_fresh(26)
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch) -> None:
+    (fresh / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    assert "paged_jax_linear_float32" in run_fresh(27)
+
+
+def test_exported_programs_run_without_kernels() -> None:
+    w, x = weights_and_rows(3, 28, 2)
+    exported = jax.export.export(jax.jit(lambda x, w: linear(x, w)))(x, w)
+    assert "custom_call" not in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(x, w), LINEAR(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_from_several_threads() -> None:
+    """Each with calls and results of its own."""
+    batch = PagedBatch.random([300, 40, 0, 7], K=2, D=64)
+    w, x = weights_and_rows(700, 300, 8)
+    q = queries((4, 6, 64))
+    attend = functools.partial(batch.decode, backend="cpu")
+    expected = attend(q)[0], np.asarray(LINEAR(x, w))
+
+    def run(seed: int) -> bool:
+        order = np.random.default_rng(seed).permutation(4)
+        rows = batch.rows(order)
+        for _ in range(40):
+            same = np.array_equal(rows.decode(q[order], backend="cpu")[0], expected[0][order])
+            same &= np.array_equal(LINEAR(x[seed:], w), expected[1][seed:])
+            if not same:
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(run, range(4)))
+
+
+# On two devices that are parts of one core.
+_ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from paged_jax.models.linear import linear
+from tests.support.paged_batch import PagedBatch, queries
+import jax.numpy as jnp
+
+mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,))
+rng = np.random.default_rng(0)
+x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 48), (64, 48)))
+
+def product(x, w):
+    return jnp.tanh(linear(x, w))
+
+def check(function, w):
+    lowered = function.lower(x, w)
+    np.testing.assert_allclose(lowered.compile()(x, w), np.tanh(x @ w.T), atol=1e-5)
+    print("paged_jax_linear" in lowered.as_text())
+
+check(jax.jit(product), w)
+check(jax.jit(jax.shard_map(
+    product, mesh=mesh, in_specs=(P(), P("x")), out_specs=P(None, "x"), check_vma=False)), w)
+check(jax.jit(product, in_shardings=(None, NamedSharding(mesh, P("x")))), w)
+batch, q = PagedBatch.random([700, 3, 40]), queries((3, 4, 16))
+for got, want in zip(batch.decode(q, backend="cpu"), batch.expected_decode(q)):
+    np.testing.assert_allclose(got, want, atol=1e-5)
+"""
+
+
+def test_kernels_on_one_core_and_on_several_devices(monkeypatch, tmp_path) -> None:
+    """Programs that XLA divides are left to it. The second process reads them from the cache."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    for _ in range(2):
+        assert run_on_devices(_ON_ONE_CORE, num_devices=2).split() == ["True", "True", "False"]
+        assert list(tmp_path.iterdir()), "compiled programs are kept"

@@ -1,0 +1,330 @@
+"""From the projection to the pools: one contract for all backends, against numpy in float64.
+
+Pools are NaN, or 77 where there is no NaN, wherever a test has not put anything: what is touched
+and should not be, shows.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.quantisation import QUANTISED, is_quantised, query_dtype
+from paged_jax.kernels.rope import rms_norm, rotate
+from paged_jax.kernels.writing import paged_rope_write, paged_write
+from tests.kernels.test_writing import (
+    BACKENDS,
+    BAD_WRITES,
+    DTYPES,
+    assert_same_bits,
+    expected_write,
+    make_places,
+    poisoned,
+    scales_of,
+)
+
+L, P, H, K, C, D = 2, 5, 4, 2, 4, 8
+LAYER, EPS = 1, 1e-3
+# As many as the pool has places for: tests of one type write them with one program.
+N = P * C
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> dict:
+    """Keywords that choose a backend, and make it run anywhere."""
+    return {"backend": request.param} | BACKENDS[request.param]
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
+def dtype(request):
+    return jnp.dtype(request.param)
+
+
+class New(NamedTuple):
+    """What a layer computes for some tokens, and its weights of norms."""
+
+    qkv: Any
+    cos: Any
+    sin: Any
+    q_norm: Any = None
+    k_norm: Any = None
+
+
+def make_new(N=N, H=H, K=K, D=D, dtype: Any = np.float32, *, has_norms: bool = False) -> New:
+    rng = np.random.default_rng(0)
+    qkv = rng.normal(size=(N, H + 2 * K, D)).astype(dtype)
+    angles = rng.uniform(-4, 4, size=(N, D // 2))
+    norms = rng.normal(1, 0.5, size=(2, D)).astype(jnp.bfloat16) if has_norms else ()
+    return New(qkv, *(f(angles).astype(np.float32) for f in (np.cos, np.sin)), *norms)
+
+
+def run(pools: Pools, new: New, blocks, offsets, **options) -> tuple[jax.Array, Pools]:
+    return paged_rope_write(
+        pools.k, pools.v, new.qkv, new.cos, new.sin, blocks, offsets,
+        q_norm=new.q_norm, k_norm=new.k_norm, norm_eps=EPS, **scales_of(pools), **options,
+    )  # fmt: skip
+
+
+PROGRAM = jax.jit(run, static_argnames=("backend", "interpret"))
+
+
+def rope_write(pools: Pools, new: New, places, *, layer: int = LAYER, **backend):
+    """As `run`, by one program for all calls of the same shapes, whatever the layer."""
+    return PROGRAM(pools, new, *places, layer=np.int32(layer), **backend)
+
+
+def split(new: New, K: int = K) -> list[np.ndarray]:
+    """q, k and v in float64, normed and rotated, as the interface says."""
+    half, num_heads, _ = new.cos.shape[1], *new.qkv.shape[1:]
+    heads = np.split(np.asarray(new.qkv, np.float64), [num_heads - 2 * K, num_heads - K], axis=1)
+    cos, sin = (x[:, None].astype(np.float64) for x in (new.cos, new.sin))
+    for i, norm in enumerate((new.q_norm, new.k_norm)):
+        x = heads[i]
+        if norm is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * norm.astype(np.float64)
+        first, second = x[..., :half], x[..., half:]
+        heads[i] = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return heads
+
+
+def assert_close(got, expected: np.ndarray) -> None:
+    """Equal up to float32's rounding of a few operations, and one rounding to the type of `got`."""
+    half_step = float(jnp.finfo(got.dtype).eps) / 2
+    tolerance = half_step * np.abs(expected) + 3e-6 * (1 + np.abs(expected))
+    assert (np.abs(np.asarray(got, np.float64) - expected) <= tolerance).all()
+
+
+def check(pools: Pools, new: New, places, **backend) -> None:
+    """Run the op, and look at all that it returns."""
+    (L, P, K, C, _), D, dtype = pools.k.shape, new.qkv.shape[-1], pools.k.dtype
+    blocks, offsets = places
+    q, written = rope_write(pools, new, places, **backend)
+    expected_q, expected_k, v = split(new, K)
+    assert q.dtype == query_dtype(dtype)
+    assert_close(q, expected_q)
+
+    is_kept = (blocks >= 0) & (blocks < P)
+    block, offset = blocks[is_kept], offsets[is_kept]
+    keys = np.asarray(written.k)[LAYER, block, :, offset, :D]
+    if is_quantised(dtype):
+        scale = np.asarray(written.k_scale, np.float64)[LAYER, block, :, offset][..., None]
+        error = np.abs(keys.astype(np.float64) * scale - expected_k[is_kept])
+        # Half a level of int8; of fp8 half of its last of 3 bits, or of its smallest number.
+        fp8 = np.maximum(np.abs(expected_k[is_kept]) / 16, scale / 1024)
+        assert (error <= (scale / 2 if dtype == jnp.int8 else fp8) + 3e-6).all()
+        assert (np.abs(keys.astype(np.float64)).max(-1) == QUANTISED[dtype]).all()
+    else:
+        assert_close(keys, expected_k[is_kept])
+
+    # Values are as from `paged_write` to the last bit; where nothing was written is what was there.
+    exact_v = expected_write(pools, 0 * expected_k, np.asarray(new.qkv)[:, -K:], *places)
+    for got, expected in ((written.v, exact_v.v), (written.v_scale, exact_v.v_scale)):
+        if got is not None:
+            assert_same_bits(Pools(got, got), Pools(expected, expected), head_dim=D)
+    around = np.ones((L, P, C), bool)
+    around[LAYER, block, offset] = False
+    for got, before in ((written.k, pools.k), (written.k_scale, pools.k_scale)):
+        if got is not None:
+            got, before = (np.moveaxis(np.asarray(x), 3, 2)[around] for x in (got, before))
+            assert got.tobytes() == before.tobytes()
+
+
+def test_paged_rope_write_is_what_numpy_computes(backend, dtype):
+    check(poisoned(dtype, (L, P, K, C, D)), make_new(), make_places(N), **backend)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+def test_paged_rope_write_norms_heads_of_queries_and_keys(backend, dtype):
+    pools = poisoned(jnp.dtype(dtype), (L, P, K, C, D))
+    check(pools, make_new(has_norms=True), make_places(N), **backend)
+
+
+SHAPES = [
+    # num_tokens, H, K, C, D, type of the projection, type of the pools, lanes, norms
+    (1, 32, 8, 16, 128, jnp.float32, jnp.bfloat16, 128, False),
+    (33, 9, 3, 8, 64, jnp.bfloat16, jnp.int8, 64, True),
+    (20, 5, 5, 2, 80, jnp.float32, jnp.float8_e4m3fn, 128, True),
+    (19, 3, 1, 12, 256, jnp.bfloat16, jnp.float32, 256, True),
+    (70, 2, 2, 1, 128, jnp.float16, jnp.int8, 128, False),
+    (7, 7, 1, 128, 10, jnp.float32, jnp.bfloat16, 128, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", *"NHKCD", "dtype", "pool_dtype", "lanes", "has_norms"),
+    [*(("triton", *shape) for shape in SHAPES), *(("xla", *shape) for shape in SHAPES[1:3])],
+)
+def test_paged_rope_write_any_shape(name, N, H, K, C, D, dtype, pool_dtype, lanes, has_norms):
+    """The kernel cuts tokens and lanes into tiles; XLA is given them whole."""
+    num_blocks = N // C + 2
+    pools = poisoned(jnp.dtype(pool_dtype), (L, num_blocks, K, C, lanes))
+    new = make_new(N, H, K, D, dtype, has_norms=has_norms)
+    places = make_places(N, num_blocks, C)
+    check(pools, new, places, backend=name, **BACKENDS[name])
+
+
+def test_paged_rope_write_rounds_as_paged_write(backend, dtype):
+    """To the last bit: what is turned by no angle stays what it is."""
+    new, pools, places = make_new(), poisoned(dtype, (L, P, K, C, D)), make_places(N)
+    new = new._replace(cos=np.ones_like(new.cos), sin=np.zeros_like(new.sin))
+    q, written = rope_write(pools, new, places, **backend)
+    _, k, v = np.split(new.qkv, [H, H + K], axis=1)
+    assert_same_bits(written, expected_write(pools, k, v, *places))
+    np.testing.assert_array_equal(q, new.qkv[:, :H].astype(query_dtype(dtype)))
+
+
+@jax.jit
+def one_by_one(pools: Pools, new: New, blocks, offsets) -> tuple[jax.Array, Pools]:
+    """What the op stands for, of other functions of this package."""
+    q, k, v = jnp.split(new.qkv, (H, H + K), axis=1)
+    q = rms_norm(q, new.q_norm, EPS, num_heads=H)
+    k = rms_norm(k, new.k_norm, EPS, num_heads=K)
+    q, k = (rotate(x, new.cos, new.sin) for x in (q, k))
+    written = paged_write(
+        pools.k, pools.v, k, v, blocks, offsets, layer=LAYER, **scales_of(pools), backend="xla"
+    )
+    return q.astype(query_dtype(pools.k.dtype)), written
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+def test_paged_rope_write_of_xla_is_one_op_after_the_other(dtype):
+    pools = poisoned(jnp.dtype(dtype), (L, P, K, C, D))
+    new, places = make_new(has_norms=True), make_places(N)
+    got, expected = rope_write(pools, new, places, backend="xla"), one_by_one(pools, new, *places)
+    np.testing.assert_array_equal(got[0], expected[0])
+    assert_same_bits(got[1], expected[1])
+
+
+def test_paged_rope_write_drops_what_lies_outside_the_pool(backend):
+    """Keys and values; queries are those of all tokens, who may attend to what others wrote."""
+    pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new()
+    blocks = np.array([P, P + 1, -1, 2**30, -(2**31), 0, 0, 2**31 - 1], np.int32)
+    offsets = np.array([0, 0, 0, 0, 0, C, -1, 3], np.int32)
+    for layer, places in {
+        0: (np.resize(blocks, N), np.resize(offsets, N)),
+        L - 1: (np.resize(blocks, N), np.resize(offsets, N)),
+        L: (np.arange(N, dtype=np.int32) % P, np.arange(N, dtype=np.int32) % C),
+        -1: (np.arange(N, dtype=np.int32) % P, np.arange(N, dtype=np.int32) % C),
+    }.items():
+        q, written = rope_write(pools, new, places, layer=layer, **backend)
+        assert_same_bits(written, pools)
+        assert_close(q, split(new)[0])
+
+
+def test_paged_rope_write_layer_may_be_the_index_of_a_scan(backend):
+    pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new(6)
+    places = make_places(6)
+
+    def body(pools, layer):
+        scaled = new._replace(qkv=new.qkv * (1.0 - 2.0 * layer))
+        return run(pools, scaled, *places, layer=layer, **backend)[::-1]
+
+    written, q = jax.jit(lambda pools: jax.lax.scan(body, pools, jnp.arange(L)))(pools)
+    np.testing.assert_array_equal(q[0], -q[1])
+    expected = expected_write(pools, 0 * new.qkv[:, :K], new.qkv[:, -K:], *places, layer=0)
+    expected = expected_write(expected, 0 * new.qkv[:, :K], -new.qkv[:, -K:], *places, layer=1)
+    assert_same_bits(Pools(written.v, written.v), Pools(expected.v, expected.v))
+
+
+def test_paged_rope_write_of_nothing(backend):
+    pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new(0)
+    q, written = run(pools, new, *make_places(0), **backend)
+    assert q.shape == (0, H, D) and q.dtype == jnp.bfloat16
+    assert_same_bits(written, pools)
+
+
+def test_paged_rope_write_passes_gradients_on(backend):
+    """To the projection, the rotations, the norms and the pools: those of one op after another."""
+    pools = Pools(*np.random.default_rng(1).normal(size=(2, L, P, K, C, D)).astype(np.float32))
+    new, places = make_new(6, has_norms=True), make_places(6)
+
+    def loss(op, pools, new):
+        q, written = op(pools, new, *places)
+        return (q**2).sum() + (written.k**3).sum() + jnp.sin(written.v).sum()
+
+    op = functools.partial(run, layer=LAYER, **backend)
+    got = jax.jit(jax.grad(functools.partial(loss, op), argnums=(0, 1)))(pools, new)
+    expected = jax.jit(jax.grad(functools.partial(loss, one_by_one), argnums=(0, 1)))(pools, new)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=lambda dtype: dtype.name)
+def test_paged_rope_write_refuses_gradients_through_quantised_pools(backend, dtype):
+    pools, new = poisoned(dtype, (L, P, K, C, D)), make_new(2)
+
+    def loss(qkv):
+        return run(pools, new._replace(qkv=qkv), *make_places(2), layer=LAYER, **backend)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="paged_rope_write: a quantised pool passes no"):
+        jax.grad(loss)(new.qkv)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+def test_donated_pools_are_updated_in_place(dtype):
+    """Two layers of a pool so large that a copy shows; compiling takes no memory."""
+    pool = jax.ShapeDtypeStruct((4, 4096, K, 16, D), dtype)
+    scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
+    pools = Pools(pool, pool, scale, scale)
+
+    def two_layers(pools, new, blocks, offsets):
+        q, pools = run(pools, new, blocks, offsets, layer=0)
+        again, pools = run(pools, new._replace(sin=-new.sin), blocks, offsets, layer=1)
+        return q + again, pools
+
+    compiled = jax.jit(two_layers, donate_argnums=0).lower(pools, make_new(), *make_places(N))
+    memory = compiled.compile().memory_analysis()
+    num_bytes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(pools)]
+    assert memory.alias_size_in_bytes == sum(num_bytes)
+    assert memory.temp_size_in_bytes < 0.02 * num_bytes[0]
+
+
+POOL = np.zeros((L, P, K, C, D), np.float32)
+QKV, ANGLES = np.zeros((2, H + 2 * K, D), np.float32), np.zeros((2, D // 2), np.float32)
+BAD = {
+    **{name: BAD_WRITES[name] for name in ("layer", "blocks", "offsets", "backend")},
+    "rank": (dict(qkv=QKV[0]), r"qkv must have shape \[N, H \+ 2 \* K, D\]"),
+    "no queries": (dict(qkv=QKV[:, : 2 * K]), r"qkv must have shape \[N, H \+ 2 \* K, D\]"),
+    "head dim": (dict(qkv=QKV[..., :4]), "k_pool must have D"),
+    "integers": (dict(qkv=QKV.astype(int)), "qkv must be floating point, got int"),
+    "cos": (dict(cos=ANGLES[:, :2]), r"cos must be f32 \[N, D / 2\], here \[2, 4\], got"),
+    "sin": (dict(sin=ANGLES.astype(jnp.bfloat16)), r"sin must be f32 .* got bfloat16 \[2, 4\]"),
+    "norm": (dict(q_norm=np.ones(D), k_norm=np.ones(4)), "k_norm must have D"),
+    "one norm": (dict(q_norm=np.ones(D)), "q_norm and k_norm must be given both, or neither"),
+    "odd head": (
+        dict(qkv=QKV[..., :7], k_pool=POOL[..., :7], v_pool=POOL[..., :7]),
+        r"D \(head dimension\) must be even, got 7",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_paged_rope_write_refuses_wrong_arguments(changes, message):
+    places = np.zeros(2, np.int32)
+    arguments = dict(
+        k_pool=POOL, v_pool=POOL, qkv=QKV, cos=ANGLES, sin=ANGLES, blocks=places, offsets=places
+    )
+    with pytest.raises(ValueError, match=f"paged_rope_write: {message}"):
+        paged_rope_write(**(arguments | changes))
+
+
+def test_paged_rope_write_refuses_explicit_axes():
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,))
+    pool = jax.device_put(POOL, NamedSharding(mesh, Spec(None, None, "heads")))
+    with pytest.raises(ValueError, match="paged_rope_write: arrays must not be on a mesh with"):
+        run(Pools(pool, pool), make_new(2), *make_places(2))
+
+
+def test_heads_whose_halves_are_odd_are_left_to_xla_in_pools_of_bytes():
+    pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, 10)), make_new(3, D=10)
+    with pytest.raises(NotImplementedError, match="triton cannot: it writes halves of heads in"):
+        run(pools, new, *make_places(3), backend="triton", interpret=True)
+    check(pools, new, make_places(3))

@@ -1,0 +1,70 @@
+"""Decode on a CPU gives a sequence the same bits in any batch that the kernels for CPUs serve.
+
+For the machine code that users get: XLA compiles norms, rotations and the softmax of the logits
+anew for each size of batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.cache import paged_cache
+from paged_jax.kernels import Pools
+from paged_jax.models.config import LlamaConfig
+from paged_jax.sampling.sample import log_sum_exp
+from tests.support.compiler import needs_compiler
+from tests.support.random_model import random_llama
+
+pytestmark = [pytest.mark.optimised, needs_compiler]
+
+S, MAX_LENGTH = 32, 300
+CONFIG = LlamaConfig(
+    vocab_size=203,
+    hidden_size=72,
+    intermediate_size=88,
+    num_hidden_layers=1,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    qk_norm=True,
+)
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def log_probabilities(model, cache, token_ids, slots, backend=None):
+    """Of every next token, f32 ``[B, V]``."""
+    logits, _, ok = model.decode(cache, token_ids, slots, backend=backend)
+    return logits - log_sum_exp(logits), ok
+
+
+def filled_cache(model) -> paged_cache.PagedCache:
+    """Sequences of all lengths, within a segment of the kernel and over two."""
+    rng = np.random.default_rng(0)
+    cache = model.create_cache(num_slots=S, max_length=MAX_LENGTH)
+    lengths = jnp.asarray(rng.integers(0, MAX_LENGTH, S), jnp.int32)
+    cache, ok = jax.jit(paged_cache.reserve, static_argnames="max_tokens")(
+        cache, lengths, max_tokens=MAX_LENGTH
+    )
+    assert ok
+    pools = (jnp.asarray(rng.normal(size=cache.k.shape), jnp.float32) for _ in range(2))
+    return cache.replace_pools(Pools(*pools))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_of_decode_are_the_same_bits_in_any_batch(dtype) -> None:
+    model = random_llama(CONFIG, dtype=dtype)
+    cache = filled_cache(model)
+    token_ids = np.arange(5, 5 + S, dtype=np.int32)
+    slots = np.random.default_rng(1).permutation(S).astype(np.int32)
+    together, _ = log_probabilities(model, cache, token_ids, slots)
+    together = np.asarray(together)
+    assert np.isfinite(together).all()
+    for rows in ([7], slice(3, 8)):
+        others, ok = log_probabilities(model, cache, token_ids[rows], slots[rows])
+        assert ok
+        np.testing.assert_array_equal(others, together[rows])
+    by_xla, _ = log_probabilities(model, cache, token_ids, slots, backend="xla")
+    np.testing.assert_allclose(together, by_xla, atol=1e-4 if dtype == "float32" else 0.05)
