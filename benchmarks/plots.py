@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.attention import report as attention_report
 from benchmarks.common import figures
 from benchmarks.memory import report as memory_report
+from benchmarks.schedule import report as schedule_report
 from benchmarks.step import report as step_report
 
 FOLDER = Path(__file__).resolve().parent
@@ -153,6 +154,7 @@ DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
     "kv-dtype": plot_kv_dtype,
     "memory": _figure_of(memory_report.plot),
     "replay": plot_replay,
+    "schedule": _figure_of(schedule_report.plot),
     "serving": plot_serving,
     "step": _figure_of(step_report.plot),
 }

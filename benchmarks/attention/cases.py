@@ -45,6 +45,9 @@ CHUNK = 2048
 RAGGED_RATIO = 10
 """Longest over shortest sequence of a ragged batch."""
 
+SKEW = 128
+"""Longest sequence over all others of a skewed batch."""
+
 # Bytes that calls go through before they meet the same ones again: more than twice what the
 # last-level cache holds, 50 MB on an H100 or H200.
 _ROTATED_BYTES = 128 << 20
@@ -65,6 +68,7 @@ class Case:
       pool_dtype: of K and V, by name.
       is_ragged: sequences of different lengths, `RAGGED_RATIO` between the longest and shortest.
       chunk: query tokens of each sequence; 0 is decode, which has one.
+      is_skewed: one sequence is `SKEW` times as long as each of the others.
     """
 
     model: str
@@ -74,6 +78,7 @@ class Case:
     pool_dtype: str = "bfloat16"
     is_ragged: bool = False
     chunk: int = 0
+    is_skewed: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -98,6 +103,10 @@ class Case:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, i32[B]."""
+        if self.is_skewed:
+            lengths = np.full(self.batch, self.context // SKEW, np.int32)
+            lengths[self.batch // 2] = self.context
+            return lengths
         if not self.is_ragged:
             return np.full(self.batch, self.context, np.int32)
         lengths = np.linspace(self.context, self.context // RAGGED_RATIO, self.batch)
@@ -105,8 +114,19 @@ class Case:
         return np.random.default_rng(0).permutation(lengths.round().astype(np.int32))
 
     @property
+    def held_blocks(self) -> np.ndarray:
+        """Blocks of each sequence, ``[B]``: a whole row of the table, but for a skewed batch."""
+        held = self.lengths if self.is_skewed else np.full(self.batch, self.context)
+        return -(-held // self.block_size)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of the pools, scales included."""
+        return int(self.held_blocks.sum()) * self.block_size * self._token_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one layer with each sequence in a row as long as the longest."""
         return self.batch * self.blocks_per_sequence * self.block_size * self._token_bytes
 
     @property
@@ -139,7 +159,7 @@ class Case:
         return 2 * num_kv_heads * (head_dim * jnp.dtype(self.pool_dtype).itemsize + scale_bytes)
 
     def __str__(self) -> str:
-        lengths = "ragged" if self.is_ragged else "even"
+        lengths = "skewed" if self.is_skewed else "ragged" if self.is_ragged else "even"
         chunk = f" chunk {self.chunk}" if self.chunk else ""
         return (
             f"{self.model:11s} C{self.block_size:<3d} {self.pool_dtype:13s} "
@@ -152,7 +172,7 @@ class Inputs(NamedTuple):
 
     Attributes:
       q: ``[B, H, D]``, or ``[B, T, H, D]`` of a prompt chunk.
-      pools: K and V of `Case.num_layers` layers, ``B * M`` blocks each.
+      pools: K and V of `Case.num_layers` layers, as many blocks each as the sequences hold.
       block_tables: i32 ``[B, M]``.
       context_lens: i32 ``[B]``.
       query_lens: i32 ``[B]``, or None for decode.
@@ -168,7 +188,8 @@ class Inputs(NamedTuple):
 def make_inputs(case: Case) -> Inputs:
     """Make the arrays of a case, on the first device."""
     num_heads, num_kv_heads, head_dim = case.heads
-    num_blocks = case.batch * case.blocks_per_sequence
+    held = case.held_blocks
+    num_blocks = int(held.sum())
     shape = (case.num_layers, num_blocks, num_kv_heads, case.block_size, head_dim)
     keys = jax.random.split(jax.random.key(0), 5)
     k, v = (_random(key, shape, case.pool_dtype) for key in keys[:2])
@@ -177,11 +198,13 @@ def make_inputs(case: Case) -> Inputs:
         largest = QUANTISED[jnp.dtype(case.pool_dtype)]
         scales = tuple(_random(key, shape[:-1], "float32", 1 / largest) for key in keys[2:4])
     rows = (case.batch, case.chunk) if case.chunk else (case.batch,)
-    tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    tables = np.zeros((case.batch, case.blocks_per_sequence), np.int32)
+    is_held = np.arange(case.blocks_per_sequence) < held[:, None]
+    tables[is_held] = np.random.default_rng(0).permutation(num_blocks)
     return Inputs(
         _random(keys[4], (*rows, num_heads, head_dim), case.q_dtype),
         Pools(k, v, *scales),
-        jnp.asarray(tables.reshape(case.batch, -1)),
+        jnp.asarray(tables),
         jnp.asarray(case.lengths),
         jnp.full(case.batch, case.chunk, jnp.int32) if case.chunk else None,
     )
@@ -202,6 +225,7 @@ def goal_cases() -> list[Case]:
         large,
         replace(large, batch=1, context=131072),
         replace(large, is_ragged=True),
+        replace(large, context=1024 * SKEW, is_skewed=True),
         *(replace(large, pool_dtype=dtype) for dtype in POOL_DTYPES[1:]),
         replace(large, batch=1, context=CHUNK, chunk=CHUNK),
         replace(large, batch=1, context=1024),

@@ -46,14 +46,14 @@ class Peer(NamedTuple):
 
 
 def make_peers(
-    case: Case, inputs: Inputs, free_bytes: int, others: Mapping[str, Peer] | None = None
+    case: Case, inputs: Inputs, free_bytes: int, chosen: Mapping[str, Peer] | None = None
 ) -> tuple[dict[str, Variants], dict[str, str]]:
-    """Make every peer for a case.
+    """Make peers for a case.
 
     Args:
       case, inputs: what to compute.
       free_bytes: memory that is left for a peer's own layout; peers may share it.
-      others: peers besides those of this module, see `peer_of_file`.
+      chosen: the peers; `KNOWN` if None. See `peer_of_file` for others.
 
     Returns:
       ``(peers, left_out)``: the variants of each peer by their settings, and why others are not
@@ -61,7 +61,7 @@ def make_peers(
     """
     peers: dict[str, Variants] = {}
     left_out: dict[str, str] = {}
-    for name, (platforms, own_bytes, make) in {**(others or {}), **_PEERS}.items():
+    for name, (platforms, own_bytes, make) in (KNOWN if chosen is None else chosen).items():
         if jax.devices()[0].platform not in platforms:
             continue
         if own_bytes(case) > free_bytes:
@@ -194,6 +194,8 @@ def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
 
     if case.chunk or case.pool_dtype != "bfloat16":
         raise PeerUnavailable("it is given decoding over bfloat16 pools only")
+    if case.is_skewed:
+        raise PeerUnavailable("it wants as many blocks as the tables have entries")
     L, P, K, C, D = inputs.pools.k.shape
     ones = jnp.ones_like(inputs.context_lens)
     # It wants as many blocks as the tables have entries, so they are padded to all layers.
@@ -226,7 +228,8 @@ def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
 def _torch_sdpa(case: Case, inputs: Inputs) -> Variants:
     """PyTorch's attention over K and V that lie in one piece: no block table, gathered before."""
     torch = torch_on_gpu()
-    if case.is_ragged or case.is_quantised or (case.chunk and case.context != case.chunk):
+    is_even = not case.is_ragged and not case.is_skewed
+    if not is_even or case.is_quantised or (case.chunk and case.context != case.chunk):
         raise PeerUnavailable("it is given even, unquantised batches without a mask only")
 
     @jax.jit
@@ -299,10 +302,10 @@ def _copy_bytes(case: Case) -> int:
 def _gather_bytes(case: Case) -> int:
     # K and V in the type of the query, as gathered and then in the order of tokens.
     wider = jnp.dtype(case.q_dtype).itemsize // jnp.dtype(case.pool_dtype).itemsize
-    return 2 * wider * case.layer_bytes
+    return 2 * wider * case.gathered_bytes
 
 
-_PEERS: dict[str, Peer] = {
+KNOWN: Mapping[str, Peer] = {
     "jax pallas": Peer(("gpu",), _copy_bytes, _jax_pallas),
     "cudnn paged": Peer(("gpu",), _no_bytes, _cudnn_paged),
     "gather + xla": Peer(("cpu", "gpu", "tpu"), _gather_bytes, _gather("xla")),
@@ -310,3 +313,4 @@ _PEERS: dict[str, Peer] = {
     "torch sdpa, contiguous": Peer(("gpu",), _copy_bytes, _torch_sdpa),
     "flashinfer": Peer(("gpu",), _no_bytes, _flashinfer),
 }
+"""Other kernels, by name."""

@@ -31,7 +31,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 
 from benchmarks.attention.cases import Case, cpu_cases, gpu_cases, make_inputs, quick_cases
-from benchmarks.attention.peers import Peer, Variants, make_peers, peer_of_file
+from benchmarks.attention.divisions import DIVISIONS
+from benchmarks.attention.peers import KNOWN, Peer, make_peers, peer_of_file
 from benchmarks.attention.programs import (
     TOLERANCE,
     JaxCall,
@@ -59,8 +60,7 @@ def measure(
     *,
     num_rounds: int,
     turn_seconds: float,
-    with_peers: bool,
-    others: Mapping[str, Peer] | None = None,
+    peers: Mapping[str, Peer],
 ) -> dict[str, Any]:
     """Time one case, our kernels and the others', in turns; returns its record.
 
@@ -69,18 +69,14 @@ def measure(
       rates: of the device.
       num_rounds: turns of each kernel.
       turn_seconds: seconds of a turn at the bound of the device.
-      with_peers: whether to time other kernels.
-      others: such kernels besides those that are known, see `peers.peer_of_file`.
+      peers: other kernels to time.
     """
     inputs = make_inputs(case)
-    peers: dict[str, Variants] = {}
-    left_out: dict[str, str] = {}
-    if with_peers:
-        # A tenth for what kernels and compilers need besides their arguments.
-        free_bytes = int(0.9 * memory_limit()) - case.num_layers * case.layer_bytes
-        peers, left_out = make_peers(case, inputs, free_bytes, others)
+    # A tenth for what kernels and compilers need besides their arguments.
+    free_bytes = int(0.9 * memory_limit()) - case.num_layers * case.layer_bytes
+    variants, left_out = make_peers(case, inputs, free_bytes, peers)
     calls: dict[tuple[str, str], JaxCall | TorchCall] = {(OURS, ""): our_call(inputs)}
-    calls |= {(name, s): call for name, made in peers.items() for s, call in made.items()}
+    calls |= {(name, s): call for name, made in variants.items() for s, call in made.items()}
     prepared, failures = prepare_all(calls, case, inputs.q, plan_calls(case, rates, turn_seconds))
     if (OURS, "") in failures:
         raise RuntimeError(failures[OURS, ""])
@@ -229,6 +225,12 @@ def _chosen(case: Case, options: argparse.Namespace) -> bool:
     return all(values is None or value in values for value, values in chosen)
 
 
+def _chosen_peers(options: argparse.Namespace) -> Mapping[str, Peer]:
+    own = {options.peer.stem: peer_of_file(options.peer)} if options.peer else {}
+    divisions = DIVISIONS if options.divisions else {}
+    return {**own, **divisions, **({} if options.no_peers else KNOWN)}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Attention over blocks, beside other kernels.")
     sweep = parser.add_mutually_exclusive_group()
@@ -240,7 +242,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", help="only pools of these types")
     parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="default 240")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel, default 5")
-    parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    parser.add_argument("--no-peers", action="store_true", help="no kernels of others")
+    parser.add_argument(
+        "--divisions",
+        action="store_true",
+        help="our GPU kernel with batches divided otherwise, too",
+    )
     parser.add_argument(
         "--peer", type=Path, metavar="FILE", help="Python with a kernel of your own, see peers.py"
     )
@@ -273,8 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         save=_save_to(options.json),
         num_rounds=options.rounds,
         turn_seconds=0.02 if is_cpu else 0.01,
-        with_peers=not options.no_peers,
-        others={options.peer.stem: peer_of_file(options.peer)} if options.peer else None,
+        peers=_chosen_peers(options),
     )
     if options.goals:
         print(*report["goals"], sep="\n")

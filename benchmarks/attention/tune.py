@@ -10,7 +10,7 @@ not that of the XLA backend, is dropped; the others take turns, and the least ge
 times over the batches wins. Winners go into `paged_jax/kernels/triton/tuning.json`, where the
 kernels look, or into the file of `--table`; its other entries stay.
 
-For decode it also says how the number of splits that the kernel chooses compares with others.
+For decode it also says how the number of parts that the kernel chooses compares with others.
 """
 
 import argparse
@@ -56,7 +56,8 @@ _STEP_TOKENS = (16, 32, 64, 128, 256)
 _QUERY_ROWS = (64, 128)
 _NUM_WARPS = {"decode": (2, 4, 8), "prefill": (4, 8)}
 _NUM_STAGES = (2, 3, 4)
-_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Parts that a batch is divided into; 0: each sequence is one.
+_PARTS = (0, 16, 32, 64, 128, 256, 512)
 # Shared memory that a program may have on an H100 or H200 (CUDA C++ programming guide).
 _SHARED_BYTES = 227 * 1024
 # Numbers of a tile in the registers of a thread, beyond which kernels of either kind spill (ptxas,
@@ -151,7 +152,7 @@ def kernel_call(
     params: tuning.Params,
     options: Options,
     *,
-    num_splits: int | None = None,
+    num_parts: int | None = None,
     interpret: Interpret = False,
 ) -> JaxCall:
     """A Triton kernel with its parameters given."""
@@ -161,7 +162,7 @@ def kernel_call(
         args = AttentionArgs(q, pools, tables, lens, query_lens, None, layer)
         if isinstance(params, tuning.DecodeParams):
             return triton.decode(
-                args, options, params=params, num_splits=num_splits, interpret=interpret
+                args, options, params=params, num_parts=num_parts, interpret=interpret
             )[0]
         return triton.prefill(args, options, params=params, interpret=interpret)[0]
 
@@ -196,14 +197,14 @@ def tune(
     return {params: statistics.geometric_mean(seconds[params]) for params in left}
 
 
-def tune_splits(
+def tune_parts(
     job: Job, params: tuning.DecodeParams, rates: Rates, options: Options
 ) -> dict[Case, dict[int | None, float]]:
-    """Seconds of a decode call by the number of splits; None is the kernel's own choice."""
+    """Seconds of a decode call by the number of parts; None is the kernel's own choice."""
     times = {}
     for case in job.cases:
         inputs = make_inputs(case)
-        calls = {n: kernel_call(inputs, params, options, num_splits=n) for n in (None, *_SPLITS)}
+        calls = {n: kernel_call(inputs, params, options, num_parts=n) for n in (None, *_PARTS)}
         times[case] = _time_calls(calls, case, inputs, rates)
     return times
 
@@ -311,12 +312,12 @@ def tune_job(
     record |= {"best": best._asdict(), "before": candidates[0]._asdict(), "gain": round(gain, 3)}
     record["us"] = {str(params): round(1e6 * s, 2) for params, s in seconds.items()}
     if isinstance(best, tuning.DecodeParams):
-        record["us_by_splits"] = {}
-        for case, times in tune_splits(job, best, rates, options).items():
-            shown = {str(n or "own"): round(1e6 * s, 1) for n, s in times.items()}
-            record["us_by_splits"][str(case)] = shown
+        record["us_by_parts"] = {}
+        for case, times in tune_parts(job, best, rates, options).items():
+            shown = {"own" if n is None else str(n): round(1e6 * s, 1) for n, s in times.items()}
+            record["us_by_parts"][str(case)] = shown
             listed = ", ".join(f"{n} {us}" for n, us in shown.items())
-            print(f"  {case}: us by number of splits: {listed}")
+            print(f"  {case}: us by number of parts: {listed}")
     return record, best
 
 

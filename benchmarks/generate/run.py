@@ -145,7 +145,8 @@ def _decode_contiguous(model: Llama, cache: Any, tokens: jax.Array) -> Any:
     pools, lengths = cache
     rows = jnp.arange(tokens.shape[0])
 
-    def attend(layer, q, k, v, pools):
+    def attend(layer, projection, pools):
+        q, k, v = projection.split()
         pools = list(pools)
         keys, values = (
             pool.at[rows, :, lengths].set(new)

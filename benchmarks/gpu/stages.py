@@ -95,6 +95,14 @@ def _goals(out: Path, is_quick: bool) -> list[Command]:
     return [Command(_module("benchmarks.attention", *arguments), "goals.log")]
 
 
+def _divisions(out: Path, is_quick: bool) -> list[Command]:
+    chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", "--budget", "400")
+    extra = ("--quick", "--rounds", "1") if is_quick else chosen
+    results = out / "decode-attention-divisions.json"
+    arguments = ("--divisions", "--no-peers", "--json", results, *extra)
+    return [Command(_module("benchmarks.attention", *arguments), "divisions.log")]
+
+
 def _step(out: Path, is_quick: bool) -> list[Command]:
     extra = ("--quick", "--variants", "bare step") if is_quick else ("--budget", "400")
     arguments = ("--goals", "--json", out / "step-gpu.json", *extra)
@@ -139,6 +147,9 @@ STAGES: dict[str, Stage] = {
     "tests": Stage("the kernels' values, compiled", _tests, environment=_SHARED_MEMORY),
     "tune": Stage("launch parameters of the usual shapes, into tuning.json", _tune, is_tuned=False),
     "goals": Stage("attention and its goals, beside JAX's own kernel and PyTorch's", _goals),
+    "divisions": Stage(
+        "decode with batches divided in other ways, by batch and context", _divisions
+    ),
     "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
     "text": Stage("text of the bundled model, through the whole engine", _text, 240),
     "pictures": Stage("the results as pictures, where matplotlib is", _pictures, 120),

@@ -121,8 +121,9 @@ def prefill(
     B, T = token_ids.shape
     window = model.config.sliding_window
 
-    def attend(layer, q, k, v, cache):
+    def attend(layer, projection, cache):
         del layer
+        q, k, v = projection.split()
         padding = ((0, 0), (0, 0), (0, cache_len - T), (0, 0))
         pieces = tuple(jnp.pad(x.swapaxes(1, 2), padding) for x in (k, v))
         local = None if window is None else (window - 1, 0)
@@ -151,7 +152,8 @@ def decode(
     rows = jnp.arange(tokens.shape[0])
     window = model.config.sliding_window
 
-    def attend(layer, q, k, v, cache):
+    def attend(layer, projection, cache):
+        q, k, v = projection.split()
         keys, values = (
             piece.at[rows, :, lengths].set(new)
             for piece, new in zip(cache[layer], (k, v), strict=True)

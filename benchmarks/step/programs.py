@@ -8,6 +8,7 @@ steps with one thing changed.
 import contextlib
 import dataclasses
 import functools
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.pool_size import choose_num_blocks
+from paged_jax.kernels import rope
 from paged_jax.kernels.quantisation import QUANTISED
-from paged_jax.models import paged_rows
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import build
 from paged_jax.runner import Sizes
@@ -291,6 +292,10 @@ def _changed(program: Program, variant: Variant) -> Program:
     return dataclasses.replace(program, jitted=jitted)
 
 
+# The module; its package has the function under that name.
+_ROPE_WRITE = importlib.import_module("paged_jax.kernels.triton.rope_write")
+
+
 @contextlib.contextmanager
 def _traced_with(variant: Variant) -> Iterator[None]:
     """A context for tracing: what no argument of a program can change."""
@@ -298,7 +303,12 @@ def _traced_with(variant: Variant) -> Iterator[None]:
         yield
         return
     dtype = jnp.dtype(variant.query_dtype)
-    with mock.patch.object(paged_rows, "query_dtype", lambda pool_dtype: dtype):
+    with contextlib.ExitStack() as stack:
+        for module in (rope, _ROPE_WRITE):
+            stack.enter_context(mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype))
+        # What JAX has traced before is of another type, and so is this for what comes after.
+        _ROPE_WRITE.rope_write.clear_cache()
+        stack.callback(_ROPE_WRITE.rope_write.clear_cache)
         yield
 
 

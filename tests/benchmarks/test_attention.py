@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 
@@ -11,14 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks.attention import cases as attention_cases
+from benchmarks.attention import divisions, programs
 from benchmarks.attention import peers as attention_peers
-from benchmarks.attention import programs
 from benchmarks.attention import report as attention_report
 from benchmarks.attention import run as decode_attention
 from benchmarks.attention.cases import Case, Heads, make_inputs
 from benchmarks.attention.programs import TorchCall, expected_result, our_call
 from benchmarks.common import figures
 from benchmarks.common.device_time import Program, Rates, chained, take_turns
+from paged_jax.kernels import triton
 from paged_jax.kernels.quantisation import QUANTISED
 
 RATES = Rates(memory=1000.0, matmul=1.0)
@@ -70,6 +72,17 @@ def test_case_ragged_lengths_are_ten_to_one() -> None:
     assert lengths.tolist() != sorted(lengths, reverse=True)
 
 
+def test_case_skewed_lengths_are_of_one_long_sequence_and_held_without_waste(tiny) -> None:
+    case = Case(tiny, batch=4, context=2048, block_size=16, is_skewed=True)
+    assert sorted(case.lengths.tolist()) == [16, 16, 16, 2048]
+    inputs = make_inputs(case)
+    assert inputs.pools.k.shape[1] == 3 + 128
+    tables = np.asarray(inputs.block_tables)
+    used = [row[: -(-n // 16)] for row, n in zip(tables, case.lengths, strict=True)]
+    assert sorted(np.concatenate(used)) == list(range(3 + 128))
+    assert case.gathered_bytes == 4 * 2048 * 2 * 2 * 16 * 2
+
+
 def test_case_pools_are_larger_than_caches() -> None:
     for case in attention_cases.gpu_cases(is_full=False):
         assert case.num_layers * case.layer_bytes >= 128 << 20
@@ -114,6 +127,27 @@ def test_peers_that_need_too_much_memory_are_left_out(tiny) -> None:
     case = Case(tiny, 2, 24, 8, "float32")
     peers, left_out = attention_peers.make_peers(case, make_inputs(case), free_bytes=100)
     assert peers == {} and "not free" in left_out["gather + xla"]
+
+
+@pytest.mark.slow
+def test_divisions_compute_the_same(tiny, monkeypatch) -> None:
+    """Our GPU kernel, interpreted, with one program for each sequence and with parts."""
+    monkeypatch.setattr(triton, "decode", functools.partial(triton.decode, interpret=True))
+    case = Case(tiny, 2, 2048, 16, "float32", is_skewed=True)
+    inputs = make_inputs(case)
+    for name, peer in divisions.DIVISIONS.items():
+        [call] = peer.make(case, inputs).values()
+        assert _error(call.op(inputs.q, 0, call.arrays), expected_result(inputs)) < 1e-5, name
+    assert divisions._count_partitions(case) == 4
+
+
+def test_divisions_are_of_decode(tiny) -> None:
+    case = Case(tiny, 2, 24, 8, "float32", chunk=24)
+    peers, left_out = attention_peers.make_peers(case, make_inputs(case), 0, divisions.DIVISIONS)
+    assert peers == {} and left_out == {}  # it is no GPU that they are made for here
+    for peer in divisions.DIVISIONS.values():
+        with pytest.raises(attention_peers.PeerUnavailable, match="not divided"):
+            peer.make(case, make_inputs(case))
 
 
 @pytest.mark.slow
@@ -183,8 +217,8 @@ def test_take_turns_gives_seconds_of_a_call() -> None:
     assert all(0 < taken < 0.1 for taken in seconds.values())
 
 
-def measure(case: Case) -> dict:
-    return decode_attention.measure(case, RATES, num_rounds=1, turn_seconds=0.0, with_peers=True)
+def measure(case: Case, peers=attention_peers.KNOWN) -> dict:
+    return decode_attention.measure(case, RATES, num_rounds=1, turn_seconds=0.0, peers=peers)
 
 
 @pytest.mark.parametrize("chunk", [0, 24])
@@ -199,7 +233,7 @@ def test_measure_records_a_case(tiny, chunk) -> None:
     assert str(case) in attention_report.record_line(record)
 
 
-def test_measure_drops_kernels_with_other_results(tiny, monkeypatch) -> None:
+def test_measure_drops_kernels_with_other_results(tiny) -> None:
     def wrong(case, inputs):
         return {"": attention_peers.JaxCall(lambda q, layer, arrays: 2 * q, ())}
 
@@ -210,8 +244,7 @@ def test_measure_drops_kernels_with_other_results(tiny, monkeypatch) -> None:
         "wrong": attention_peers.Peer(("cpu",), lambda case: 0, wrong),
         "fails": attention_peers.Peer(("cpu",), lambda case: 0, fails),
     }
-    monkeypatch.setattr(attention_peers, "_PEERS", peers)
-    record = measure(Case(tiny, 2, 24, 8, "float32"))
+    record = measure(Case(tiny, 2, 24, 8, "float32"), peers)
     assert list(record["us"]) == ["paged_jax"]
     assert record["left_out"]["fails"] == "no such thing"
     assert record["left_out"]["wrong"].startswith("differs from what it must be by")
@@ -235,13 +268,11 @@ def make(case, inputs):
 
 def test_a_kernel_of_ones_own_is_timed_beside_ours(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(attention_peers, "_PEERS", {})
     (tmp_path / "beside.py").write_text("SCALE = 1.0")
     file = tmp_path / "prototype.py"
     file.write_text(PROTOTYPE)
     others = {"prototype": attention_peers.peer_of_file(file)}
-    options = {"num_rounds": 1, "turn_seconds": 0.0, "with_peers": True, "others": others}
-    decoded = decode_attention.measure(Case(tiny, 2, 24, 8, "float32"), RATES, **options)
+    decoded = measure(Case(tiny, 2, 24, 8, "float32"), others)
     assert decoded["us"].keys() == {"paged_jax", "prototype"}
     assert decoded["settings"] == {"prototype": "a setting"}
     _, left_out = attention_peers.make_peers(
@@ -265,7 +296,7 @@ def test_run_saves_and_says_what_it_left_out(tiny, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(decode_attention, "measure_rates", lambda: RATES)
     path = tmp_path / "new" / "results.json"
     cases = [Case(tiny, 1, 24, 8, "float32"), Case("Llama-3 70B", 10**4, 131072)]
-    options = {"num_rounds": 1, "turn_seconds": 0.0, "with_peers": False}
+    options = {"num_rounds": 1, "turn_seconds": 0.0, "peers": {}}
     save = decode_attention._save_to(path)
     report = decode_attention.run(cases, budget=60, save=save, **options)
     assert json.loads(path.read_text()) == report
@@ -332,6 +363,9 @@ def test_goals_are_met_missed_or_not_measured() -> None:
         # 4 * 32 * 128 operations for each of 2048 * 2049 / 2 pairs: 34376 us at 1 TFLOP/s.
         (8, [record(62400, batch=1, context=2048, chunk=2048)],
          [record(62600, batch=1, context=2048, chunk=2048)]),
+        # (128 + 63) * 1024 tokens of 4 KB.
+        (9, [record(940, batch=64, context=131072, is_skewed=True)],
+         [record(945, batch=64, context=131072, is_skewed=True)]),
     ],
 )  # fmt: skip
 def test_each_goal_asks_its_own_cases(goal, good, bad) -> None:

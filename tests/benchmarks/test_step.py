@@ -13,7 +13,7 @@ from benchmarks.step import cases as step_cases
 from benchmarks.step import programs, report, run
 from benchmarks.step.cases import Case
 from benchmarks.step.programs import ENGINE, Bench, Variant
-from paged_jax.models import paged_rows
+from paged_jax.kernels import rope
 from tests.support.tiny_model import CONFIG
 
 RATES = Rates(memory=1000.0, matmul=1.0)
@@ -133,7 +133,7 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
                 bench._executor.weights, bench._executor.state, *call.args, **call.static
             )
         assert ("bf16[" in str(traced.jaxpr)) == has_casts
-    assert paged_rows.query_dtype("int8") == jnp.bfloat16
+    assert rope.query_dtype("int8") == jnp.bfloat16
 
 
 def test_variants_compile_with_their_options(monkeypatch) -> None:

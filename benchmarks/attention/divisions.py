@@ -1,0 +1,46 @@
+"""This library's GPU kernel with its batches divided otherwise, beside its own choice.
+
+The question of vLLM's two kernels (V1 and V2 of its paged attention): one program for each sequence
+and head, in one launch, or parts of 512 tokens and a merge? `benchmarks.schedule` predicts the
+answer; ``python -m benchmarks.attention --divisions`` measures it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.attention.cases import Case, Inputs
+from benchmarks.attention.peers import Peer, Variants
+from benchmarks.attention.programs import JaxCall
+from benchmarks.common.process import PeerUnavailable
+from benchmarks.schedule.rules import PARTITION
+from paged_jax.kernels import triton
+from paged_jax.kernels.backend import AttentionArgs, Options
+
+
+def _divided(num_parts: Callable[[Case], int]) -> Peer:
+    def make(case: Case, inputs: Inputs) -> Variants:
+        if case.chunk:
+            raise PeerUnavailable("chunks of prompt are not divided")
+        count = num_parts(case)
+
+        def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
+            _, pools, tables, lengths, query_lens = inputs
+            args = AttentionArgs(q, pools, tables, lengths, query_lens, None, layer)
+            return triton.decode(args, Options(scale=1.0), num_parts=count)[0]
+
+        return {"": JaxCall(op, inputs)}
+
+    return Peer(("gpu",), lambda case: 0, make)
+
+
+def _count_partitions(case: Case) -> int:
+    return max(int(case.lengths.sum()) // PARTITION, 1)
+
+
+DIVISIONS: Mapping[str, Peer] = {
+    "whole sequences": _divided(lambda case: 0),
+    f"parts of {PARTITION}": _divided(_count_partitions),
+}
+"""Other ways to divide a batch, by name."""

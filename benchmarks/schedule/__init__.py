@@ -1,0 +1,1 @@
+"""How a batch's bytes are shared by the programs of the decode kernel, in a simulated GPU."""

@@ -1,0 +1,146 @@
+"""How long decode attention takes by how a batch is divided, simulated: no GPU is needed or used.
+
+    python -m benchmarks.schedule                                 # three minutes
+    python -m benchmarks.schedule --quick                         # seconds
+    python -m benchmarks.schedule --json schedule.json --plot schedule.png
+
+The programs of a decode call of Llama 3 8B run on the multiprocessors of an H200 that share the
+bandwidth of its memory (`machine.py`, whose constants are estimates). The parts are those of the
+kernel itself, `paged_jax.kernels.triton.schedule`, beside those that it had before, by the width of
+the table. Mixes of lengths are made up, or drawn from traces of production services where the
+folder of them is given or found.
+
+A study of even batches asks what vLLM's two kernels ask (V1 and V2 of its paged attention): when is
+it worth dividing sequences, of one program each, into parts of 512 tokens? Both ways are simulated
+with the kernel of this library, beside its own.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.environment import environment, write_json
+from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.common.process import ROOT
+from benchmarks.schedule import mixes, rules
+from benchmarks.schedule.machine import Machine
+from benchmarks.schedule.report import (
+    BEFORE,
+    OURS,
+    PARTITIONS,
+    WHOLE,
+    Report,
+    goal_lines,
+    plot,
+    record_line,
+)
+from benchmarks.schedule.rules import Call, Rule
+
+_MIX_RULES: dict[str, Rule] = {BEFORE: rules.by_table, OURS: rules.by_lengths}
+_STUDY_RULES: dict[str, Rule] = {
+    WHOLE: rules.whole,
+    PARTITIONS: rules.partitions,
+    OURS: rules.by_lengths,
+}
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+# What an H200 holds of 32 layers, beside the weights of 8B.
+_MOST_TOKENS = 900_000
+
+
+def simulate(name: str, call: Call, chosen: dict[str, Rule], machine: Machine) -> dict[str, Any]:
+    """The record of a call under some rules."""
+    bound = rules.bound(call, machine)
+    seconds = {rule: rules.seconds(call, divide, machine) for rule, divide in chosen.items()}
+    return {
+        "name": name,
+        "batch": len(call.lengths),
+        "is_even": bool(np.all(call.lengths == call.lengths[0])),
+        "mb": round(call.num_bytes / 1e6, 1),
+        "bound_us": round(1e6 * bound, 2),
+        "us": {rule: round(1e6 * taken, 2) for rule, taken in seconds.items()},
+        "over_bound": {rule: round(taken / bound, 4) for rule, taken in seconds.items()},
+    }
+
+
+def simulate_even(batch: int, context: int, machine: Machine) -> dict[str, Any]:
+    """The record of an even batch in the study."""
+    call = Call(np.full(batch, context), context)
+    record = simulate(f"{batch} x {context}", call, _STUDY_RULES, machine)
+    us = record["us"]
+    better = min(us[WHOLE], us[PARTITIONS])
+    return record | {"context": context, "over_better": round(us[OURS] / better, 4)}
+
+
+def run(traces: Path, machine: Machine, num_draws: int, max_tokens: int) -> Report:
+    """Simulate everything, and print as it goes.
+
+    Args:
+      traces: folder of recorded traffic.
+      machine: what is simulated.
+      num_draws: of each trace and batch.
+      max_tokens: of a batch in the study.
+    """
+    recorded = mixes.recorded(traces, num_draws)
+    if not recorded:
+        print(f"no traces in {traces}")
+    report: Report = {
+        **environment(),
+        "accelerator": "simulated NVIDIA H200",
+        "machine": machine._asdict(),
+        "mixes": [],
+        "study": [],
+    }
+    print(f"simulated: {machine}")
+    for name, call in (mixes.made_up() | recorded).items():
+        report["mixes"].append(simulate(name, call, _MIX_RULES, machine))
+        print(record_line(report["mixes"][-1]), flush=True)
+    for batch in _BATCHES:
+        for context in _CONTEXTS:
+            if batch * context <= max_tokens:
+                report["study"].append(simulate_even(batch, context, machine))
+                print(record_line(report["study"][-1]), flush=True)
+    return report | {"goals": goal_lines(report)}
+
+
+def _default_traces() -> Path:
+    folder = os.environ.get("PAGED_JAX_TEST_DATA", ROOT.parent / "shared" / "data")
+    return Path(folder) / "traces"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Divisions of a batch, simulated.")
+    parser.add_argument("--quick", action="store_true", help="few batches")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", default=_default_traces(),
+        help="of recorded traffic; default: traces in PAGED_JAX_TEST_DATA",
+    )  # fmt: skip
+    parser.add_argument("--memory-rate", type=float, default=Machine().memory_rate / 1e9,
+                        metavar="GB/S", help="of the memory, default %(default)g")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Simulate, print, and write JSON and a plot on request."""
+    options = _parser().parse_args(arguments)
+    try:
+        pyplot = plotter() if options.plot else None
+    except PlotUnavailable as error:
+        print(error, file=sys.stderr)
+        return 2
+    machine = Machine(memory_rate=1e9 * options.memory_rate)
+    num_draws, max_tokens = (1, 4096) if options.quick else (3, _MOST_TOKENS)
+    report = run(options.traces, machine, num_draws, max_tokens)
+    print(*report["goals"], sep="\n")
+    if options.json:
+        write_json(options.json, report)
+    if pyplot is not None:
+        plot(pyplot, report, options.plot)
+    return 0

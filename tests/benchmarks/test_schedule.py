@@ -1,0 +1,151 @@
+"""The simulated GPU, the rules that divide a batch for it, and what the benchmark says."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.schedule import mixes, report, rules, run
+from benchmarks.schedule.machine import Machine, simulate
+from benchmarks.schedule.rules import Call
+
+# Two multiprocessors with room for two programs each; bytes and seconds in round numbers.
+SMALL = Machine(
+    num_cores=2,
+    programs_per_core=2,
+    memory_rate=100.0,
+    core_rate=60.0,
+    program_rate=40.0,
+    start=1.0,
+    search=0.5,
+    idle=0.25,
+    launch=2.0,
+    merge=3.0,
+    merge_turn=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"),
+    [
+        ([80], 2 + 1 + 80 / 40),  # alone
+        ([80, 80], 2 + 1 + 80 / 40),  # each on a multiprocessor of its own
+        ([90, 90, 90, 90], 2 + 1 + 360 / 100),  # bound by the memory
+        # The third shares the first one's multiprocessor, 30 each, and has 40 once it is alone.
+        ([30, 40, 70], 2 + 1 + 1 + 40 / 40),
+        ([0, 0, 0, 0], 2 + 0.25),
+        # The fifth starts where one has found nothing: it reads 30 of its 40 while four share the
+        # memory, from 3.25 to 4.45 s, 10/3 until those on the other multiprocessor are over, and
+        # the rest alone.
+        ([0, 40, 40, 40, 40], 4.45 + 2.5 / 30 + (10 - 10 / 3) / 40),
+    ],
+)
+def test_simulate_shares_the_rates(num_bytes, seconds) -> None:
+    assert simulate(SMALL, np.array(num_bytes)) == pytest.approx(seconds, abs=1e-6)
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=40))
+def test_simulate_keeps_to_the_bounds(num_bytes) -> None:
+    seconds = simulate(SMALL, np.array(num_bytes))
+    assert seconds >= 2 + sum(num_bytes) / 100 - 1e-6
+    assert seconds >= 2 + (1 + max(num_bytes) / 40 if any(num_bytes) else 0.25) - 1e-6
+    # Never all idle: at the worst one after another.
+    assert seconds <= 2 + sum(1 + size / 40 for size in num_bytes) + 1e-6
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=12), st.sampled_from((1, 2, 8)))
+def test_rules_read_every_token_once(lengths, kv_heads) -> None:
+    call = Call(np.array(lengths), 4096, kv_heads)
+    for rule in (rules.by_table, rules.whole, rules.partitions):
+        programs = rule(call, SMALL)
+        assert programs.tokens.min() >= 0
+        assert programs.tokens.sum() == sum(lengths)
+        assert programs.is_merged == (programs.most_parts > 1)
+
+
+@pytest.mark.parametrize("lengths", [[3000, 0, 1, 64, 700], [4096], [0, 0]])
+def test_by_lengths_reads_every_token_once(lengths) -> None:
+    call = Call(np.array(lengths), 4096)
+    programs = rules.by_lengths(call, Machine())
+    assert programs.tokens.sum() == sum(lengths)
+    assert programs.is_merged and programs.start > 0
+    assert (programs.most_parts > 1) == (max(lengths) > 64)
+    # Whole where the kernel divides none.
+    assert not rules.by_lengths(Call(np.array([100]), 128), Machine()).is_merged
+
+
+def test_seconds_counts_the_merge_of_many_parts() -> None:
+    lengths = np.array([64 * 40])
+    call = Call(lengths, 64 * 40, kv_heads=1, head_dim=1)
+    machine = SMALL._replace(num_cores=40)
+    plain = simulate(machine._replace(start=1.5), np.full(40, 64 * 4))
+    # 40 parts are merged 32 at a time, in a second launch.
+    assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 2 + 3 + 2)
+
+
+def test_mixes_of_traces_are_consecutive_requests(tmp_path) -> None:
+    rows = [f"2023-11-16 18:00:{n:02}.0,{100 * n},{n}" for n in range(60)] * 2
+    file, capacity, batches = mixes.TRACES["Azure 2023"]
+    (tmp_path / file).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    calls = mixes.recorded(tmp_path, num_draws=2)
+    names = [f"{batches[0]} of Azure 2023, draw {n}" for n in (1, 2)]
+    # There are 120 requests, no batch of 256 of them, and no other trace.
+    assert list(calls) == names
+    for call in calls.values():
+        prompts = call.lengths // 100
+        assert len(prompts) == 64 and set(np.diff(prompts)) <= {1, -59}
+        assert (call.lengths - 100 * prompts <= prompts).all()
+        assert call.capacity == capacity
+
+
+def test_mixes_read_recorded_traces(data_dir) -> None:
+    calls = mixes.recorded(data_dir / "traces", num_draws=1)
+    assert len(calls) == sum(len(batches) for *_, batches in mixes.TRACES.values())
+    assert all(0 < call.lengths.max() <= call.capacity for call in calls.values())
+
+
+def test_run_says_what_is_met_and_draws_it(tmp_path, monkeypatch, capsys) -> None:
+    few = {"even": Call(np.full(8, 512), 512), "skewed": Call(np.array([8192] + [64] * 7), 8192)}
+    monkeypatch.setattr(mixes, "made_up", lambda: few)
+    monkeypatch.setattr(run, "_BATCHES", (1, 8))
+    monkeypatch.setattr(run, "_CONTEXTS", (512, 2048))
+    path, picture = tmp_path / "schedule.json", tmp_path / "schedule.png"
+    arguments = ["--quick", "--traces", str(tmp_path), "--json", str(path), "--plot", str(picture)]
+    assert run.main([*arguments, "--memory-rate", "1000"]) == 0
+    found = json.loads(path.read_text())
+    assert found["machine"]["memory_rate"] == 1e12
+    assert [record["name"] for record in found["mixes"]] == ["even", "skewed"]
+    assert len(found["goals"]) == len(report.GOALS)
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in found["goals"]) and "no traces in" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_goals_are_judged_by_the_worst_case() -> None:
+    def mix(ours: float, before: float, is_even: bool = False) -> dict:
+        us = {report.OURS: ours, report.BEFORE: before}
+        return {"name": f"{ours}", "us": us, "over_bound": us, "is_even": is_even}
+
+    def answers(*records: dict) -> list[str]:
+        lines = report.goal_lines({"mixes": records})
+        return [line[:12].strip() for line in lines]
+
+    assert answers(mix(1.05, 1.2), mix(1.1, 1.1, True)) == ["met", "met"]
+    assert answers(mix(1.05, 1.2), mix(1.11, 1.2, True)) == ["NOT met", "met"]
+    assert answers(mix(1.05, 1.02), mix(1.05, 1.02, True)) == ["met", "NOT met"]
+    assert answers(mix(1.05, 1.02)) == ["met", "not measured"]
+
+
+def test_plot_needs_matplotlib(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run.main(["--plot", "plot.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_traces_are_looked_for_where_tests_look(monkeypatch) -> None:
+    monkeypatch.setenv("PAGED_JAX_TEST_DATA", "/data")
+    assert run._parser().parse_args([]).traces == Path("/data/traces")
