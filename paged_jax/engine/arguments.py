@@ -6,7 +6,7 @@ same mistakes in the same words.
 
 from typing import Any
 
-from paged_jax.checks import check_positive
+from paged_jax.checks import ArgumentError, check_positive, is_int, is_real
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
@@ -52,14 +52,38 @@ def check_arguments(
         raise ValueError(f"{function}: kv_dtype must be {', '.join(choices)}, got {kv_dtype!r}.")
 
 
+def check_switches(function: str, **switches: Any) -> None:
+    """Check that arguments are True or False; None stands for a default.
+
+    Raises:
+      ArgumentError: naming the first that is not. Any text is true to Python, "no" as well.
+    """
+    for name, value in switches.items():
+        if value is not None and not isinstance(value, bool):
+            raise ArgumentError(function, f"must be True or False, got {value!r}.", name)
+
+
+def check_engine_numbers(function: str, *, seed: int, swap_space: float) -> None:
+    """Check the arguments that an engine has and a memory plan has not.
+
+    Raises:
+      ArgumentError: the seed is no integer in 0 to 2**63 - 1, or swap_space no size.
+    """
+    if not is_int(seed) or not 0 <= seed < 2**63:
+        raise ArgumentError(function, f"must be an integer in 0..2**63 - 1, got {seed!r}.", "seed")
+    if not is_real(swap_space) or swap_space < 0:
+        rule = f"must be a finite number of GiB, at least 0, got {swap_space!r}."
+        raise ArgumentError(function, rule, "swap_space")
+
+
 def _check_memory_fraction(
     function: str, memory_fraction: float | None, num_blocks: int | None
 ) -> None:
     if memory_fraction is None:
         return
-    if not 0 < memory_fraction <= 1:
+    if not is_real(memory_fraction) or not 0 < memory_fraction <= 1:
         raise ValueError(
-            f"{function}: memory_fraction must be above 0 and at most 1, got {memory_fraction}."
+            f"{function}: memory_fraction must be above 0 and at most 1, got {memory_fraction!r}."
         )
     if num_blocks is not None:
         raise ValueError(

@@ -14,8 +14,8 @@ class Delivery:
 
     Example:
       >>> delivery = Delivery()
-      >>> delivery.has_kept, delivery.take_kept()
-      (False, [])
+      >>> delivery.kept
+      []
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,15 @@ class Delivery:
         return receive is not None
 
     @property
-    def has_kept(self) -> bool:
-        """Whether there are requests to take."""
-        return bool(self._kept)
+    def kept(self) -> list[Request]:
+        """The requests without a subscriber that were delivered, until they are dropped."""
+        return list(self._kept)
 
-    def take_kept(self) -> list[Request]:
-        """The requests without a subscriber that were delivered since the last call."""
-        kept, self._kept = self._kept, {}
-        return list(kept)
+    def keep(self, requests: Iterable[Request]) -> None:
+        """Keep requests again that were dropped."""
+        self._kept |= dict.fromkeys(requests)
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Forget requests that were kept."""
+        gone = set(requests)
+        self._kept = {request: None for request in self._kept if request not in gone}

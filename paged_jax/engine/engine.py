@@ -31,6 +31,9 @@ from paged_jax.scheduler.outputs import RequestOutput
 class Engine(EngineParts):
     """A model, its tokenizer and a paged KV cache, shared by requests that come and go.
 
+    It belongs to one thread at a time: calls from several refuse each other or wait for nobody.
+    `AsyncEngine` takes requests from many tasks.
+
     Args:
       model: folder of a checkpoint (Hugging Face or Orbax), a `Llama`, or None for the small
         bundled model.
@@ -83,7 +86,7 @@ class Engine(EngineParts):
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or `step` has something to return."""
-        return bool(self._requests.unfinished or self._requests.ended or self.delivery.has_kept)
+        return bool(self._requests.unfinished or self._requests.ended or self.delivery.kept)
 
     # Requests come and go
 
@@ -138,7 +141,9 @@ class Engine(EngineParts):
         )
         if explain:
             request.history = History(request.metrics.arrival_time)
-        self._requests.add(request)
+        self._requests.check(request)
+        with self._guard.change():
+            self._requests.add(request)
         return request_id
 
     @contextlib.contextmanager
@@ -205,8 +210,20 @@ class Engine(EngineParts):
         An output holds everything so far. Nothing to do returns nothing. Requests that a call of
         `LLM.generate` or `LLM.stream` waits for go to that call.
         """
-        self.delivery.deliver(self.advance())
-        return [request.output() for request in self.delivery.take_kept()]
+        touched: list[Request] = []
+        kept: list[Request] = []
+        try:
+            touched = self.advance()
+            self.delivery.deliver(touched)
+            kept = self.delivery.kept
+            outputs = [request.output() for request in kept]
+            self.delivery.drop(kept)
+            return outputs
+        except BaseException:
+            # Who has ended is not in the table any more: the next step returns it.
+            self.delivery.deliver(touched)
+            self.delivery.keep(kept)
+            raise
 
     def advance(self) -> list[Request]:
         """As `step`, but returns all requests that were touched, and makes no outputs."""
@@ -220,7 +237,13 @@ class Engine(EngineParts):
             clock.count_step(plan, tokens, is_ahead=self._pipeline.is_ahead)
             self._pipeline.drop_ended()
         clock.update_costs(self._scheduler)
-        return touched
+        ended = self._requests.ended
+        try:
+            self._requests.ended = []
+            return touched
+        except BaseException:
+            self._requests.ended = ended
+            raise
 
     def when_idle(self, action: Callable[[], None]) -> None:
         """Call a function now or, within a step, before the next change of the engine's state."""
@@ -284,8 +307,12 @@ class Engine(EngineParts):
         Raises:
           ValueError: structure or shapes differ; nothing has changed then.
         """
-        self._runner.replace_weights(place_like(self.model, params))
-        if self._requests.note_new_weights():
-            self._guard.recover()
-        else:
-            self._runner.slots.reset_prefix_cache()
+        weights = place_like(self.model, params)
+        with self._guard.change():
+            # First: from here on nothing is found that the old weights have computed.
+            has_unfinished = self._requests.note_new_weights()
+            self._runner.replace_weights(weights)
+            if has_unfinished:
+                self._restart()
+            else:
+                self._runner.slots.reset_prefix_cache()

@@ -70,12 +70,7 @@ class Inputs:
         prompt = _as_mapping(prompt)
         text, token_ids = self._encode(prompt)
         salt = prompt.get("cache_salt", "")
-        if not isinstance(salt, str):
-            raise _refusal(f"must be a text, got {salt!r}.", "cache_salt")
-        if not is_int(priority):
-            raise _refusal(f"must be an integer, got {priority!r}.", "priority")
-        if timeout is not None and not (is_real(timeout) and timeout > 0):
-            raise _refusal(f"must be seconds > 0 or None, got {timeout!r}.", "timeout")
+        _check_options(salt, priority, arrival_time, timeout)
         room = self.max_model_len - len(token_ids)
         if room < 1:
             raise _refusal(
@@ -190,6 +185,18 @@ class Inputs:
                 raise _refusal(
                     f"must hold integers in 0..{self.vocab_size - 1}, got {token_id!r}.", name
                 )
+
+
+def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any) -> None:
+    """See that what comes with a prompt is of the right types."""
+    if not isinstance(salt, str):
+        raise _refusal(f"must be a text, got {salt!r}.", "cache_salt")
+    if not is_int(priority):
+        raise _refusal(f"must be an integer, got {priority!r}.", "priority")
+    if not is_real(arrival_time):
+        raise _refusal(f"must be seconds or None, got {arrival_time!r}.", "arrival_time")
+    if timeout is not None and not (is_real(timeout) and timeout > 0):
+        raise _refusal(f"must be seconds > 0 or None, got {timeout!r}.", "timeout")
 
 
 def _as_mapping(prompt: Any) -> Mapping[str, Any]:

@@ -9,7 +9,13 @@ from flax import nnx
 
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import length_with_cached_tokens
-from paged_jax.engine.arguments import check_arguments, choose_cascade, program_sizes
+from paged_jax.engine.arguments import (
+    check_arguments,
+    check_engine_numbers,
+    check_switches,
+    choose_cascade,
+    program_sizes,
+)
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import footprint, resolve_kv_dtype
@@ -87,6 +93,12 @@ class EngineParts:
             preemption=preemption,
             num_speculative_tokens=num_speculative_tokens,
         )
+        check_switches(
+            "Engine",
+            enable_prefix_caching=enable_prefix_caching,
+            cascade_attention=cascade_attention,
+        )
+        check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
         self.tokenizer = load_tokenizer(model, tokenizer)
         if not isinstance(model, Llama):
             model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
@@ -207,6 +219,11 @@ class EngineParts:
     def stats(self) -> EngineStats:
         """Totals since the engine was built, as they are now."""
         return totals(self._stats, self._runner, self._scheduler)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is compiled at present. Other threads may ask."""
+        return self._runner.is_compiling
 
     @property
     def cache_use(self) -> float:

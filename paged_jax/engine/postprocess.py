@@ -68,7 +68,7 @@ class Postprocessor:
           tokens: the tokens that it has drawn, a row for each of the plan's decodes; None without.
 
         Returns:
-          The requests that got tokens or ended.
+          The requests that got tokens or ended; the latter are in `RequestTable.ended`, too.
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
@@ -83,10 +83,10 @@ class Postprocessor:
                     continue
                 touched[sequence.request] = None
                 self.take_row(sequence, row, now)
-        for request in touched:
-            if request.is_finished:
-                self._requests.remove(request)
-        self._requests.ended.clear()
+        # Noted before they leave the table: a step may be cut short anywhere.
+        self._requests.ended = [request for request in touched if request.is_finished]
+        for request in self._requests.ended:
+            self._requests.remove(request)
         return list(touched)
 
     def take_row(self, sequence: Sequence, row: Row, now: float) -> None:

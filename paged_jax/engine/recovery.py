@@ -1,7 +1,9 @@
 """Lets an engine change once at a time, and recovers it from a change that is cut short."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
 
 
 class ChangeGuard:
@@ -16,12 +18,17 @@ class ChangeGuard:
 
     def __init__(self, restart: Callable[[], None]):
         self._restart = restart
-        self._is_changing = False
         self._is_broken = False  # a change or a recovery began and did not end
         self._postponed: list[Callable[[], None]] = []
+        self._latest: Callable[[], Any] = lambda: None  # the generator of the latest change
 
-    @contextlib.contextmanager
-    def change(self) -> Iterator[None]:
+    @property
+    def _is_changing(self) -> bool:
+        # Asked of the change itself: a flag could be left behind by one that is cut short.
+        latest = self._latest()
+        return latest is not None and latest.gi_frame is not None
+
+    def change(self) -> contextlib.AbstractContextManager[None]:
         """A context for a change of state.
 
         Raises:
@@ -31,19 +38,20 @@ class ChangeGuard:
             raise RuntimeError("Engine: a call must end before the next begins, got one within it.")
         while self._postponed:
             self._postponed.pop()()
+        change = self._change()
+        self._latest = weakref.ref(change)
+        return contextlib.contextmanager(lambda: change)()
+
+    def _change(self) -> Generator[None]:
+        if self._is_broken:
+            self.recover()
+        self._is_broken = True
         try:
-            self._is_changing = True
-            if self._is_broken:
-                self.recover()
-            self._is_broken = True
-            try:
-                yield
-            except BaseException:
-                self.recover()
-                raise
-            self._is_broken = False
-        finally:
-            self._is_changing = False
+            yield
+        except BaseException:
+            self.recover()
+            raise
+        self._is_broken = False
 
     def recover(self) -> None:
         """Restart from what the host knows."""

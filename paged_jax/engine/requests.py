@@ -17,7 +17,8 @@ class RequestTable:
 
     Attributes:
       unfinished: requests that have not finished, by their ids.
-      ended: requests that ended in a step that was cut short; the next step returns them.
+      ended: requests that have ended and were not returned: in the step that is under way, or in
+        one that was cut short, which the next one returns.
       num_added: requests added so far.
       weights_version: number of times that the weights were replaced.
     """
@@ -36,11 +37,18 @@ class RequestTable:
         numbers = itertools.count(self.num_added)
         return next(name for i in numbers if (name := str(i)) not in self.unfinished)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def check(self, request: Request) -> None:
+        """See that a new request can be queued.
 
         Raises:
-          ValueError: the scheduler refuses it; nothing has changed then.
+          ValueError: it could never run, or its id is taken.
+        """
+        self._scheduler.check(request.sequences)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which `check` has passed.
+
+        Cut short, it is forgotten by `restart`, unless it is in the table already.
         """
         self._name_blocks(request)
         self._scheduler.add(request.sequences)

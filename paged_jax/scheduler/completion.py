@@ -1,5 +1,7 @@
 """What one sample has beside its tokens: its text, log-probabilities, and why it ended."""
 
+from typing import Any
+
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import Logprob
@@ -36,6 +38,24 @@ class Completion:
             )
         self._text = ""
         self._num_final = 0  # characters that no stop string can take back any more
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """All of its state, for `restore`."""
+        state = None if self._detokenizer is None else self._detokenizer.snapshot()
+        num_logprobs = 0 if self.logprobs is None else len(self.logprobs)
+        reasons = self.finish_reason, self.stop_reason
+        return self.cumulative_logprob, num_logprobs, reasons, self._text, self._num_final, state
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Undo what has changed since a snapshot, as after a change that was cut short."""
+        self.cumulative_logprob, num_logprobs, reasons, self._text, self._num_final, state = (
+            snapshot
+        )
+        self.finish_reason, self.stop_reason = reasons
+        if self.logprobs is not None:
+            del self.logprobs[num_logprobs:]
+        if self._detokenizer is not None:
+            self._detokenizer.restore(state)
 
     @property
     def text(self) -> str:
@@ -123,10 +143,15 @@ class Completion:
         """Stop here, for a reason that does not lie in the tokens, unless it has stopped before."""
         if self.finish_reason is not None:
             return
-        self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        if self._detokenizer is not None:
-            self._text += self._detokenizer.finish()
-        self._release_text()
+        before = self.snapshot()
+        try:
+            self.finish_reason, self.stop_reason = finish_reason, stop_reason
+            if self._detokenizer is not None:
+                self._text += self._detokenizer.finish()
+            self._release_text()
+        except BaseException:
+            self.restore(before)
+            raise
 
     def _find_stop_string(self) -> None:
         found = [(self._text.find(s, self._num_final), s) for s in self._params.stop or ()]

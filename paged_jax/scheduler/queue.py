@@ -2,11 +2,12 @@
 
 import bisect
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.checks import ArgumentError
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.plan import SchedulerStats
 from paged_jax.scheduler.reasons import NO_FACTS, WaitFacts
@@ -110,6 +111,15 @@ class Queue:
         unfinished = [s for _, sequences in self.unfinished.values() for s in sequences]
         return sorted(unfinished, key=lambda s: s.seniority)
 
+    def check_is_new(self, sequences: list[Sequence]) -> None:
+        """Refuse samples of a request whose id an unfinished one has. They begin alike."""
+        request, tokens = sequences[0].request, sequences[0].token_ids
+        assert all(s.request is request and s.token_ids == tokens for s in sequences)
+        if request.request_id in self.unfinished:
+            raise ArgumentError(
+                "Scheduler.add", f"must be unique, got {request.request_id!r} again.", "request_id"
+            )
+
     def track(self, request: Request, sequences: list[Sequence]) -> None:
         """Count sequences of a request as unfinished. They are not in line yet."""
         self.unfinished[request.request_id] = Unfinished(request, list(sequences))
@@ -150,9 +160,20 @@ class Queue:
 
     # The waiting line
 
-    def join(self, sequence: Sequence, reason: WaitReason = "turn") -> None:
-        """Put a sequence in line, behind all that are more senior."""
+    def join(
+        self, sequence: Sequence, reason: WaitReason = "turn", *, siblings: Iterable[Sequence] = ()
+    ) -> None:
+        """Put a sequence in line, behind all that are more senior.
+
+        Args:
+          sequence: the sequence.
+          reason: why it waits.
+          siblings: new sequences that wait to be forks of it.
+        """
         self.entries[sequence].num_wanted = 0
+        for sibling in siblings:
+            self.entries[sequence].siblings.append(sibling)
+            self.note_wait(sibling, "fork")
         bisect.insort(self.waiting, sequence, key=lambda s: s.seniority)
         if reason == "turn":
             self.note_turn(sequence)

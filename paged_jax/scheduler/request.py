@@ -196,15 +196,20 @@ class Sequence:
           eos_token_ids: tokens that end a sequence, unless its parameters ignore them.
           candidates: the token and the most probable ones, where they are asked for.
         """
-        self.token_ids.append(token_id)
-        self.completion.append(
-            token_id,
-            logprob,
-            num_tokens=self.num_generated,
-            is_last=len(self.token_ids) >= self.max_length,
-            eos_token_ids=eos_token_ids,
-            candidates=candidates,
-        )
+        before, num_tokens = self.completion.snapshot(), len(self.token_ids)
+        try:
+            self.token_ids.append(token_id)
+            self.completion.append(
+                token_id,
+                logprob,
+                num_tokens=self.num_generated,
+                is_last=len(self.token_ids) >= self.max_length,
+                eos_token_ids=eos_token_ids,
+                candidates=candidates,
+            )
+        except BaseException:  # Ctrl-C: tokens and text belong together
+            self._undo(before, num_tokens)
+            raise
 
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
@@ -218,12 +223,21 @@ class Sequence:
         Returns:
           Whether they were appended. If not, nothing has changed: `append` them one by one.
         """
-        if len(self.token_ids) + len(token_ids) >= self.max_length:
+        before, num_tokens = self.completion.snapshot(), len(self.token_ids)
+        if num_tokens + len(token_ids) >= self.max_length:
             return False
-        if not self.completion.extend(token_ids, logprobs, eos_token_ids=eos_token_ids):
-            return False
-        self.token_ids += token_ids
-        return True
+        try:
+            if not self.completion.extend(token_ids, logprobs, eos_token_ids=eos_token_ids):
+                return False
+            self.token_ids += token_ids
+            return True
+        except BaseException:
+            self._undo(before, num_tokens)
+            raise
+
+    def _undo(self, snapshot: tuple[Any, ...], num_tokens: int) -> None:
+        del self.token_ids[num_tokens:]
+        self.completion.restore(snapshot)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that are now in the cache: those of a chunk, or one for each that decode

@@ -153,24 +153,22 @@ class Scheduler:
         Only the first is admitted and prefilled; the others become forks of it.
 
         Raises:
-          ValueError: one of them could not run even if it had all blocks to itself, there is
-            nothing to generate, or the request_id is taken. Nothing is queued then.
+          ValueError: as `check`. Nothing is queued then.
         """
-        leader, *siblings = sequences
-        request = leader.request
-        if request.request_id in self._queue.unfinished:
-            raise ArgumentError(
-                "Scheduler.add", f"must be unique, got {request.request_id!r} again.", "request_id"
-            )
+        self.check(sequences)
+        self.lookahead.close()
+        self._queue.track(sequences[0].request, sequences)
+        self._queue.join(sequences[0], siblings=sequences[1:])
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """See that the samples of a new request can be queued.
+
+        Raises:
+          ValueError: one could not run even with all blocks, or the request_id is taken.
+        """
+        self._queue.check_is_new(sequences)
         for sequence in sequences:
             _check_fits(sequence, self.num_blocks, self.block_size)
-            assert sequence.request is request and sequence.token_ids == leader.token_ids
-        self.lookahead.close()
-        self._queue.track(request, sequences)
-        self._queue.entries[leader].siblings = siblings
-        for sibling in siblings:
-            self._queue.note_wait(sibling, "fork")
-        self._queue.join(leader)
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
         """Release a sequence that is complete, unless its request was aborted before."""

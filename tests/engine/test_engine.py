@@ -438,6 +438,7 @@ def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
     [
         ({"params": {"max_tokens": 4}}, "params must be SamplingParams"),
         ({"request_id": ["a"]}, "request_id must be a text"),
+        ({"arrival_time": "x"}, "arrival_time must be seconds or None, got 'x'"),
     ],
 )
 def test_types_of_arguments_are_checked(engine, options, message) -> None:
@@ -459,6 +460,15 @@ def test_automatic_ids_step_aside(engine) -> None:
         ({"max_num_batched_tokens": None}, "max_num_batched_tokens must be a positive .* got None"),
         ({"num_speculative_tokens": None}, "num_speculative_tokens must be a positive .* got None"),
         ({"preemption": "drop"}, "preemption must be auto, recompute or swap, got 'drop'"),
+        ({"seed": -1}, "seed must be an integer in 0..2\\*\\*63 - 1, got -1"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"swap_space": "4"}, "swap_space must be a finite number of GiB, at least 0, got '4'"),
+        ({"swap_space": float("nan")}, "swap_space must be a finite"),
+        ({"swap_space": -1}, "swap_space must be .* got -1"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
+        ({"cascade_attention": 1}, "cascade_attention must be True or False, got 1"),
+        ({"memory_fraction": True}, "memory_fraction must be above 0 and at most 1, got True"),
+        ({"memory_fraction": "a"}, "memory_fraction must be above 0 and at most 1, got 'a'"),
     ],
 )
 def test_bad_options_are_refused(tiny_model, options, message) -> None:
@@ -527,8 +537,8 @@ def test_settings_of_jax_change_no_token(tiny_model) -> None:
     assert tokens == generate()
 
 
-@pytest.mark.parametrize("program", ["prefill", "fork"])
-def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) -> None:
+@pytest.mark.parametrize(("program", "num_before"), [("prefill", 0), ("fork", 1)])
+def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program, num_before) -> None:
     """Before the step returns, and without losing a request."""
     wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
     engine.reset_prefix_cache()
@@ -539,8 +549,9 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program) ->
 
     engine.add_request(LONG, dataclasses.replace(SEEDED, n=2))
     replace_program(engine, monkeypatch, program, fail)
-    with pytest.raises(RuntimeError, match="blocks must suffice"):
+    for _ in range(num_before):
         engine.step()
+    with pytest.raises(RuntimeError, match="blocks must suffice"):
         engine.step()
     monkeypatch.undo()
     outputs = []

@@ -5,6 +5,7 @@ tried here.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_a_request_waits_for_no_more_steps_than_one_dispatch_has(make_engine) ->
     finish(engine)
 
 
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_free_blocks_are_those_after_what_is_queued(make_engine, way) -> None:
+    engine = make_engine(way)
+    request_id = engine.add_request(OTHER, GREEDY)
+    engine.step()
+    assert engine._pipeline.is_ahead
+    # Of 7 tokens of the prompt and two dispatches of 4: the second takes the last of 4 blocks.
+    assert engine._runner.slots.num_free == SIZES["num_blocks"] - 4
+    engine.abort(request_id)
+    check_empty(engine)
+
+
 def test_guesses_need_the_tokens_before(make_engine) -> None:
     engine = make_engine("after one another", num_speculative_tokens=2)
     assert engine._scheduler.lookahead._is_used is False
@@ -185,6 +198,21 @@ def test_text_that_stops_on_the_host_ends_there(make_engine, way) -> None:
     check_empty(engine)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_that_run_out_are_made_free_before_more_is_queued(make_engine, way) -> None:
+    engine = make_engine(way)
+    params = dataclasses.replace(SEEDED, max_tokens=40)
+    for prompt in (LONG, OTHER):
+        engine.add_request(prompt, params)
+    num_steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+        assert num_steps < 100, "more is queued again and again that cannot run"
+    assert engine.stats.num_preemptions
+    check_empty(engine)
+
+
 # When something happens in between
 
 
@@ -240,6 +268,30 @@ def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkey
             engine.step()
             engine.step()
     monkeypatch.setattr(executor, "_call", call)
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert texts(outputs) == wanted
+    check_empty(engine)
+
+
+def test_recovery_waits_for_the_thread_that_has_the_old_state(make_engine, monkeypatch) -> None:
+    engine = make_engine(WAYS[2])
+    wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
+    executor, call = engine._runner._executor, engine._runner._executor._call
+
+    def call_late(program):
+        time.sleep(0.1)
+        return call(program)
+
+    engine.add_request(OTHER, SEEDED, request_id="a")
+    monkeypatch.setattr(executor, "_call", call_late)
+    engine.step()
+    ahead = executor._ahead
+    assert ahead is not None
+    engine._guard.recover()
+    assert ahead.done()
+    monkeypatch.undo()
     outputs = {}
     while engine.has_unfinished:
         outputs |= {output.request_id: output for output in engine.step()}

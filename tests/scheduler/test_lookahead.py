@@ -92,6 +92,15 @@ def test_prompts_are_read_before_anything_is_planned_ahead() -> None:
     assert steps.ahead(steps.plan()) is not None
 
 
+def test_those_that_lack_blocks_look_for_a_prompt_before_anything_is_planned_ahead() -> None:
+    steps = Steps()
+    steps.add(num_prompt=9)
+    steps.add(num_prompt=20)
+    plan = steps.plan()
+    assert plan.chunks and plan.decodes and steps.scheduler.waiting
+    assert steps.ahead(plan) is None
+
+
 def test_those_that_wait_for_a_slot_come_next_when_one_has_ended() -> None:
     steps = Steps(num_slots=2)
     for _ in range(3):

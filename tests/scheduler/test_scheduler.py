@@ -694,6 +694,19 @@ def test_a_better_priority_takes_blocks_and_no_more_than_it_needs():
     check_outputs(engine)
 
 
+def test_a_better_priority_may_take_all_blocks_there_are():
+    """Those that the worse one holds, that it will still fill, and that is kept back for it."""
+    engine = make_engine(num_blocks=12, max_chunk=4, enable_prefix_caching=False)
+    [low] = add(engine, 0, length=13, max_tokens=9, priority=1)
+    engine.step()
+    assert engine.memory.num_free == 11 and low.num_prefill
+    [good] = add(engine, 1, length=45, max_tokens=4)
+    engine.step()
+    assert good.slot is not None and low.waits_for == "preempted"
+    engine.run()
+    check_outputs(engine)
+
+
 def test_equal_prompts_of_a_better_priority_are_prefilled_once():
     engine = make_engine()
     add(engine, 0, length=5, max_tokens=9, priority=1)

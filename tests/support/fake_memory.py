@@ -320,9 +320,12 @@ class FakeEngine:
         if plan.num_steps > 1:
             assert decodes == set(running), "no other could have gone on"
         assert decodes or chunks or not scheduler.has_unfinished, "no progress"
+        num_swapped = 0
         for sequence in scheduler.waiting:
             assert (sequence.host_blocks is not None) == sequence.is_swapped
             assert sequence.is_swapped or not sequence.num_computed
+            num_swapped += -(-len(sequence.host_blocks or ()) // scheduler.block_size)
+        assert scheduler._queue.num_swapped_blocks == num_swapped
         self.check_blocks(plan)
 
     def check_blocks(self, plan: StepPlan) -> None:
