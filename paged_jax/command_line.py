@@ -12,6 +12,7 @@ import jax
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
 from paged_jax.scheduler.scheduler import Preemption
+from paged_jax.user_cache import keep_compiled_programs
 from paged_jax.version import __version__
 
 # Errors caused by the arguments, the files or the machine. JAX raises the last for lack of memory.
@@ -186,16 +187,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(BACKENDS),
         help="implementation of the attention; default: the best for the device",
     )
+    group.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help="do not keep compiled programs for the next start; by default they are kept in the "
+        "user's cache folder, or where JAX_COMPILATION_CACHE_DIR says",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for `Engine` and `LLM`: the arguments that were given.
+
+    Compiled programs are kept from here on, unless an argument says not to.
 
     Raises:
       ValueError: ``--model`` is empty.
     """
     if args.model == "":
         raise ValueError("--model must not be empty. Leave it out for the bundled model.")
+    if not args.no_compilation_cache:
+        keep_compiled_programs()
     options = size_options(args) | _given(args, _OTHERS)
     return options | {"enable_prefix_caching": not args.no_prefix_caching}
 

@@ -4,11 +4,16 @@ import argparse
 import dataclasses
 import gc
 import ipaddress
+import logging
 import math
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import jax
 
 from paged_jax.command_line import (
     Parser,
@@ -16,10 +21,12 @@ from paged_jax.command_line import (
     engine_options,
 )
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.footprint import in_units
 
 try:
     from paged_jax.server import Limits, Service, Settings
     from paged_jax.server.http import Server
+    from paged_jax.server.startup import Startup
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"paged_jax.serve: error: {error.name} is not installed. "
@@ -57,20 +64,72 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     _check(args)
+    settings = _settings(args)
     # An address in use is reported before the model is loaded, which may take long.
     listener = _listener(args.host, args.port)
-    service = _service(args)
+    startup = Startup(lambda note: _make_service(args, settings, note))
     server = Server(
-        service,
+        startup,
+        settings.limits,
         drain_timeout=args.drain_timeout,
+        grace=args.grace,
+        timeout_keep_alive=args.keep_alive,
+        root_path=args.root_path,
+        log_config=None,
         log_level=args.log_level,
         access_log=args.log_level == "debug",
     )
+    _log_to_stderr()
+    server.run([listener])
+    if startup.is_making:
+        # Nobody was promised anything, and a compiler that is at work does not let Python end.
+        sys.stderr.flush()
+        os._exit(0)
+    startup.check()
+
+
+def _log_to_stderr() -> None:
+    # uvicorn's own configuration would close the handlers of other libraries.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("uvicorn")
+    logger.handlers, logger.propagate = [handler], False
+
+
+def _make_service(
+    args: argparse.Namespace, settings: Settings, note: Callable[[str], None]
+) -> Service:
+    """Load and compile, and say so in `note` and on stderr."""
+
+    def report(line: str) -> None:
+        note(line)
+        print(line, file=sys.stderr, flush=True)
+
+    start = time.perf_counter()
+    report("loading the model")
+    engine = Engine(args.model, **engine_options(args))
+    if not args.no_warmup:
+        engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
     # The model and its programs live as long as the process. Without `freeze`, Python's garbage
     # collector searches them from time to time, which delays every stream by a third of a second.
     gc.collect()
     gc.freeze()
-    server.run([listener])
+    report(_summary(engine, settings.model_name, time.perf_counter() - start))
+    return Service(engine, settings)
+
+
+def _summary(engine: Engine, name: str, seconds: float) -> str:
+    """What is served, in one line."""
+    cache, weights = engine.cache, engine.weights
+    [device, *_] = sorted(cache.k.devices(), key=lambda device: device.id)
+    num_bytes = in_units(sum(array.nbytes for array in jax.tree.leaves(cache.pools)))
+    return (
+        f"ready: {name} in {engine.model.embed_tokens[...].dtype}, "
+        f"{in_units(sum(array.nbytes for array in weights))}, on {device.device_kind} | "
+        f"{engine.num_blocks} blocks of {engine.block_size} tokens in {cache.k.dtype}, {num_bytes} "
+        f"| {engine.max_num_seqs} slots of {engine.max_model_len} tokens | {seconds:.1f} s, "
+        f"{engine.stats.compile_seconds:.1f} s of them compiling"
+    )
 
 
 def _parser() -> Parser:
@@ -81,7 +140,9 @@ def _parser() -> Parser:
         "also give the keys, without showing them in the list of processes.",
     )
     add_engine_arguments(parser)
-    _add_server_arguments(parser.add_argument_group("server"))
+    server = parser.add_argument_group("server")
+    _add_access_arguments(server)
+    _add_process_arguments(server)
     limits = parser.add_argument_group("limits of requests")
     for field in dataclasses.fields(Limits):
         limits.add_argument(
@@ -94,7 +155,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
+def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
     address = "127.0.0.1"
     server.add_argument("--host", default=address, help=f"address to listen on; default: {address}")
     server.add_argument(
@@ -113,7 +174,7 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="key that every route except /health requires; repeat it for several tenants",
+        help="key that every route except the probes requires; repeat it for several tenants",
     )
     server.add_argument(
         "--admin-key",
@@ -129,9 +190,27 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         "loopback address only the names of that address",
     )
     server.add_argument(
+        "--keep-alive",
+        type=int,
+        default=75,
+        metavar="SECONDS",
+        help="seconds after which an idle connection is closed; longer than a load balancer in "
+        "front keeps it, often 60; default: 75",
+    )
+    server.add_argument(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="path under which a proxy serves this server, such as /llm",
+    )
+
+
+def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
+    server.add_argument(
         "--no-warmup",
         action="store_true",
-        help="compile each program when it is first needed, rather than all before listening",
+        help="compile each program when it is first needed, rather than all before the server is "
+        "ready",
     )
     server.add_argument(
         "--drain-timeout",
@@ -139,6 +218,14 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         default=30.0,
         metavar="SECONDS",
         help="seconds for running requests to finish after SIGTERM or Ctrl-C; default: 30",
+    )
+    server.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="seconds after SIGTERM for which new requests are still answered, with 503, so that "
+        "a load balancer can notice; default: 5",
     )
     server.add_argument(
         "--stall-seconds",
@@ -170,7 +257,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--admin-key must differ from each --api-key.")
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be in 0..65535, got {args.port}.")
-    for name in ("drain_timeout", "stall_seconds"):
+    for name in ("drain_timeout", "grace", "keep_alive", "stall_seconds"):
         seconds = getattr(args, name)
         if not 0 <= seconds < math.inf:
             option = name.replace("_", "-")
@@ -205,26 +292,18 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _service(args: argparse.Namespace) -> Service:
+def _settings(args: argparse.Namespace) -> Settings:
     hosts = args.allowed_host or ((*_LOOPBACK, args.host) if _is_loopback(args.host) else None)
-    limits = Limits(
-        **{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)}
-    )
-    print("loading the model", file=sys.stderr, flush=True)
-    engine = Engine(args.model, **engine_options(args))
-    if not args.no_warmup:
-        engine.warmup()
     name = args.served_model_name or (Path(args.model).resolve().name if args.model else "bundled")
-    return Service(
-        engine,
-        Settings(
-            model_name=name,
-            limits=limits,
-            api_keys=_keys(args),
-            admin_key=_admin_key(args),
-            allowed_hosts=None if hosts is None else tuple(sorted({h.lower() for h in hosts})),
-            stall_seconds=args.stall_seconds,
+    return Settings(
+        model_name=name,
+        limits=Limits(
+            **{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)}
         ),
+        api_keys=_keys(args),
+        admin_key=_admin_key(args),
+        allowed_hosts=None if hosts is None else tuple(sorted({h.lower() for h in hosts})),
+        stall_seconds=args.stall_seconds,
     )
 
 

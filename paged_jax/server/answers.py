@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.server import schemas
+from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError
 from paged_jax.server.service import Service
@@ -22,7 +22,7 @@ _LOWEST = -9999.0
 _PARAMS = [
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name in schemas.SamplingBody.model_fields
+    if field.name in bodies.SamplingBody.model_fields
 ]
 
 
@@ -42,7 +42,7 @@ class Answer(ABC):
     prefix = "cmpl"
     unrecommended: dict[str, Any] = {}
 
-    def __init__(self, service: Service, body: schemas.SamplingBody, salt: str):
+    def __init__(self, service: Service, body: bodies.SamplingBody, salt: str):
         self.service = service
         self.body = body
         self.salt = salt
@@ -52,6 +52,16 @@ class Answer(ABC):
     @abstractmethod
     def prompts(self) -> list[str | list[int]]:
         """The prompts, as text or token ids. It may take a while, so it is called in a thread."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts."""
+        return 1
+
+    @property
+    @abstractmethod
+    def num_chars(self) -> int:
+        """Characters of the longest prompt's text, before a template adds to it."""
 
     def params(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body gives."""

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paged_jax.server import cache_page, openapi, schemas
+from paged_jax.server import bodies, cache_page, openapi, schemas
 from paged_jax.server.answers import Answer
 from paged_jax.server.completions import complete
 from paged_jax.server.errors import ApiError
@@ -23,7 +23,7 @@ from paged_jax.server.security import IS_KNOWN, Security
 from paged_jax.server.service import ClientGone, Service
 from paged_jax.version import __version__
 
-B = TypeVar("B", bound=schemas.SamplingBody)
+B = TypeVar("B", bound=bodies.SamplingBody)
 
 # The status that nginx logs for a client that has left, which no client receives.
 _CLIENT_CLOSED_REQUEST = 499
@@ -40,14 +40,16 @@ def create_app(service: Service) -> Starlette:
 
     app = Starlette(
         routes=[
+            route("/live", _live),
+            route("/ready", _ready),
             route("/health", _health),
             route("/metrics", _metrics),
             route("/openapi.json", _openapi),
             route("/v1/models", _models),
             route("/v1/models/{model:path}", _model),
-            text("/generate", schemas.GenerateBody, GenerateAnswer),
-            text("/v1/completions", schemas.CompletionBody, CompletionAnswer),
-            text("/v1/chat/completions", schemas.ChatBody, ChatAnswer),
+            text("/generate", bodies.GenerateBody, GenerateAnswer),
+            text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
+            text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
             *cache_page.routes(service),
         ],
         middleware=[Middleware(Security, service=service)],
@@ -66,6 +68,19 @@ def create_app(service: Service) -> Starlette:
 
 
 # State
+
+
+async def _live(service: Service, request: Request) -> Response:
+    """Whether the process can still be of use: only a new one can, once the engine has failed."""
+    has_failed = service.engine.failure is not None
+    status = "failed" if has_failed else "ok"
+    return json_response(schemas.Probe(status=status), 503 if has_failed else 200)
+
+
+async def _ready(service: Service, request: Request) -> Response:
+    """Whether requests should be sent here."""
+    reason = service.unreadiness
+    return json_response(schemas.Probe(status=reason or "ok"), 503 if reason else 200)
 
 
 async def _health(service: Service, request: Request) -> Response:

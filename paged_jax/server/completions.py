@@ -11,18 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.server import schemas
+from paged_jax.server import bodies
 from paged_jax.server.answers import Answer
 from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.generation import generate
-from paged_jax.server.jobs import Job, make_job
+from paged_jax.server.jobs import Job, check_sizes, make_job
 from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
 from paged_jax.server.security import SALT
 from paged_jax.server.service import Service
 from paged_jax.server.validation import of_validation
 
-B = TypeVar("B", bound=schemas.SamplingBody)
+B = TypeVar("B", bound=bodies.SamplingBody)
 
 
 async def complete(
@@ -49,12 +49,14 @@ async def complete(
         body = body_type.model_validate_json(await _read(service, request))
     except ValidationError as error:
         raise of_validation(error) from None
-    if isinstance(body, schemas.OpenAiBody):
+    if isinstance(body, bodies.OpenAiBody):
         service.check_model(body.model)
     answer = answer_type(service, body, request.scope.get(SALT, ""))
-    job = await asyncio.to_thread(make_job, answer)
+    check_sizes(answer)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.admit(job.num_samples, is_stream=bool(body.stream)))
+        num_samples = answer.num_prompts * (body.n or 1)
+        stack.enter_context(service.admit(num_samples, is_stream=bool(body.stream)))
+        job = await service.encode(request.receive, answer.num_chars, lambda: make_job(answer))
         if body.stream:
             events = _events(service, answer, job)
             # The first event is made before the status is sent, so that an error can have its own.

@@ -31,6 +31,7 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._is_refused = False
+        self._last_use = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of an idle connection, and refuse one too many."""
@@ -41,13 +42,15 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-        if len(self.connections) > self._limits.max_connections:
-            self._refuse(too_many("connections", self._limits.max_connections, "max_connections"))
+        most, now = self._limits.max_connections, len(self.connections) - 1
+        if now >= most and not self._close_an_idle_one():
+            self._refuse(too_many("connections", limit="max_connections", most=most, now=now))
 
     def data_received(self, data: bytes) -> None:
         """Parse what the client sends, unless it was refused."""
         if self._is_refused:
             return
+        self._last_use = self.loop.time()
         super().data_received(data)
         self._watch_request()
 
@@ -75,6 +78,22 @@ class Connection(H11Protocol):
         else:
             error = ApiError(400, msg, code="invalid_http")
         self._refuse(error)
+
+    def _close_an_idle_one(self) -> bool:
+        """Close the connection that has been idle the longest, if any is: whoever holds many open
+        must not keep others out, such as the probes of a cluster."""
+        others = (each for each in self.connections if each is not self)
+        idle = [each for each in others if isinstance(each, Connection) and each._is_idle]
+        if not idle:
+            return False
+        min(idle, key=lambda each: each._last_use).transport.close()
+        return True
+
+    @property
+    def _is_idle(self) -> bool:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        has_begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+        return is_answered and not has_begun and not self.transport.is_closing()
 
     # Clients that send too slowly
 

@@ -63,17 +63,20 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def too_many(things: str, most: int, limit: str) -> ApiError:
-    """The answer when as many requests, streams or connections exist as a limit allows.
+def too_many(things: str, *, limit: str, most: int, now: int, asked: int = 1) -> ApiError:
+    """The answer when more requests, streams or connections are asked for than a limit allows.
 
     Args:
       things: plural noun for what the limit counts.
-      most: the greatest number allowed.
       limit: the name of the limit.
+      most: the greatest number allowed.
+      now: their number at present.
+      asked: how many more the client asks for.
     """
     return ApiError(
         429,
-        f"There are {most} {things} already ({limit}). Try again later.",
+        f"There are {now} {things} already, and {asked} more would exceed the {most} that are "
+        f"allowed ({limit}). Try again later.",
         code=f"{limit}_exceeded",
         headers={"Retry-After": "1"},
     )

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
-from paged_jax.server import schemas
+from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import Answer, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
@@ -18,7 +18,7 @@ class GenerateAnswer(Answer):
 
     prefix = "gen"
     unrecommended = {"temperature": 0.0}
-    body: schemas.GenerateBody
+    body: bodies.GenerateBody
 
     def prompts(self) -> list[str | list[int]]:
         """The one prompt, given as text or as token ids."""
@@ -26,6 +26,11 @@ class GenerateAnswer(Answer):
         if (text is None) == (token_ids is None):
             raise ApiError(400, "prompt or prompt_token_ids must be given, and not both.")
         return [text if text is not None else token_ids or []]
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt, if it is a text."""
+        return len(self.body.prompt or "")
 
     def params(self) -> dict[str, Any]:
         """The fields that the body gives, which has two for log-probabilities."""

@@ -3,15 +3,16 @@
 import asyncio
 import functools
 import logging
+import signal
 import socket
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from paged_jax.server.app import create_app
 from paged_jax.server.connection import Connection
-from paged_jax.server.service import Service
+from paged_jax.server.limits import Limits
+from paged_jax.server.startup import Startup
 
 # Seconds for a last event to reach its client before the server closes all connections.
 _LAST_EVENT = 1.0
@@ -22,21 +23,31 @@ _logger = logging.getLogger("uvicorn.error")
 class Server(uvicorn.Server):
     """Serves until a signal: the first lets running requests finish, the second ends them.
 
-    The exit status is 0 in both cases, as every client gets an answer or an error. Before the
-    server listens, a signal ends the process as usual.
+    After the first the server still listens, and answers new requests with 503, until those that
+    run have ended and `grace` is over. The exit status is 0 in all cases, as every client gets an
+    answer or an error. A signal before there is an engine ends the server at once.
 
     Args:
-      service: the engine and how it is served.
+      startup: the application.
+      limits: bounds of headers, bodies and connections.
       drain_timeout: seconds that running requests have to finish after the first signal.
-      **logging_options: options of `uvicorn.Config` about logs, such as ``log_level``.
+      grace: seconds that the server listens after the first signal, at least; none after Ctrl-C.
+      **options: further options of `uvicorn.Config`, such as ``log_level``.
     """
 
-    def __init__(self, service: Service, *, drain_timeout: float, **logging_options: Any):
-        limits = service.limits
+    def __init__(
+        self,
+        startup: Startup,
+        limits: Limits,
+        *,
+        drain_timeout: float,
+        grace: float = 0.0,
+        **options: Any,
+    ):
         make_connection: Any = functools.partial(Connection, limits)
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                startup,
                 http=make_connection,
                 ws="none",
                 lifespan="on",
@@ -44,18 +55,28 @@ class Server(uvicorn.Server):
                 server_header=False,
                 # A proxy's headers must not decide which client this is.
                 proxy_headers=False,
-                **logging_options,
+                **options,
             )
         )
-        self._service = service
+        self._startup = startup
         self._drain_timeout = drain_timeout
+        self._grace = grace
+        startup.on_failure = self._stop_listening
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: drain on the first, stop on the second."""
         # uvicorn's own handler would let the second signal kill the process with its streams.
-        if self.should_exit:
-            self._service.stop()
-        self._service.drain(self._drain_timeout)
+        service = self._startup.service
+        if service is None:
+            self._stop_listening()
+        elif service.is_draining:
+            service.stop()
+            self._stop_listening()
+        else:
+            grace = 0.0 if sig == signal.SIGINT else self._grace
+            service.drain(self._drain_timeout, grace, self._stop_listening)
+
+    def _stop_listening(self) -> None:
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -72,7 +93,8 @@ class Server(uvicorn.Server):
 
     async def _cut_off(self) -> None:
         """Close all connections once the service has stopped: uvicorn would wait for their end."""
-        await self._service.stopped()
+        if self._startup.service is not None:
+            await self._startup.service.stopped()
         await asyncio.sleep(_LAST_EVENT)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

@@ -1,13 +1,13 @@
 """`Job`: a request's body, checked and turned into what the engine is asked to generate."""
 
 import dataclasses
+import math
 from typing import Any
 
 from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError, bad_request
-from paged_jax.server.limits import Limits
 from paged_jax.server.service import Service
 
 
@@ -27,11 +27,6 @@ class Job:
     cache_salt: str
     options: dict[str, Any]
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples of all prompts together."""
-        return len(self.prompts) * self.params.n
-
 
 def make_job(answer: Answer) -> Job:
     """Check the body of a request, and encode its prompts.
@@ -42,13 +37,9 @@ def make_job(answer: Answer) -> Job:
       ApiError: the body asks for something that does not exist, or exceeds a limit.
     """
     service, body = answer.service, answer.body
-    limits = service.limits
-    _check_counts(answer, limits)
     try:
         params = _sampling_params(answer)
-        prompts = answer.prompts()
-        limits.check("max_prompts", len(prompts), param="the number of prompts")
-        token_ids = [_encode(service, prompt) for prompt in prompts]
+        token_ids = [_encode(service, prompt) for prompt in answer.prompts()]
         params = _bounded(service, params, token_ids)
     except ValueError as error:
         raise bad_request(error) from None
@@ -60,13 +51,39 @@ def make_job(answer: Answer) -> Job:
     return Job(token_ids, params, _cache_salt(answer), options)
 
 
-def _check_counts(answer: Answer, limits: Limits) -> None:
-    body = answer.body
+def check_sizes(answer: Answer) -> None:
+    """Refuse what is too much at a glance, before prompts are tokenized.
+
+    Raises:
+      ApiError: the body exceeds a limit, or a prompt the model's context.
+    """
+    body, limits = answer.body, answer.service.limits
+    limits.check("max_prompts", answer.num_prompts, param="the number of prompts")
     limits.check("max_n", body.n, param="n")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     limits.check("max_stop", len(stop), param="the number of stop strings")
     longest = max(map(len, stop), default=0)
     limits.check("max_stop_chars", longest, param="the length of a stop string")
+    _check_chars(answer.service, answer.num_chars)
+
+
+def _check_chars(service: Service, num_chars: int) -> None:
+    per_token = service.max_token_chars
+    if num_chars > (service.max_model_len - 1) * per_token:
+        least = math.ceil(num_chars / per_token)
+        raise _too_long(service, f"{num_chars} characters, which are {least} tokens or more")
+
+
+def _too_long(service: Service, found: str) -> ApiError:
+    context = service.max_model_len
+    return ApiError(
+        400,
+        # Clients know this error by OpenAI's first sentence.
+        f"This model's maximum context length is {context} tokens. The prompt must have at most "
+        f"{context - 1}, to leave room for an answer, got {found}.",
+        param="prompt",
+        code="context_length_exceeded",
+    )
 
 
 def _sampling_params(answer: Answer) -> SamplingParams:
@@ -109,15 +126,8 @@ def _encode(service: Service, prompt: str | list[int]) -> list[int]:
         prompt = service.tokenizer.encode(prompt)
     limits = service.limits
     limits.check("max_prompt_tokens", len(prompt), param="the number of prompt tokens")
-    most = service.max_model_len - 1
-    if len(prompt) > most:
-        raise ApiError(
-            400,
-            f"The prompt must have at most {most} tokens, to leave room in the model's context "
-            f"of {most + 1}, got {len(prompt)}.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    if len(prompt) >= service.max_model_len:
+        raise _too_long(service, str(len(prompt)))
     return prompt
 
 

@@ -1,18 +1,20 @@
 """`CompletionAnswer` and `ChatAnswer`: the answers of the endpoints that OpenAI's API has."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
-from paged_jax.server import schemas
+from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import Answer, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.explanations import explanation
 from paged_jax.server.service import Service
+from paged_jax.server.token_texts import TokenTexts
 
 
 class OpenAiAnswer(Answer):
@@ -22,7 +24,7 @@ class OpenAiAnswer(Answer):
       chunk_type: the type of a stream's events.
     """
 
-    body: schemas.OpenAiBody
+    body: bodies.OpenAiBody
     chunk_type: type[BaseModel]
 
     @property
@@ -34,10 +36,23 @@ class OpenAiAnswer(Answer):
             "model": self.service.settings.model_name,
         }
 
+    @property
+    def _has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def _usage_so_far(self, output: RequestOutput, delta: SampleDelta) -> schemas.Usage | None:
+        """The usage of one sample, for a stream that wants it in each event."""
+        options = self.body.stream_options
+        if not (self._has_usage and options and options.continuous_usage_stats):
+            return None
+        return usage([dataclasses.replace(output, outputs=[delta.sample])])
+
     def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
         """An event with the usage and the explanations, if either was asked for."""
         end: dict[str, Any] = {}
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+        if self._has_usage:
             end["usage"] = usage(outputs)
         if self.body.explain:
             end["explanations"] = [explanation(output) for output in outputs]
@@ -54,13 +69,14 @@ class OpenAiAnswer(Answer):
 class CompletionAnswer(OpenAiAnswer):
     """The answer of ``POST /v1/completions``."""
 
-    body: schemas.CompletionBody
+    body: bodies.CompletionBody
     chunk_type = schemas.Completion
 
-    def __init__(self, service: Service, body: schemas.CompletionBody, salt: str):
+    def __init__(self, service: Service, body: bodies.CompletionBody, salt: str):
         super().__init__(service, body, salt)
-        # The number of characters that were sent of each sample.
+        # Of each sample of which something was sent, the characters of its tokens so far.
         self._offsets: dict[tuple[int, int], int] = {}
+        self._texts: dict[tuple[int, int], TokenTexts] = {}
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt or several, each as text or as token ids."""
@@ -68,6 +84,16 @@ class CompletionAnswer(OpenAiAnswer):
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]  # type: ignore[list-item]
         return list(prompt)  # type: ignore[arg-type]
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts())
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the longest prompt that is a text."""
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts())
 
     def params(self) -> dict[str, Any]:
         """The fields that the body gives; with ``echo``, the prompt's log-probabilities too."""
@@ -91,28 +117,41 @@ class CompletionAnswer(OpenAiAnswer):
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[BaseModel]:
         """One event for each sample that has new text."""
-        choices = [self._choice(prompt, output, each) for each in deltas]
-        return [schemas.Completion(**self.head, choices=[choice]) for choice in choices]
+        return [
+            schemas.Completion(
+                **self.head,
+                choices=[self._choice(prompt, output, each)],
+                usage=self._usage_so_far(output, each),
+            )
+            for each in deltas
+        ]
 
     def _choice(
         self, prompt: int, output: RequestOutput, delta: SampleDelta
     ) -> schemas.CompletionChoice:
-        text, logprobs, token_ids = delta.text, delta.logprobs, delta.token_ids
-        key = prompt, delta.sample.index
-        offset = self._offsets.get(key, 0)
-        rows: list[tuple[int, dict[int, Logprob] | None]] = []
-        if self.body.echo and key not in self._offsets:
-            text = self._prompt_text(prompt, output) + text
-            if logprobs is not None:
+        text, key = delta.text, (prompt, delta.sample.index)
+        offset, is_first = self._offsets.get(key, 0), key not in self._offsets
+        echoed = self._prompt_text(prompt, output) if self.body.echo and is_first else ""
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = schemas.CompletionLogprobs(
+                tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[]
+            )
+            texts = self._texts.setdefault(key, self._token_texts(output))
+            if self.body.echo and is_first:
                 asked = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-                rows += zip(output.prompt_token_ids, asked, strict=True)
-        if logprobs is not None:
-            rows += zip(token_ids, logprobs, strict=True)
-        self._offsets[key] = offset + len(text)
+                rows = zip(output.prompt_token_ids, asked, strict=True)
+                self._add_tokens(logprobs, rows, texts, offset)
+            rows = zip(delta.token_ids, delta.logprobs, strict=True)
+            # Text may be held back, as the beginning of a stop string: tokens count their own.
+            offset = self._add_tokens(logprobs, rows, texts, offset + len(echoed))
+            if delta.sample.finish_reason is not None and logprobs["tokens"]:
+                logprobs["tokens"][-1] += texts.finish()
+        self._offsets[key] = offset
         return schemas.CompletionChoice.model_construct(
             index=self._index(prompt, output, delta),
-            text=text,
-            logprobs=None if logprobs is None else self._logprobs(rows, offset),
+            text=echoed + text,
+            logprobs=logprobs,
             finish_reason=delta.sample.finish_reason,
             stop_reason=delta.sample.stop_reason,
         )
@@ -123,36 +162,43 @@ class CompletionAnswer(OpenAiAnswer):
             return given
         return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
 
-    def _logprobs(
-        self, rows: list[tuple[int, dict[int, Logprob] | None]], offset: int
-    ) -> schemas.CompletionLogprobs:
-        tokens, token_logprobs, top, offsets = [], [], [], []
-        tokenizer = self.service.tokenizer
+    def _token_texts(self, output: RequestOutput) -> TokenTexts:
+        before = [] if self.body.echo else output.prompt_token_ids
+        skips = self.body.skip_special_tokens is not False
+        return TokenTexts(self.service.tokenizer, before, skip_special_tokens=skips)
+
+    def _add_tokens(
+        self,
+        logprobs: schemas.CompletionLogprobs,
+        rows: Iterable[tuple[int, dict[int, Logprob] | None]],
+        texts: TokenTexts,
+        offset: int,
+    ) -> int:
+        """Add tokens with their candidates, of which the first one of a prompt has none.
+
+        Returns:
+          The offset of the next token.
+        """
         for token_id, candidates in rows:
-            if candidates is None:  # the first token of a prompt has no log-probability
-                token = "" if tokenizer is None else tokenizer.decode([token_id])
-                token_logprobs.append(None)
-                top.append(None)
-            else:
-                token = candidates[token_id].decoded_token
-                token_logprobs.append(finite(candidates[token_id].logprob))
+            token, top, logprob = texts.push(token_id), None, None
+            if candidates is not None:
+                logprob = finite(candidates[token_id].logprob)
                 # Tokens that are parts of characters have one text: the chosen one must stay.
                 others = (c for each, c in candidates.items() if each != token_id)
-                rest = {c.decoded_token: finite(c.logprob) for c in others}
-                top.append(rest | {token: token_logprobs[-1]})
-            tokens.append(token)
-            offsets.append(offset)
+                top = {c.decoded_token: finite(c.logprob) for c in others} | {token: logprob}
+            logprobs["tokens"].append(token)
+            logprobs["token_logprobs"].append(logprob)
+            logprobs["top_logprobs"].append(top)
+            logprobs["text_offset"].append(offset)
             offset += len(token)
-        return schemas.CompletionLogprobs(
-            tokens=tokens, token_logprobs=token_logprobs, top_logprobs=top, text_offset=offsets
-        )
+        return offset
 
 
 class ChatAnswer(OpenAiAnswer):
     """The answer of ``POST /v1/chat/completions``."""
 
     prefix = "chatcmpl"
-    body: schemas.ChatBody
+    body: bodies.ChatBody
     chunk_type = schemas.ChatCompletionChunk
 
     def prompts(self) -> list[str | list[int]]:
@@ -162,6 +208,11 @@ class ChatAnswer(OpenAiAnswer):
             raise ApiError(400, "the model has no tokenizer, which chats need.")
         messages = [_as_message(message) for message in self.body.messages]
         return [tokenizer.encode_chat(messages, self.body.chat_template_kwargs)]
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all messages together."""
+        return sum(map(_num_chars, self.body.messages))
 
     def params(self) -> dict[str, Any]:
         """The fields that the body gives, under the names that chats have."""
@@ -203,6 +254,7 @@ class ChatAnswer(OpenAiAnswer):
             self._chunk(
                 each.sample.index,
                 schemas.ChatDelta(content=each.text),
+                self._usage_so_far(output, each),
                 logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
                 finish_reason=each.sample.finish_reason,
                 stop_reason=each.sample.stop_reason,
@@ -210,12 +262,23 @@ class ChatAnswer(OpenAiAnswer):
             for each in deltas
         ]
 
-    def _chunk(self, index: int, delta: schemas.ChatDelta, **fields: Any) -> BaseModel:
+    def _chunk(
+        self,
+        index: int,
+        delta: schemas.ChatDelta,
+        usage: schemas.Usage | None = None,
+        **fields: Any,
+    ) -> BaseModel:
         choice = schemas.ChatChunkChoice.model_construct(index=index, delta=delta, **fields)
-        return schemas.ChatCompletionChunk(**self.head, choices=[choice])
+        return schemas.ChatCompletionChunk(**self.head, choices=[choice], usage=usage)
 
 
-def _as_message(message: schemas.Message) -> dict[str, Any]:
+def _num_chars(message: bodies.Message) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _as_message(message: bodies.Message) -> dict[str, Any]:
     # A template may ask whether there is a name.
     named = {} if message.name is None else {"name": message.name}
     return message.model_dump(include={"role", "content"}) | named

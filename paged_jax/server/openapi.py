@@ -4,17 +4,18 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from paged_jax.server import schemas
+from paged_jax.server import bodies, schemas
 from paged_jax.server.limits import Limits
 from paged_jax.version import __version__
 
-_BODIES = (schemas.GenerateBody, schemas.CompletionBody, schemas.ChatBody)
+_BODIES = (bodies.GenerateBody, bodies.CompletionBody, bodies.ChatBody)
 _ANSWERS = (
     schemas.Generated,
     schemas.Completion,
     schemas.ChatCompletion,
     schemas.ModelList,
     schemas.Model,
+    schemas.Probe,
     schemas.Health,
     schemas.Error,
 )
@@ -54,12 +55,14 @@ def document(limits: Limits) -> dict[str, Any]:
             + ".",
         },
         "paths": {
-            "/generate": _post("generate", schemas.GenerateBody, schemas.Generated),
-            "/v1/completions": _post("complete", schemas.CompletionBody, schemas.Completion),
-            "/v1/chat/completions": _post("chat", schemas.ChatBody, schemas.ChatCompletion),
+            "/generate": _post("generate", bodies.GenerateBody, schemas.Generated),
+            "/v1/completions": _post("complete", bodies.CompletionBody, schemas.Completion),
+            "/v1/chat/completions": _post("chat", bodies.ChatBody, schemas.ChatCompletion),
             "/v1/models": _get("listModels", schemas.ModelList, 400, 401, 503),
             "/v1/models/{model}": _get("getModel", schemas.Model, 400, 401, 404, 503)
             | {"parameters": [_path_parameter("model")]},
+            "/live": _get("live", schemas.Probe, 400) | {"security": []},
+            "/ready": _get("ready", schemas.Probe, 400) | {"security": []},
             "/health": _get("health", schemas.Health, 400) | {"security": []},
             "/metrics": {
                 "get": {
@@ -102,9 +105,9 @@ def _post(name: str, body: type, answer: type) -> dict[str, Any]:
 
 def _get(name: str, answer: type, *errors: int) -> dict[str, Any]:
     responses = {"200": {"description": "The answer.", "content": _content(answer)}}
-    if answer is schemas.Health:
+    if answer in (schemas.Health, schemas.Probe):
         responses["503"] = {
-            "description": "The server is stalled, failed or draining.",
+            "description": "The server cannot do that now; `status` says why.",
             "content": _content(answer),
         }
     return {"get": {"operationId": name, "responses": {**responses, **_errors(*errors)}}}

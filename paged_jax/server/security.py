@@ -17,6 +17,9 @@ SALT = "paged_jax.cache_salt"
 IS_KNOWN = "paged_jax.is_known"
 IS_ADMIN = "paged_jax.is_admin"
 
+# Paths that need no key, and are answered while the server drains.
+_PROBES = ("/health", "/live", "/ready")
+
 
 class Security:
     """ASGI middleware that answers an error to requests without permission.
@@ -58,8 +61,8 @@ class Security:
         scope[IS_KNOWN] = is_known
         scope[IS_ADMIN] = is_admin or (not self._keys and self._admin_key is None)
         scope[SALT] = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
-        # The part before `/health` is the path under which the application is mounted.
-        if scope["path"].removeprefix(scope.get("root_path", "")) == "/health":
+        # The part before is the path under which the application is mounted.
+        if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBES:
             return
         if self._service.is_draining:
             raise shutting_down()

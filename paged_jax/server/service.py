@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
 
 from starlette.types import Receive
 
@@ -23,6 +25,10 @@ from paged_jax.server.stalls import StallDetector
 T = TypeVar("T")
 # Seconds to wait for the last step at the end: one that is stuck must not keep the server alive.
 _LAST_STEP = 10.0
+# Characters of a text that is tokenized in some ten milliseconds.
+_SHORT = 2**14
+# Seconds between two looks at what still runs.
+_POLL = 0.05
 # Tokens and log-probabilities in an answer that is made while streams wait: microseconds each.
 _SMALL = 2048
 
@@ -66,13 +72,16 @@ class Service:
         self.settings = settings
         self.limits = settings.limits
         self.tokenizer: Tokenizer | None = engine.tokenizer
+        self.max_token_chars = (
+            math.inf if engine.tokenizer is None else engine.tokenizer.max_token_chars
+        )
         self.max_model_len = engine.max_model_len
         self.num_blocks = engine.num_blocks
         self.block_size = engine.block_size
         self.max_num_seqs = engine.max_num_seqs
         reading = Reading.of(engine)
         self.metrics = Metrics(settings.model_name, engine.num_blocks, reading)
-        self.stalls = StallDetector(reading, settings.stall_seconds)
+        self.stalls = StallDetector(reading, settings.stall_seconds, lambda: engine.is_compiling)
         self.cache_recorder = CacheRecorder()
         self.engine = AsyncEngine(engine, on_step=self._on_step)
         self.created = int(time.time())
@@ -81,6 +90,9 @@ class Service:
         self._num_streams = 0
         self._is_stopping = asyncio.Event()
         self._rendering = asyncio.Lock()
+        self._encoders = [
+            ThreadPoolExecutor(1, f"paged_jax encode {length}") for length in ("short", "long")
+        ]
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextlib.asynccontextmanager
@@ -92,6 +104,8 @@ class Service:
         try:
             yield
         finally:
+            for encoder in self._encoders:
+                encoder.shutdown(wait=False, cancel_futures=True)
             await self.engine.close(timeout=_LAST_STEP)
 
     def _on_step(self, engine: Engine, requests: list[Request]) -> None:
@@ -102,12 +116,27 @@ class Service:
 
     # Shutdown: a signal handler may call both
 
-    def drain(self, timeout: float) -> None:
-        """Refuse new requests; those in progress have `timeout` seconds to finish."""
+    def drain(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
+        """Refuse new requests, and let those in progress finish.
+
+        Args:
+          timeout: seconds that they have to finish.
+          grace: seconds before `then` is called, at least.
+          then: function that is called, in the event loop, when they have ended.
+        """
         if self._loop is None or self.is_draining:
             return
         self.is_draining = True
-        self._loop.call_soon_threadsafe(self._loop.call_later, timeout, self._is_stopping.set)
+        asyncio.run_coroutine_threadsafe(self._drained(timeout, grace, then), self._loop)
+
+    async def _drained(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(timeout, self._is_stopping.set)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_stopping.wait(), grace)
+        while self.num_active and not self._is_stopping.is_set():
+            await asyncio.sleep(_POLL)
+        then()
 
     def stop(self) -> None:
         """End the requests in progress with an error."""
@@ -133,7 +162,7 @@ class Service:
 
     def check_room(self, num_requests: int) -> None:
         """Raise an `ApiError` if so many more samples would exceed the batch and the queue."""
-        room = self.max_num_seqs + self.limits.max_queue
+        room = self._room
         if num_requests > room:
             raise ApiError(
                 400,
@@ -142,7 +171,25 @@ class Service:
                 code="max_queue_exceeded",
             )
         if self.num_active + num_requests > room:
-            raise too_many("samples", room, "max_queue")
+            raise too_many(
+                "samples", limit="max_queue", most=room, now=self.num_active, asked=num_requests
+            )
+
+    @property
+    def unreadiness(self) -> Literal["failed", "draining", "stalled", "full"] | None:
+        """Why no requests should be sent here for now: a word for probes; None if they should."""
+        if self.engine.failure is not None:
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        if self.stalls.is_stalled:
+            return "stalled"
+        return "full" if self.num_active >= self._room else None
+
+    @property
+    def _room(self) -> int:
+        """Most samples at a time: a batch and a queue."""
+        return self.max_num_seqs + self.limits.max_queue
 
     @contextlib.contextmanager
     def admit(self, num_requests: int, *, is_stream: bool) -> Iterator[None]:
@@ -152,8 +199,9 @@ class Service:
           ApiError: there are too many samples or streams.
         """
         self.check_room(num_requests)
-        if is_stream and self._num_streams >= self.limits.max_streams:
-            raise too_many("streams", self.limits.max_streams, "max_streams")
+        most = self.limits.max_streams
+        if is_stream and self._num_streams >= most:
+            raise too_many("streams", limit="max_streams", most=most, now=self._num_streams)
         self.num_active += num_requests
         self._num_streams += is_stream
         try:
@@ -173,6 +221,20 @@ class Service:
             return await self.while_connected(receive, self.engine.call(function))
         except EngineClosedError:
             raise engine_stopped() from None
+
+    async def encode(self, receive: Receive, num_chars: int, function: Callable[[], T]) -> T:
+        """Return ``function()``, which turns text into tokens, unless the client leaves before.
+
+        In one of two threads: those with short texts do not wait for long ones.
+
+        Args:
+          receive: the ASGI channel of the client.
+          num_chars: characters of the text.
+          function: a function that shares no mutable state with other requests.
+        """
+        lane = self._encoders[num_chars > _SHORT]
+        work = asyncio.get_running_loop().run_in_executor(lane, function)
+        return await self.while_connected(receive, work)
 
     async def render(self, size: int, function: Callable[[], T]) -> T:
         """Return ``function()``, which makes an answer; a large one is made in a thread.

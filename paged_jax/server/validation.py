@@ -3,7 +3,9 @@
 import itertools
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from paged_jax.server.bodies import UNKNOWN_FIELD
 from paged_jax.server.errors import ApiError
 
 # A body with more mistakes is refused without looking at each.
@@ -36,8 +38,10 @@ def of_validation(error: ValidationError) -> ApiError:
         return ApiError(
             400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
         )
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
+    if first["type"] == UNKNOWN_FIELD:
+        return _unknown_field(first)
     # A field that may have several forms has a mistake in each of them.
     same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
     places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
@@ -46,6 +50,13 @@ def of_validation(error: ValidationError) -> ApiError:
     message = ", or ".join(dict.fromkeys(each["msg"] for each in same))
     message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
     return ApiError(400, message, param=param, code=first["type"])
+
+
+def _unknown_field(error: ErrorDetails) -> ApiError:
+    """The answer to a field that does not exist, or not with such a value."""
+    facts = error.get("ctx", {})
+    place = ".".join(map(str, filter(_is_place, (*error["loc"], facts["name"]))))
+    return ApiError(400, f"{facts['rule']}.", param=place, code=UNKNOWN_FIELD)
 
 
 def _unsupported(place: list[int | str]) -> str | None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from paged_jax.models.loading import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
 
@@ -370,6 +371,15 @@ def test_apply_chat_template_agrees_with_transformers(template):
         )
         tokenizer = Tokenizer(_byte_fallback(), chat_template=template)
         assert tokenizer.apply_chat_template(messages, **options) == expected
+
+
+def test_the_bundled_model_continues_a_chat() -> None:
+    tokenizer = Tokenizer.from_folder(bundled_folder())
+    parts = [{"type": "text", "text": "Who are you?"}]
+    messages = [{"role": "system", "content": "A ball.\n"}, {"role": "user", "content": parts}]
+    text = "A ball.\n\nWho are you?\n\n"
+    # It begins as every text of its training did.
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(

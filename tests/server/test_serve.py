@@ -157,16 +157,18 @@ def test_openai_completions(client, folder) -> None:
 def test_openai_stream_with_usage(client) -> None:
     options = {"model": "tiny", "prompt": PROMPTS, "n": 2, "seed": 7, "max_tokens": 6}
     whole = client.completions.create(**options)
-    texts, usage = {}, None
-    for chunk in client.completions.create(
-        **options, stream=True, stream_options={"include_usage": True}
-    ):
+    texts, counts, usage = {}, {}, None
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    for chunk in client.completions.create(**options, stream=True, stream_options=asked):
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
-        usage = chunk.usage or usage
+            # As vLLM: what the sample of an event has used so far.
+            assert counts.get(choice.index, 0) < chunk.usage.completion_tokens
+            counts[choice.index] = chunk.usage.completion_tokens
+        usage = chunk.usage
     assert texts == {choice.index: choice.text for choice in whole.choices}
     assert len(texts) == 6
-    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.completion_tokens == whole.usage.completion_tokens == sum(counts.values())
 
 
 def test_openai_logprobs_and_echo(client) -> None:
@@ -176,7 +178,10 @@ def test_openai_logprobs_and_echo(client) -> None:
     logprobs = choice.logprobs
     assert choice.text.startswith("the cat")
     assert logprobs.token_logprobs[0] is None and all(x <= 0 for x in logprobs.token_logprobs[1:])
-    assert "".join(logprobs.tokens).endswith(choice.text)
+    # The text is that of the tokens; a start token has none.
+    assert "".join(logprobs.tokens) == choice.text and logprobs.tokens[0] == ""
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
     chosen = logprobs.token_logprobs[-1]
     assert chosen == max(logprobs.top_logprobs[-1].values())
 
@@ -318,7 +323,32 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
     assert server.post("/v1/completions", body).status_code == 200
     messages = [{"role": "assistant", "content": "hi", "refusal": None}]
     body = {"messages": messages, "tools": [], "tool_choice": "none", **habits, **GREEDY}
-    assert server.post("/v1/chat/completions", body).status_code == 200
+    # OpenAI's hints, other servers' fields with their defaults, and null for whatever there is.
+    body |= {"safety_identifier": "me", "prompt_cache_key": "k", "reasoning_effort": "low"}
+    body |= {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True}
+    body |= {"web_search_options": None, "functions": [], "use_beam_search": False}
+    messages[0]["thinking"] = None
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"use_beam_search": True}, "use_beam_search", "only as null or false."),
+        ({"guided_json": {}}, "guided_json", "guided_json is not supported here."),
+        ({"max_token": 5}, "max_token", "Did you mean max_tokens?."),
+        (
+            {"messages": [{"role": "user", "content": "ab", "thinking": "x"}]},
+            "messages.0.thinking",
+            "thinking is not supported here.",
+        ),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(server, change, param, message) -> None:
+    body = {"messages": [{"role": "user", "content": "ab"}], **GREEDY, **change}
+    error = error_of(server.post("/v1/chat/completions", body), 400)
+    assert error["param"] == param and error["message"].endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +397,7 @@ def test_openai_errors(client) -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": [3, -1]}, "prompt"),
         ({"prompt": [3, 1000]}, "must hold integers in 0..42"),
-        ({"prompt": "a" * 100}, "at most 63 tokens.*got 101"),
+        ({"prompt": "a" * 100}, "maximum context length is 64 tokens.* got 101"),
         ({"prompt": ["a"] * 5}, "number of prompts must be at most 4 .max_prompts"),
         ({"prompt": "a", "n": 4}, "max_n"),
         ({"prompt": "a", "n": 0}, "n: .*greater"),
@@ -380,7 +410,10 @@ def test_openai_errors(client) -> None:
         ({"prompt": "a", "stop": "a" * 11}, "max_stop_chars"),
         ({"prompt": "a", "temperature": "hot"}, "temperature: .*number"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens"),
-        ({"prompt": "a", "max_token": 5}, "max_token: .*not permitted"),
+        (
+            {"prompt": "a", "max_token": 5},
+            "max_token is not supported here. Did you mean max_tokens",
+        ),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "at most 1024"),
         ({"prompt": "a", "stop_token_ids": [99]}, "stop_token_ids"),
@@ -461,7 +494,7 @@ def test_metrics_have_vllms_names(server) -> None:
 def test_openapi_document_names_every_route(server) -> None:
     document = server.get("/openapi.json").json()
     assert {"/generate", "/v1/completions", "/v1/chat/completions"} <= set(document["paths"])
-    assert document["components"]["schemas"]["ChatBody"]["additionalProperties"] is False
+    assert document["components"]["schemas"]["ChatBody"]["additionalProperties"] == {"type": "null"}
 
 
 # Keys

@@ -13,7 +13,7 @@ import pytest
 
 from paged_jax import Engine
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.server import Limits, Settings
+from paged_jax.server import Limits, Settings, service
 from tests.support.live_server import LiveServer, check_error, read_answer, wait_until
 from tests.support.tiny_model import SIZES, save_tiny_model
 
@@ -366,6 +366,37 @@ def test_prompts_that_are_too_long(server) -> None:
             assert check_error(*server.send(post(body)), {400})["code"] == "context_length_exceeded"
 
 
+def test_long_texts_are_refused_by_their_characters(server, monkeypatch) -> None:
+    monkeypatch.setattr(server.service.tokenizer, "encode", lambda text: pytest.fail("tokenized"))
+    text = "a" * (63 * server.service.tokenizer.max_token_chars + 1)
+    for body in ({"prompt": text}, {"prompt": ["a", text]}):
+        path = "/generate" if isinstance(body["prompt"], str) else "/v1/completions"
+        answer = server.send(post(json.dumps(body).encode(), path))
+        error = check_error(*answer, {400})
+        assert (
+            error["code"] == "context_length_exceeded" and "64 tokens or more" in error["message"]
+        )
+
+
+def test_short_prompts_do_not_wait_for_long_ones(server, monkeypatch) -> None:
+    """To be tokenized: that has a place of its own, and counts as load."""
+    may_end, encode = threading.Event(), server.service.tokenizer.encode
+
+    def slow(text):
+        assert len(text) <= 2 or may_end.wait(30)
+        return encode(text)
+
+    monkeypatch.setattr(server.service.tokenizer, "encode", slow)
+    monkeypatch.setattr(service, "_SHORT", 2)
+    body = {"prompt": "abcdef", "max_tokens": 2, "n": 2}
+    with server.connect() as connection:
+        connection.sendall(post(json.dumps(body).encode()))
+        wait_until(lambda: server.service.num_active == 2)
+        assert server.post("/generate", {"prompt": "ab", "max_tokens": 2}).status_code == 200
+        may_end.set()
+        assert read_answer(connection)[0] == 200
+
+
 def test_the_last_of_equal_keys_counts(server) -> None:
     status, content = server.send(post(b'{"prompt":"a","n":3,"n":2,"max_tokens":1}'))
     assert status == 200 and len(json.loads(content)["outputs"]) == 2
@@ -467,15 +498,25 @@ def test_too_many_streams(server) -> None:
         assert error["code"] == "max_streams_exceeded" and response.headers["retry-after"]
 
 
-def test_too_many_connections(server) -> None:
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\n"], ids=["idle", "busy"])
+def test_too_many_connections(server, begun) -> None:
+    """The one that has been idle the longest makes room; where none is idle, the new one goes."""
     wait_until(lambda: server.num_connections == 0)
     with contextlib.ExitStack() as stack:
-        for _ in range(LIMITS.max_connections):
-            stack.enter_context(server.connect())
+        first = stack.enter_context(server.connect())
+        wait_until(lambda: server.num_connections == 1)
+        others = [stack.enter_context(server.connect()) for _ in range(LIMITS.max_connections - 1)]
         wait_until(lambda: server.num_connections == LIMITS.max_connections)
+        if begun:
+            for connection in [first, *others]:
+                connection.sendall(begun)
+            time.sleep(0.1)
         with answered_at_once():
             status, body = server.send(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
-        assert check_error(status, body, {429})["code"] == "max_connections_exceeded"
+        if begun:
+            assert check_error(status, body, {429})["code"] == "max_connections_exceeded"
+        else:
+            assert status == 200 and first.recv(1) == b""
     wait_until(lambda: server.num_connections == 0)
 
 

@@ -15,6 +15,7 @@ import httpx
 from paged_jax import Engine
 from paged_jax.server import Service, Settings
 from paged_jax.server.http import Server
+from paged_jax.server.startup import Startup
 
 
 class LiveServer:
@@ -23,9 +24,14 @@ class LiveServer:
     def __init__(self, engine: Engine, settings: Settings, *, drain_timeout: float = 5.0):
         self.engine = engine
         self.service = Service(engine, settings)
+        self._startup = Startup(lambda note: self.service)
         # Logs go to where pytest looks.
         self.server = Server(
-            self.service, drain_timeout=drain_timeout, log_level="error", log_config=None
+            self._startup,
+            settings.limits,
+            drain_timeout=drain_timeout,
+            log_level="error",
+            log_config=None,
         )
         self._socket = socket.create_server(("127.0.0.1", 0))
         # The kernel must not take long answers whole: clients that do not read are to be noticed.
@@ -36,13 +42,17 @@ class LiveServer:
 
     def __enter__(self) -> "LiveServer":
         self._thread.start()
-        wait_until(lambda: self.server.started or not self._thread.is_alive())
+        wait_until(lambda: self._is_ready or not self._thread.is_alive())
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.signal()
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+    @property
+    def _is_ready(self) -> bool:
+        return self.server.started and self._startup.service is not None
 
     def signal(self) -> None:
         """What SIGTERM does."""

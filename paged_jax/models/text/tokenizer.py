@@ -1,5 +1,6 @@
 """Text to token ids and back, whole or token by token as they are generated."""
 
+import functools
 import itertools
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,6 +108,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, special ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Most characters of a text that one token can stand for."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        # Unicode's normal form C joins at most three characters.
+        return longest * (1 if self._backend.normalizer is None else 3)
 
     @property
     def has_chat_template(self) -> bool:
@@ -266,6 +274,15 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._continues_text = continues_text
         self._pending: list[int] = []
+
+    def snapshot(self) -> tuple[bool, list[int]]:
+        """All of its state, for `restore`."""
+        return self._continues_text, self._pending.copy()
+
+    def restore(self, snapshot: tuple[bool, list[int]]) -> None:
+        """Undo what has changed since a snapshot."""
+        self._continues_text, pending = snapshot
+        self._pending = pending.copy()
 
     def push(self, token_id: int) -> str:
         """Take one token and return the text that is final with it, often none."""

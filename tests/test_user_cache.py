@@ -1,0 +1,77 @@
+"""What is kept for the next process, and where it is not."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from paged_jax import user_cache
+from tests.support import ROOT
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_folder_is_made_for_its_user_alone(home) -> None:
+    folder = user_cache.cache_folder("programs")
+    assert folder == home / "paged_jax" / "programs"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert user_cache.cache_folder("programs") == folder
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_a_folder_that_others_may_write_to_is_not_used(home, mode) -> None:
+    folder = user_cache.cache_folder("programs")
+    folder.chmod(mode)
+    assert user_cache.cache_folder("programs") is None
+    assert user_cache.cache_folder() == home / "paged_jax"
+    (home / "paged_jax").chmod(mode)
+    assert user_cache.cache_folder() is None
+
+
+def test_a_folder_of_another_user_is_not_used(home, monkeypatch) -> None:
+    user_cache.cache_folder()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert user_cache.cache_folder() is None
+
+
+def test_without_a_place_nothing_is_kept(home, monkeypatch) -> None:
+    (home / "paged_jax").write_text("in the way")
+    assert user_cache.cache_folder() is None
+
+
+def test_what_jax_has_been_told_stays(home) -> None:
+    before = jax.config.jax_compilation_cache_dir  # of the tests
+    assert before is not None
+    user_cache.keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.slow
+def test_the_second_start_compiles_nothing(home) -> None:
+    """As a user sees it: the command line, with none of JAX's variables."""
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    environment |= {"XDG_CACHE_HOME": str(home), "JAX_LOG_COMPILES": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "paged_jax.generate", "--prompt", "It", "--max-tokens", "2"]
+
+    def run(*options: str) -> tuple[str, int]:
+        done = subprocess.run(
+            [*command, *options], env=environment, cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr.count("Persistent compilation cache hit")
+
+    programs = home / "paged_jax" / "programs"
+    first, hits = run("--no-compilation-cache")
+    assert hits == 0 and not programs.exists()
+    text, hits = run()
+    assert text == first and hits < 5  # one program twice in a process
+    kept = {path.name for path in programs.iterdir()}
+    again, hits = run()
+    assert again == first and hits > 10
+    assert {path.name for path in programs.iterdir() if path.name.endswith("-cache")} <= kept
