@@ -61,6 +61,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.kv_dtype
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.http_server

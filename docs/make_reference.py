@@ -43,7 +43,7 @@ PAGES = {
         _of(
             "paged_jax",
             "paged_attention paged_prefill_attention cascade_attention merge_attention "
-            "paged_write copy_blocks",
+            "paged_rope_write paged_write copy_blocks",
         )
         + _of(
             "paged_jax.kernels",

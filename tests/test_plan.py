@@ -129,19 +129,20 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize(
-    "config, dtype, kv_dtype, kinds",
+    "config, dtype, kv_dtype, backend, kinds",
     [
-        (MID, "float32", "auto", ("prefill", "score", "decode", "verify", "swap")),
-        (MID, "bfloat16", "int8", ("prefill", "swap")),
-        (MID, "float16", "float16", ("decode",)),
-        (WIDE_HEADS, "float32", "auto", ("prefill", "decode", "swap")),
+        (MID, "float32", "auto", None, ("prefill", "score", "decode", "verify", "swap")),
+        (MID, "bfloat16", "int8", None, ("prefill", "swap")),
+        (MID, "float16", "float16", None, ("decode",)),
+        # Kernels of our own hold an eighth of what is planned, as not every machine has them.
+        (WIDE_HEADS, "float32", "auto", "xla", ("prefill", "decode", "swap")),
     ],
 )
-def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, kinds) -> None:
+def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, backend, kinds) -> None:
     sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_chunk": 1024}
     sizes |= {"num_speculative_tokens": 3, "kv_dtype": kv_dtype}
     model = random_llama(config, dtype=dtype)
-    held = compiled_bytes(Engine(model, num_blocks=64, **sizes), *kinds)
+    held = compiled_bytes(Engine(model, num_blocks=64, backend=backend, **sizes), *kinds)
     plan = make_plan(config, 1 << 30, "cpu", dtype=dtype, **sizes)
     assert held.keys() == set(kinds)
     for program, num_bytes in held.items():
