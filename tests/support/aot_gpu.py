@@ -145,12 +145,14 @@ def examine_kernel(path: Path) -> dict[str, Any]:
     target = find(r"\.target (\w+)", ptx)
     _, log = run("ptxas", "--verbose", f"--gpu-name={target}", str(path), f"--output-file={cubin}")
     listing, _ = run("nvdisasm", "--print-code", str(cubin))
+    loops = find_loops(listing)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], *\[.*?\], *(\w+)", ptx)
     return {
         "name": find(r"\.entry (\w+)", ptx),
         "registers": int(find(r"Used (\d+) registers", log)),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-        "loop_instructions": loop_instructions(listing),
+        "loop_instructions": [len(loop) for loop in loops],
+        "spills_in_loops": sum("SpillRefill" in line for loop in loops for line in loop),
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
@@ -165,20 +167,23 @@ def run(tool: str, *arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def loop_instructions(listing: str) -> list[int]:
-    """Instructions in each loop of a disassembled kernel: from a label to a branch back to it."""
+def find_loops(listing: str) -> list[list[str]]:
+    """The instructions of each loop of a disassembled kernel, from a label to a branch to it."""
     labels: dict[str, int] = {}
-    lengths, count = [], 0
+    instructions: list[str] = []
+    loops = []
     # Behind the last exit is what threads that come apart do by themselves, and branch back.
     for line in listing[: listing.rfind(" EXIT ")].splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = count
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            count += 1
-            back = re.search(r"\bBRA\b.*(\.L_x_\d+)", instruction[1])
-            if back and labels.get(back[1], count - 1) < count - 1:
-                lengths.append(count - labels[back[1]])
-    return lengths
+            labels[label[1]] = len(instructions)
+        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+            instructions.append(line)
+            back = re.search(r"\bBRA\b.*(\.L_x_\d+)", line)
+            begin = labels.get(back[1]) if back else None
+            # A branch to itself only keeps a program from running on behind its end.
+            if begin is not None and begin < len(instructions) - 1:
+                loops.append(instructions[begin:])
+    return loops
 
 
 def find(pattern: str, text: str) -> str:
