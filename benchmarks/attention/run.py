@@ -48,7 +48,7 @@ from benchmarks.attention.programs import (
 from benchmarks.attention.report import OURS, goal_lines, plot, record_line
 from benchmarks.common.device_time import Program, Rates, measure_rates, memory_limit, take_turns
 from benchmarks.common.environment import environment
-from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.common.figures import add_outputs, plotter
 
 # A variant this much slower than the fastest one of its peer is not timed further.
 _HOPELESS = 1.3
@@ -252,19 +252,13 @@ def _parser() -> argparse.ArgumentParser:
         "--peer", type=Path, metavar="FILE", help="Python with a kernel of your own, see peers.py"
     )
     parser.add_argument("--goals", action="store_true", help="say which goals are met")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    add_outputs(parser)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and write JSON and a plot on request."""
     options = _parser().parse_args(arguments)
-    try:
-        pyplot = plotter() if options.plot else None
-    except PlotUnavailable as error:
-        print(error, file=sys.stderr)
-        return 2
     is_cpu = jax.devices()[0].platform == "cpu"
     if options.quick:
         cases = quick_cases("float32" if is_cpu else "bfloat16")
@@ -284,6 +278,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.goals:
         print(*report["goals"], sep="\n")
-    if pyplot is not None:
-        plot(pyplot, report, options.plot)
+    if options.plot:
+        plot(plotter(), report, options.plot)
     return 1 if report["skipped"]["failed"] else 0

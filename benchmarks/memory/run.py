@@ -14,12 +14,10 @@ are those of a model, so another device's rounding may choose others.)
 """
 
 import argparse
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common.environment import environment, write_json
-from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.common.figures import add_outputs, plotter
 from benchmarks.memory import allocator as allocator
 from benchmarks.memory import sharing as sharing
 from benchmarks.memory.report import Report, all_lines, goal_lines, plot
@@ -110,8 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="KV memory, contiguous and paged.")
     parser.add_argument("--quick", action="store_true", help="little of everything, no goals")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    add_outputs(parser)
     return parser
 
 
@@ -126,17 +123,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.seed < 0:
         parser.error(f"--seed must not be negative, got {options.seed}.")
-    try:
-        pyplot = plotter() if options.plot else None
-    except PlotUnavailable:
-        print("memory: --plot needs matplotlib. Run `pip install matplotlib`.", file=sys.stderr)
-        return 2
     report = run(QUICK if options.quick else FULL, load_model(), options.seed)
     # A few small sequences say nothing about figures that were published for many.
     report["goals"] = [] if options.quick else goal_lines(report)
     print(*all_lines(report), *report["goals"], sep="\n")
     if options.json:
         write_json(options.json, report)
-    if pyplot is not None:
-        plot(pyplot, report, options.plot)
+    if options.plot:
+        plot(plotter(), report, options.plot)
     return 0

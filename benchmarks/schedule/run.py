@@ -17,14 +17,13 @@ with the kernel of this library, beside its own.
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.environment import environment, write_json
-from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.common.figures import add_outputs, plotter
 from benchmarks.common.process import ROOT
 from benchmarks.schedule import mixes, rules
 from benchmarks.schedule.machine import Machine
@@ -122,25 +121,19 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--memory-rate", type=float, default=Machine().memory_rate / 1e9,
                         metavar="GB/S", help="of the memory, default %(default)g")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    add_outputs(parser)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulate, print, and write JSON and a plot on request."""
     options = _parser().parse_args(arguments)
-    try:
-        pyplot = plotter() if options.plot else None
-    except PlotUnavailable as error:
-        print(error, file=sys.stderr)
-        return 2
     machine = Machine(memory_rate=1e9 * options.memory_rate)
     num_draws, max_tokens = (1, 4096) if options.quick else (3, _MOST_TOKENS)
     report = run(options.traces, machine, num_draws, max_tokens)
     print(*report["goals"], sep="\n")
     if options.json:
         write_json(options.json, report)
-    if pyplot is not None:
-        plot(pyplot, report, options.plot)
+    if options.plot:
+        plot(plotter(), report, options.plot)
     return 0

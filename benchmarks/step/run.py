@@ -34,7 +34,7 @@ import jax
 from benchmarks.attention.programs import reason
 from benchmarks.common.device_time import Rates, measure_rates
 from benchmarks.common.environment import environment, write_json
-from benchmarks.common.figures import PlotUnavailable, plotter
+from benchmarks.common.figures import add_outputs, plotter
 from benchmarks.step.cases import MODELS, Case, cpu_cases, goal_cases, gpu_cases, quick_cases
 from benchmarks.step.programs import ENGINE, STEPS_PER_DISPATCH, VARIANTS, Bench, random_model
 from benchmarks.step.report import goal_lines, plot, record_line
@@ -234,8 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=420, metavar="SECONDS", help="default 420")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant, default 5")
     parser.add_argument("--goals", action="store_true", help="say which goals are met")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as PNG or SVG")
+    add_outputs(parser)
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="JAX's traces of varied cases"
     )
@@ -257,11 +256,6 @@ def _cases(options: argparse.Namespace, is_cpu: bool) -> Iterator[Case]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and write JSON and a plot on request."""
     options = _parser().parse_args(arguments)
-    try:
-        pyplot = plotter() if options.plot else None
-    except PlotUnavailable as error:
-        print(error, file=sys.stderr)
-        return 2
     platform = jax.default_backend()
     cases = list(_cases(options, platform == "cpu"))
     if not cases:
@@ -282,6 +276,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.goals:
         print(*report["goals"], sep="\n")
-    if pyplot is not None:
-        plot(pyplot, report, options.plot)
+    if options.plot:
+        plot(plotter(), report, options.plot)
     return 1 if report["skipped"]["failed"] else 0

@@ -395,12 +395,6 @@ def test_plot_draws_a_report(tmp_path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_needs_matplotlib(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert decode_attention.main(["--plot", "plot.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
-
-
 def test_main_needs_a_case(capsys) -> None:
     assert decode_attention.main(["--quick", "--models", "none"]) == 2
     assert "no case is left" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -315,12 +314,6 @@ def test_main_refuses_a_negative_seed(capsys) -> None:
     with pytest.raises(SystemExit):
         memory.main(["--seed", "-1"])
     assert "--seed must not be negative, got -1" in capsys.readouterr().err
-
-
-def test_plot_needs_matplotlib(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert memory.main(["--plot", "plot.png"]) == 2
-    assert capsys.readouterr().err.startswith("memory: --plot needs matplotlib")
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
 """The figures of the results: every file of results is drawn, with where its figures come from."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import plots
+from benchmarks.attention import run as attention
 from benchmarks.common import figures
+from benchmarks.memory import run as memory
+from benchmarks.schedule import run as schedule
+from benchmarks.step import run as step
 
 PNG = b"\x89PNG\r\n"
 
@@ -65,3 +70,11 @@ def test_main_refuses_a_file_that_is_not_there(tmp_path: Path, capsys) -> None:
         plots.main([str(tmp_path / "serving.json")])
     assert exit_.value.code == 2
     assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [attention, memory, schedule, step])
+def test_plot_needs_matplotlib(monkeypatch, capsys, benchmark) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--plot", "plot.png"])
+    assert "--plot: matplotlib is missing. Run `pip install" in capsys.readouterr().err

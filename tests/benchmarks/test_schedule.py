@@ -1,7 +1,6 @@
 """The simulated GPU, the rules that divide a batch for it, and what the benchmark says."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -138,12 +137,6 @@ def test_goals_are_judged_by_the_worst_case() -> None:
     assert answers(mix(1.05, 1.2), mix(1.11, 1.2, True)) == ["NOT met", "met"]
     assert answers(mix(1.05, 1.02), mix(1.05, 1.02, True)) == ["met", "NOT met"]
     assert answers(mix(1.05, 1.02)) == ["met", "not measured"]
-
-
-def test_plot_needs_matplotlib(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run.main(["--plot", "plot.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_traces_are_looked_for_where_tests_look(monkeypatch) -> None:
