@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import jax
 
@@ -26,12 +27,15 @@ from paged_jax.engine.footprint import in_units
 try:
     from paged_jax.server import Limits, Service, Settings
     from paged_jax.server.http import Server
+    from paged_jax.server.log_format import LogFormat, logs_on_stderr
     from paged_jax.server.startup import Startup
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"paged_jax.serve: error: {error.name} is not installed. "
         "Run: pip install 'paged-jax[serve]'"
     ) from None
+
+_logger = logging.getLogger("paged_jax.serve")
 
 _API_KEY = "PAGED_JAX_API_KEY"
 _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
@@ -76,11 +80,10 @@ def _serve(args: argparse.Namespace) -> None:
         timeout_keep_alive=args.keep_alive,
         root_path=args.root_path,
         log_config=None,
-        log_level=args.log_level,
-        access_log=args.log_level == "debug",
+        access_log=False,  # `Observer` logs requests
     )
-    _log_to_stderr()
-    server.run([listener])
+    with logs_on_stderr(args.log_level, args.log_format):
+        server.run([listener])
     if startup.is_making:
         # Nobody was promised anything, and a compiler that is at work does not let Python end.
         sys.stderr.flush()
@@ -88,22 +91,14 @@ def _serve(args: argparse.Namespace) -> None:
     startup.check()
 
 
-def _log_to_stderr() -> None:
-    # uvicorn's own configuration would close the handlers of other libraries.
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logger = logging.getLogger("uvicorn")
-    logger.handlers, logger.propagate = [handler], False
-
-
 def _make_service(
     args: argparse.Namespace, settings: Settings, note: Callable[[str], None]
 ) -> Service:
-    """Load and compile, and say so in `note` and on stderr."""
+    """Load and compile, and say so in `note` and in the log."""
 
     def report(line: str) -> None:
         note(line)
-        print(line, file=sys.stderr, flush=True)
+        _logger.info(line)
 
     start = time.perf_counter()
     report("loading the model")
@@ -239,7 +234,13 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="default: info; debug logs each request",
+        help="default: info, which has a line for each request; debug has probes too",
+    )
+    server.add_argument(
+        "--log-format",
+        default="text",
+        choices=get_args(LogFormat),
+        help="lines for people, or JSON, an object a line; default: text",
     )
 
 

@@ -1,6 +1,7 @@
 """`Answer`: how an endpoint reads a request's body and writes its answer, whole or as a stream."""
 
 import dataclasses
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -14,10 +15,12 @@ from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError
+from paged_jax.server.records import RequestRecord
 from paged_jax.server.service import Service
 
 # The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
 _LOWEST = -9999.0
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 # Fields of a body that are also fields of `SamplingParams`, with the same meaning.
 _PARAMS = [
     field.name
@@ -36,6 +39,9 @@ class Answer(ABC):
 
     Attributes:
       prefix: the beginning of the answer's id.
+      id: the id of the answer.
+      name: name of the request in the engine, where no two may have the same.
+      record: the record of the request, if it has one.
       unrecommended: fields of `SamplingParams` for a model whose authors recommend none.
     """
 
@@ -46,8 +52,16 @@ class Answer(ABC):
         self.service = service
         self.body = body
         self.salt = salt
-        self.id = f"{self.prefix}-{secrets.token_hex(8)}"
+        self.id = self.name = f"{self.prefix}-{secrets.token_hex(8)}"
+        self.record: RequestRecord | None = None
         self.created = int(time.time())
+
+    def belong_to(self, record: RequestRecord) -> None:
+        """Take the id of a request, and let its record have what is generated."""
+        self.record = record
+        self.id = self.name = f"{self.prefix}-{record.request_id}"
+        if record.is_given:  # perhaps to another request too
+            self.name = f"{self.id}-{secrets.token_hex(4)}"
 
     @abstractmethod
     def prompts(self) -> list[str | list[int]]:
@@ -117,9 +131,7 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise ApiError(
-            400, "logit_bias must have token ids for keys.", param="logit_bias"
-        ) from None
+    # int() alone would read "05", and digits of other scripts, as the id of "5" beside them.
+    if not all(map(_TOKEN_ID.fullmatch, bias)):
+        raise ApiError(400, "logit_bias must have token ids for keys.", param="logit_bias")
+    return {int(token_id): value for token_id, value in bias.items()}

@@ -17,7 +17,9 @@ from paged_jax.server.answers import Answer
 from paged_jax.server.completions import complete
 from paged_jax.server.errors import ApiError
 from paged_jax.server.generate_answer import GenerateAnswer
+from paged_jax.server.observer import Observer
 from paged_jax.server.openai_answers import ChatAnswer, CompletionAnswer
+from paged_jax.server.records import RECORD
 from paged_jax.server.responses import json_response
 from paged_jax.server.security import IS_KNOWN, Security
 from paged_jax.server.service import ClientGone, Service
@@ -38,21 +40,28 @@ def create_app(service: Service) -> Starlette:
     def text(path: str, body: type[B], answer: Callable[[Service, B, str], Answer]) -> Route:
         return route(path, functools.partial(complete, body_type=body, answer_type=answer), "POST")
 
+    routes = [
+        route("/live", _live),
+        route("/ready", _ready),
+        route("/health", _health),
+        route("/metrics", _metrics),
+        route("/openapi.json", _openapi),
+        route("/v1/models", _models),
+        route("/v1/models/{model:path}", _model),
+        text("/generate", bodies.GenerateBody, GenerateAnswer),
+        text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
+        text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
+        *cache_page.routes(service),
+    ]
+    observer = Middleware(
+        Observer,
+        observe=service.metrics.http.observe,
+        model_name=service.settings.model_name,
+        routes=routes,
+    )
     app = Starlette(
-        routes=[
-            route("/live", _live),
-            route("/ready", _ready),
-            route("/health", _health),
-            route("/metrics", _metrics),
-            route("/openapi.json", _openapi),
-            route("/v1/models", _models),
-            route("/v1/models/{model:path}", _model),
-            text("/generate", bodies.GenerateBody, GenerateAnswer),
-            text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
-            text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
-            *cache_page.routes(service),
-        ],
-        middleware=[Middleware(Security, service=service)],
+        routes=routes,
+        middleware=[observer, Middleware(Security, service=service)],
         exception_handlers={
             ApiError: _api_error,
             ClientGone: _client_gone,
@@ -147,7 +156,7 @@ def _served_model(service: Service) -> schemas.Model:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return _answer(request, error)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -163,9 +172,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{place} is not allowed.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, message, headers=headers).response()
+    return _answer(request, ApiError(error.status_code, message, headers=headers))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, so the log has its traceback.
-    return ApiError(500, "Something went wrong in the server.", code="internal_error").response()
+    # Starlette raises the error again, so the log has its traceback. The answer passes the observer
+    # no more, so it gets the header here.
+    headers = {"X-Request-ID": request.scope[RECORD].request_id}
+    message = "Something went wrong in the server."
+    return ApiError(500, message, code="internal_error", headers=headers).response()
+
+
+def _answer(request: Request, error: ApiError) -> Response:
+    request.scope[RECORD].note_error(error.code, str(error))
+    return error.response()

@@ -17,6 +17,7 @@ from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.generation import generate
 from paged_jax.server.jobs import Job, check_sizes, make_job
+from paged_jax.server.records import RECORD
 from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
 from paged_jax.server.security import SALT
 from paged_jax.server.service import Service
@@ -52,6 +53,7 @@ async def complete(
     if isinstance(body, bodies.OpenAiBody):
         service.check_model(body.model)
     answer = answer_type(service, body, request.scope.get(SALT, ""))
+    answer.belong_to(request.scope[RECORD])
     check_sizes(answer)
     with contextlib.ExitStack() as stack:
         num_samples = answer.num_prompts * (body.n or 1)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -13,6 +15,8 @@ from paged_jax.server.limits import Limits
 # Seconds for which a refused client may keep sending before its connection is closed.
 _LINGER = 1.0
 
+_logger = logging.getLogger("paged_jax.server")
+
 
 class Connection(H11Protocol):
     """One client's connection, with limits of time and size; errors are in OpenAI's JSON format.
@@ -22,12 +26,14 @@ class Connection(H11Protocol):
 
     Args:
       limits: bounds of headers, bodies and connections.
+      on_refusal: function that is called with the status of an answer to what is no request.
       **options: the arguments that uvicorn gives each connection.
     """
 
-    def __init__(self, limits: Limits, **options: Any):
+    def __init__(self, limits: Limits, on_refusal: Callable[[int], None], **options: Any):
         super().__init__(**options)
         self._limits = limits
+        self._on_refusal = on_refusal
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._is_refused = False
@@ -79,6 +85,24 @@ class Connection(H11Protocol):
             error = ApiError(400, msg, code="invalid_http")
         self._refuse(error)
 
+    # uvicorn asks the first of these before it calls the application, and leaves to the second what
+    # would continue in another protocol. None does here: HTTP lets a server ignore that wish.
+
+    def _should_upgrade(self) -> bool:
+        return self._ambiguity() is not None
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Refuse a request that a proxy in front might read in another way."""
+        self._refuse(ApiError(400, self._ambiguity() or "", code="invalid_http"))
+
+    def _ambiguity(self) -> str | None:
+        names = {name for name, _ in self.headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            return "A request must not have both Content-Length and Transfer-Encoding."
+        if (version := self.scope["http_version"]) not in ("1.0", "1.1"):
+            return f"The version of HTTP must be 1.0 or 1.1, got {version}."
+        return None
+
     def _close_an_idle_one(self) -> bool:
         """Close the connection that has been idle the longest, if any is: whoever holds many open
         must not keep others out, such as the probes of a cluster."""
@@ -126,6 +150,8 @@ class Connection(H11Protocol):
         self._deadline = _cancelled(self._deadline)
         if self.transport.is_closing():
             return
+        _logger.info("refused", extra={"fields": {"status": error.status, "error": str(error)}})
+        self._on_refusal(error.status)
         # An answer that has begun cannot be replaced by another.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._answer(error)

@@ -33,7 +33,7 @@ async def _output(
     stream = service.engine.generate(
         {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
         job.params,
-        request_id=f"{answer.id}-{index}",
+        request_id=f"{answer.name}-{index}",
         final_only=not answer.body.stream,
         **job.options,
     )
@@ -43,6 +43,8 @@ async def _output(
                 arriving.enter_context(service.stalls.arrival())
                 async for output in stream:
                     arriving.close()
+                    if answer.record is not None:
+                        answer.record.note_output(index, output)
                     for sample in output.outputs:
                         if sample.finish_reason == "error":
                             raise ApiError(500, str(sample.stop_reason), code="generation_failed")

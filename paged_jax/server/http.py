@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         grace: float = 0.0,
         **options: Any,
     ):
-        make_connection: Any = functools.partial(Connection, limits)
+        make_connection: Any = functools.partial(Connection, limits, self._count_refusal)
         super().__init__(
             uvicorn.Config(
                 startup,
@@ -75,6 +75,10 @@ class Server(uvicorn.Server):
         else:
             grace = 0.0 if sig == signal.SIGINT else self._grace
             service.drain(self._drain_timeout, grace, self._stop_listening)
+
+    def _count_refusal(self, status: int) -> None:
+        if self._startup.service is not None:
+            self._startup.service.metrics.http.count("none", "none", status)
 
     def _stop_listening(self) -> None:
         self.should_exit = True

@@ -5,13 +5,16 @@ Names and labels are as dashboards made for vLLM expect them.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from paged_jax.scheduler.outputs import RequestMetrics, WaitReason
 from paged_jax.scheduler.request import Request
+from paged_jax.server.http_metrics import HttpMetrics
 from paged_jax.server.reading import Reading
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 300)
@@ -26,9 +29,24 @@ _HISTOGRAMS = {
     ),
     "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", _SECONDS),
     "request_queue_time_seconds": ("Time from a request's arrival to its first step.", _SECONDS),
+    "request_prefill_time_seconds": (
+        "Time from a request's first step to its first token.",
+        _SECONDS,
+    ),
+    "request_decode_time_seconds": ("Time from a request's first token to its end.", _SECONDS),
+    "request_inference_time_seconds": ("Time from a request's first step to its end.", _SECONDS),
     "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
+    "request_max_num_generation_tokens": (
+        "Tokens generated for the longest sample of a request.",
+        _TOKENS,
+    ),
+    "request_params_n": ("Samples that a request asks for.", (1, 2, 4, 8, 16, 32, 64)),
+    "request_params_max_tokens": ("Most tokens of a sample that a request asks for.", _TOKENS),
+    "iteration_tokens_total": ("Tokens of a step, of prompts and generated ones.", _TOKENS),
 }
+# What vLLM calls these reasons to wait; all others are a lack of room.
+_DEFERRED = ("same prefix", "fork")
 
 
 @dataclasses.dataclass
@@ -54,35 +72,40 @@ class Metrics:
 
     Attributes:
       reading: the engine's counts after the last step.
+      http: what is counted of requests whether they reach the engine or not.
     """
 
     def __init__(self, model_name: str, num_blocks: int, reading: Reading):
         self.reading = reading
         self._registry = CollectorRegistry(auto_describe=False)
-        self._model_name = model_name
+        # vLLM numbers the engines of a server; here there is one.
+        self._labels = {"model_name": model_name, "engine": "0"}
         self._num_blocks = num_blocks
         self._histograms = {
             name: Histogram(
-                f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets
-            ).labels(model_name)
+                f"vllm:{name}", text, list(self._labels), registry=self._registry, buckets=buckets
+            ).labels(**self._labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._success = Counter(
             "vllm:request_success",
             "Finished requests.",
-            ["model_name", "finished_reason"],
+            [*self._labels, "finished_reason"],
             registry=self._registry,
         )
-        self._prompt_tokens, self._generation_tokens = (
-            Counter(f"vllm:{name}_tokens", text, ["model_name"], registry=self._registry).labels(
-                model_name
+        self._prompt_tokens, self._cached_tokens, self._generation_tokens = (
+            Counter(f"vllm:{name}", text, list(self._labels), registry=self._registry).labels(
+                **self._labels
             )
             for name, text in (
-                ("prompt", "Prompt tokens processed."),
-                ("generation", "Tokens generated."),
+                ("prompt_tokens", "Prompt tokens processed."),
+                ("prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
+                ("generation_tokens", "Tokens generated."),
             )
         )
         self._running: dict[str, _Observed] = {}
+        self.http = HttpMetrics(self._registry)
+        ProcessCollector(registry=self._registry)
         self._registry.register(_EngineCollector(self))
 
     def text(self) -> bytes:
@@ -130,9 +153,31 @@ class Metrics:
         }
         for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in metrics.items():
-                metric = family(name, text, labels=["model_name"])
-                metric.add_metric([self._model_name], value)
+                metric = family(name, text, labels=list(self._labels))
+                metric.add_metric(list(self._labels.values()), value)
                 yield metric
+        yield from self._waiting()
+
+    def _waiting(self) -> Iterator[Metric]:
+        """Waiting samples by reason, in vLLM's two words and in those of `Wait`."""
+        num_waiting = self.reading.num_waiting_for
+        num_deferred = sum(num_waiting[reason] for reason in _DEFERRED)
+        by_reason = {
+            "vllm:num_requests_waiting_by_reason": {
+                "capacity": num_waiting.total() - num_deferred,
+                "deferred": num_deferred,
+            },
+            "paged_jax:num_requests_waiting": {
+                reason: num_waiting[reason] for reason in get_args(WaitReason) if reason
+            },
+        }
+        for name, counts in by_reason.items():
+            metric = GaugeMetricFamily(
+                name, "Samples that wait for a slot, by reason.", labels=[*self._labels, "reason"]
+            )
+            for reason, count in counts.items():
+                metric.add_metric([*self._labels.values(), reason], count)
+            yield metric
 
     def observe(self, reading: Reading, requests: Iterable[Request]) -> None:
         """Record a step. Called in the engine's thread.
@@ -141,7 +186,11 @@ class Metrics:
           reading: the engine's counts after the step.
           requests: the requests that got tokens or ended in it.
         """
-        self.reading = reading
+        before, self.reading = self.reading.stats, reading
+        num_tokens = reading.stats.num_prompt_tokens - before.num_prompt_tokens
+        num_tokens += reading.stats.num_generated_tokens - before.num_generated_tokens
+        if reading.stats.num_steps > before.num_steps:  # else a request was aborted
+            self._histograms["iteration_tokens_total"].observe(num_tokens)
         for request in requests:
             num_tokens = sum(sequence.num_generated for sequence in request.sequences)
             self._observe_tokens(request, num_tokens, reading.time)
@@ -157,6 +206,7 @@ class Metrics:
                 waited = metrics.first_scheduled_time - metrics.arrival_time
                 histograms["request_queue_time_seconds"].observe(waited)
                 self._prompt_tokens.inc(len(request.prompt_token_ids))
+                self._cached_tokens.inc(request.num_cached_tokens)
             if metrics.first_token_time is not None:
                 seconds = metrics.first_token_time - metrics.arrival_time
                 histograms["time_to_first_token_seconds"].observe(seconds)
@@ -173,15 +223,29 @@ class Metrics:
     def _observe_end(self, request: Request, num_tokens: int) -> None:
         histograms, metrics = self._histograms, request.metrics
         reason = request.sequences[0].completion.finish_reason or "abort"
-        self._success.labels(self._model_name, reason).inc()
+        self._success.labels(**self._labels, finished_reason=reason).inc()
         histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
         histograms["request_generation_tokens"].observe(num_tokens)
-        end, first = metrics.finished_time, metrics.first_token_time
-        if end is None:
-            return
+        longest = max(sequence.num_generated for sequence in request.sequences)
+        histograms["request_max_num_generation_tokens"].observe(longest)
+        histograms["request_params_n"].observe(request.params.n)
+        if request.params.max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(request.params.max_tokens)
+        if metrics.finished_time is not None:
+            self._observe_times(metrics, metrics.finished_time, num_tokens / len(request.sequences))
+
+    def _observe_times(self, metrics: RequestMetrics, end: float, per_sample: float) -> None:
+        histograms = self._histograms
+        scheduled, first = metrics.first_scheduled_time, metrics.first_token_time
         histograms["e2e_request_latency_seconds"].observe(end - metrics.arrival_time)
-        per_sample = num_tokens / len(request.sequences)
-        if first is not None and per_sample > 1:
+        if scheduled is not None:
+            histograms["request_inference_time_seconds"].observe(end - scheduled)
+        if first is None:
+            return
+        if scheduled is not None:
+            histograms["request_prefill_time_seconds"].observe(first - scheduled)
+        histograms["request_decode_time_seconds"].observe(end - first)
+        if per_sample > 1:
             histograms["request_time_per_output_token_seconds"].observe(
                 (end - first) / (per_sample - 1)
             )

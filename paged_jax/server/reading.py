@@ -2,9 +2,11 @@
 
 import dataclasses
 import time
+from collections import Counter
 
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import EngineStats
+from paged_jax.scheduler.outputs import WaitReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Reading:
       has_unfinished: whether the engine has requests that are not finished.
       num_running: number of samples that hold a slot.
       num_waiting: number of samples that wait for a slot.
+      num_waiting_for: how many of them wait for what.
       num_used_blocks: number of blocks that samples hold.
       stats: the engine's totals since it was created.
     """
@@ -24,6 +27,7 @@ class Reading:
     has_unfinished: bool
     num_running: int
     num_waiting: int
+    num_waiting_for: Counter[WaitReason]
     num_used_blocks: int
     stats: EngineStats
 
@@ -31,12 +35,13 @@ class Reading:
     def of(cls, engine: Engine) -> "Reading":
         """Read an engine, in its own thread or before that thread runs."""
         sequences = engine.sequences
-        num_running = sum(sequence.slot is not None for sequence in sequences)
+        waiting = [sequence for sequence in sequences if sequence.slot is None]
         return cls(
             time=time.perf_counter(),
             has_unfinished=engine.has_unfinished,
-            num_running=num_running,
-            num_waiting=len(sequences) - num_running,
+            num_running=len(sequences) - len(waiting),
+            num_waiting=len(waiting),
+            num_waiting_for=Counter(sequence.waits_for for sequence in waiting),
             num_used_blocks=round(engine.cache_use * engine.num_blocks),
             stats=engine.stats,
         )

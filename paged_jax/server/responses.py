@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_jax.server.errors import ApiError
+from paged_jax.server.records import RECORD
 from paged_jax.server.service import ClientGone, Service
 
 DONE = b"data: [DONE]\n\n"
@@ -81,5 +82,6 @@ class EventStream(Response):
                 except ClientGone:
                     return
                 except ApiError as error:
+                    scope[RECORD].note_error(error.code, str(error))
                     ending = encode_event(error.body())
                 await write(ending, is_last=True)

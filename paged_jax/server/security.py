@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax.server.errors import ApiError
+from paged_jax.server.records import RECORD
 from paged_jax.server.service import Service, shutting_down
 
 # Keys of the ASGI scope: the cache salt of the request's API key, whether it has a key or needs
@@ -46,6 +47,7 @@ class Security:
         try:
             self._check(scope)
         except ApiError as error:
+            scope[RECORD].note_error(error.code, str(error))
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax.server.app import create_app
 from paged_jax.server.errors import ApiError
+from paged_jax.server.observer import Observer
 from paged_jax.server.service import Service
 
 # Seconds after which a client may ask again.
@@ -44,6 +45,7 @@ class Startup:
         self.service: Service | None = None
         self.detail = "starting"
         self.on_failure: Callable[[], None] = lambda: None
+        self._waiting = Observer(self._answer)
 
     @property
     def is_making(self) -> bool:
@@ -61,9 +63,12 @@ class Startup:
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._answer(scope)(scope, receive, send)
+            await self._waiting(scope, receive, send)
 
-    def _answer(self, scope: Scope) -> JSONResponse:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._not_yet(scope)(scope, receive, send)
+
+    def _not_yet(self, scope: Scope) -> JSONResponse:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == "/live":
             return JSONResponse({"status": "ok"})

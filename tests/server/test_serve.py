@@ -415,6 +415,8 @@ def test_openai_errors(client) -> None:
             "max_token is not supported here. Did you mean max_tokens",
         ),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, "token ids for keys"),
+        ({"prompt": "a", "logit_bias": {"\u0665": 1}}, "token ids for keys"),
         ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "at most 1024"),
         ({"prompt": "a", "stop_token_ids": [99]}, "stop_token_ids"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
@@ -472,7 +474,8 @@ def test_metrics_have_vllms_names(server) -> None:
     def read() -> dict[str, float]:
         lines = server.get("/metrics").text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {name.replace('{model_name="tiny"}', ""): float(value) for name, value in pairs}
+        own = '{engine="0",model_name="tiny"}'
+        return {name.replace(own, ""): float(value) for name, value in pairs}
 
     before = read()
     server.post("/generate", {"prompt": "the cat sat on", **GREEDY})
@@ -485,7 +488,8 @@ def test_metrics_have_vllms_names(server) -> None:
     assert growth["vllm:e2e_request_latency_seconds_count"] == 1
     assert growth["vllm:request_time_per_output_token_seconds_count"] == 1
     assert growth["vllm:inter_token_latency_seconds_count"] >= 6
-    assert growth['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] == 1
+    labels = '{engine="0",finished_reason="length",model_name="tiny"}'
+    assert growth[f"vllm:request_success_total{labels}"] == 1
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
     assert {"vllm:num_preemptions_total", "vllm:prefix_cache_queries_total"} <= set(after)

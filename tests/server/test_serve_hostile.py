@@ -146,6 +146,8 @@ def answered_at_once(also: float = 0.0) -> Iterator[None]:
         b"POST /generate HTTP/1.1\r\n" + JSON + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
         b"POST /generate HTTP/1.1\r\n" + JSON + b"content-length: 0x10\r\n\r\n",
         b"POST /generate HTTP/1.1\r\n" + JSON + b"transfer-encoding: gzip\r\n\r\n",
+        CHUNKED.replace(HOST, HOST + b"content-length: 2\r\n") + b"2\r\n{}\r\n0\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n" + HOST + b"\r\n",
         CHUNKED + b"zz\r\n",
         CHUNKED + b"2\r\n{}nonsense",
     ],
@@ -156,12 +158,19 @@ def test_what_is_not_http_is_refused(server, data) -> None:
     check_error(status, content, {400})
 
 
+def test_a_wish_for_another_protocol_is_ignored(server, caplog) -> None:
+    wish = b"connection: upgrade\r\nupgrade: websocket\r\n"
+    status, _ = server.send(b"GET /live HTTP/1.1\r\n" + HOST + wish + b"\r\n")
+    assert status == 200
+    assert "uvicorn" not in caplog.text  # nor anybody told to install another library
+
+
 @pytest.mark.parametrize(
     ("line", "status"),
     [
         (b"CONNECT evil.example:80 HTTP/1.1", 404),
         (b"OPTIONS * HTTP/1.1", 404),
-        (b"PRI * HTTP/2.0", 404),
+        (b"PRI * HTTP/2.0", 400),
         (b"GET http://127.0.0.1/health HTTP/1.1", 404),
         (b"GET / HTTP/1.1", 404),
         (b"GET // HTTP/1.1", 404),
