@@ -71,15 +71,8 @@ class Inputs:
         text, token_ids = self._encode(prompt)
         salt = prompt.get("cache_salt", "")
         _check_options(salt, priority, arrival_time, timeout)
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise _refusal(
-                f"the prompt must have at most {self.max_model_len - 1} tokens, to "
-                f"leave room in the context of {self.max_model_len}, got {len(token_ids)}."
-            )
         self._check_params(params)
-        most = params.max_tokens or max(1, self.max_length - len(token_ids))
-        max_tokens = min(most, room)
+        max_tokens = self._max_tokens(params, len(token_ids))
         # A first word keeps the space before it, unless only a start token precedes it.
         continues_text = self.tokenizer is not None and not all(
             self.tokenizer.is_special(token_id) for token_id in token_ids
@@ -110,6 +103,19 @@ class Inputs:
             for index in range(params.n)
         ]
         return request
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Most tokens to generate, by the parameters and by the context."""
+        most = params.max_tokens
+        if most is None:
+            most = max(1, self.max_length - num_prompt_tokens)
+        longest = self.max_model_len - min(most, 1)
+        if num_prompt_tokens > longest:
+            why = f"to leave room in the context of {self.max_model_len}" if most else "the context"
+            raise _refusal(
+                f"the prompt must have at most {longest} tokens, {why}, got {num_prompt_tokens}."
+            )
+        return min(most, self.max_model_len - num_prompt_tokens)
 
     def _seed(self, arrival: int) -> int:
         sequence = np.random.SeedSequence([self.seed, arrival])

@@ -75,6 +75,11 @@ class Postprocessor:
             touched[sequence.request] = None  # first: this holds the request from here on
             sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)  # which the scheduler has let go already
+        for sequence in plan.computed:
+            touched[sequence.request] = None
+            self._stats.num_prompt_tokens += _num_computed(sequence)
+            sequence.completion.end("length")
+            self._requests.finish(sequence)
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
@@ -105,7 +110,7 @@ class Postprocessor:
         self._stats.num_generated_tokens += num_tokens
         if request.metrics.first_token_time is None:
             request.mark(first_token_time=now)
-            self._stats.num_prompt_tokens += sequence.num_prompt_tokens - request.num_cached_tokens
+            self._stats.num_prompt_tokens += _num_computed(sequence)
             if not self._stats.first_token_seconds:
                 self._stats.first_token_seconds = now - request.metrics.arrival_time
         if sequence.is_finished:
@@ -189,3 +194,8 @@ class Postprocessor:
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode([token_id], skip_special_tokens=False, continues_text=True)
+
+
+def _num_computed(sequence: Sequence) -> int:
+    """Tokens of its prompt that were not found in the prefix cache."""
+    return sequence.num_prompt_tokens - sequence.request.num_cached_tokens

@@ -77,7 +77,8 @@ class PlanRunner:
 
     def _note_start(self, plan: StepPlan) -> None:
         now = time.perf_counter()
-        for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.decodes]:
+        chunked = (sequence for sequence, _ in plan.chunks)
+        for sequence in [*chunked, *plan.computed, *plan.decodes]:
             request = sequence.request
             if request.metrics.first_scheduled_time is None:
                 request.mark(first_scheduled_time=now)

@@ -100,7 +100,8 @@ class SamplingParams:
       seed: the seed of the random draws, 0 to 2**63 - 1; None, or -1, lets the engine pick one.
       stop: text that ends the output; one string or several, kept as a tuple.
       stop_token_ids: tokens that end the output, kept as a tuple.
-      max_tokens: most tokens to generate; None is up to the longest context.
+      max_tokens: most tokens to generate; None is up to the longest context. With 0 the prompt is
+        only computed: for its `prompt_logprobs`, or to be found in the prefix cache.
       min_tokens: tokens to generate before any stop token may appear.
       ignore_eos: continue after the model's end-of-sequence token.
       logprobs: how many of the most probable tokens to report at each position, beside the chosen
@@ -160,11 +161,18 @@ class SamplingParams:
         _require(is_int(self.n) and self.n >= 1, "n", "be an integer >= 1", self.n, "Use 1.")
         most = self.max_tokens
         _require(
-            most is None or (is_int(most) and most >= 1),
+            most is None or (is_int(most) and most >= 0),
             "max_tokens",
-            "be an integer >= 1 or None",
+            "be an integer >= 0 or None",
             most,
             "Use None to generate up to the longest context.",
+        )
+        _require(
+            most != 0 or self.n == 1,
+            "n",
+            "be 1 where max_tokens is 0, as nothing is drawn",
+            self.n,
+            "Use 1.",
         )
         least = self.min_tokens
         _require(

@@ -14,6 +14,7 @@ class StepPlan:
         longer keeps their requests.
       chunks: sequences and how many of their next tokens to prefill. Blocks that this fills should
         be published before the next plan, as other sequences may wait for them.
+      computed: sequences that are complete when the chunks have run, as they draw no tokens.
       forks: sequences, and those whose empty slots become copies of theirs.
       decodes: sequences that decode. Free blocks suffice for their first step, copies included.
       num_steps: most decode steps; 0 if no sequence decodes.
@@ -24,6 +25,7 @@ class StepPlan:
 
     expired: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    computed: list[Sequence] = field(default_factory=list)
     forks: list[tuple[Sequence, list[Sequence]]] = field(default_factory=list)
     decodes: list[Sequence] = field(default_factory=list)
     num_steps: int = 0

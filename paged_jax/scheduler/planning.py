@@ -45,7 +45,7 @@ class StepPlanner:
     @property
     def is_empty(self) -> bool:
         """Whether nothing would run."""
-        return not self.plan.decodes and not self.plan.chunks
+        return not (self.plan.decodes or self.plan.chunks or self.plan.computed)
 
     def add_decodes(self) -> None:
         """Let all running sequences decode whose prompts are computed."""
@@ -63,7 +63,10 @@ class StepPlanner:
                 self.add_chunk(sequence)
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """Prefill as much of a sequence as blocks and budget allow; it decodes if that is all."""
+        """Prefill as much of a sequence as blocks and budget allow; it decodes if that is all.
+
+        If it draws no tokens, it is complete then.
+        """
         start, budget = sequence.num_computed, self.budget
         num_held = num_blocks_needed(start, self._block_size)
         fits = (num_held + budget.num_free) * self._block_size - start
@@ -73,7 +76,10 @@ class StepPlanner:
             num_blocks = num_blocks_needed(start + num_tokens, self._block_size)
             budget.take(num_tokens, num_blocks - num_held)
         if num_tokens == sequence.num_prefill:
-            self._add_first_decode(sequence)
+            if sequence.draws_tokens:
+                self._add_first_decode(sequence)
+            else:
+                self.plan.computed.append(sequence)
 
     def _add_first_decode(self, sequence: Sequence) -> None:
         """Decode in the step that ends the prefill, unless that has used up the step.

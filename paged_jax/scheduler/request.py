@@ -95,7 +95,7 @@ class Sequence:
         sequences, and both are freed as soon as nothing else holds the request.
       index: index of the sample.
       token_ids: prompt and generated tokens.
-      max_length: number of tokens at which it is complete; above the number of the prompt's.
+      max_length: number of tokens at which it is complete; that of the prompt's or above.
       completion: the text of the generated tokens, and why they ended.
       chain: names the full blocks for the prefix cache; None if they are not cached.
       num_computed: tokens that are in the cache, or in its copy in host memory.
@@ -162,6 +162,11 @@ class Sequence:
     def num_prefill(self) -> int:
         """How many tokens prefill still has to put into the cache."""
         return len(self.token_ids) - 1 - self.num_computed
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Whether tokens are to come; else it is complete once its prompt is computed."""
+        return len(self.token_ids) < self.max_length
 
     @property
     def digests(self) -> list[bytes]:

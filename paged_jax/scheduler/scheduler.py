@@ -376,14 +376,16 @@ class Scheduler:
 
 def _check_fits(sequence: Sequence, num_blocks: int, block_size: int) -> None:
     num_tokens = len(sequence.token_ids)
-    if not 0 < num_tokens < sequence.max_length:
+    if not 0 < num_tokens <= sequence.max_length:
         raise ArgumentError(
             "Scheduler.add",
-            "must hold at least one token and fewer than max_length = "
+            "must hold at least one token and at most max_length = "
             f"{sequence.max_length}, got {num_tokens}.",
             "token_ids",
         )
-    needed = num_blocks_needed(num_cached_tokens_at(sequence.max_length), block_size)
+    # As many as admission asks for, where no token is drawn.
+    most = max(num_tokens, num_cached_tokens_at(sequence.max_length))
+    needed = num_blocks_needed(most, block_size)
     if needed > num_blocks:
         raise ArgumentError(
             "Scheduler.add",

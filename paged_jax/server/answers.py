@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError
@@ -77,6 +77,16 @@ class Answer(ABC):
     def num_chars(self) -> int:
         """Characters of the longest prompt's text, before a template adds to it."""
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of each sample, where the body says so."""
+        return self.body.max_tokens
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt: it may fill the context if no token is to follow."""
+        return self.service.max_model_len - (self.max_tokens != 0)
+
     def params(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body gives."""
         given = {name: getattr(self.body, name) for name in _PARAMS}
@@ -115,6 +125,25 @@ class Answer(ABC):
 def finite(logprob: float) -> float:
     """A log-probability that JSON can hold."""
     return max(logprob, _LOWEST)
+
+
+def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
+    """Candidates at each position as `schemas.Candidate` dicts, by their token ids."""
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            token_id: {
+                "logprob": finite(each.logprob),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token_id, each in row.items()
+        }
+        for row in rows
+    ]
 
 
 def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:

@@ -23,6 +23,7 @@ from paged_jax.server.records import RECORD
 from paged_jax.server.responses import json_response
 from paged_jax.server.security import IS_KNOWN, Security
 from paged_jax.server.service import ClientGone, Service
+from paged_jax.server.tokenization import detokenize, tokenize, tokenizer_info
 from paged_jax.version import __version__
 
 B = TypeVar("B", bound=bodies.SamplingBody)
@@ -51,6 +52,9 @@ def create_app(service: Service) -> Starlette:
         text("/generate", bodies.GenerateBody, GenerateAnswer),
         text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
         text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
+        route("/tokenize", tokenize, "POST"),
+        route("/detokenize", detokenize, "POST"),
+        route("/tokenizer_info", tokenizer_info),
         *cache_page.routes(service),
     ]
     observer = Middleware(

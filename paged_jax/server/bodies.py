@@ -89,13 +89,20 @@ class SamplingBody(_SamplingNumbers):
 
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     n: Annotated[int | None, Field(ge=1)] = None
-    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = Field(
+        None, description="0 scores the prompt and draws nothing."
+    )
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop: Text | Items[Text] | None = None
     stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds special tokens, such as the one that starts every "
+        "text; by default to texts, and not to chats, whose template has them.",
+    )
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     cache_salt: str | None = Field(
@@ -132,6 +139,12 @@ class OpenAiBody(SamplingBody):
     """Fields that both of OpenAI's endpoints take."""
 
     model: str | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0)] = Field(
+        None, description="Most probable tokens to report at each position of the prompt."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Whether the answer has the token ids of the prompt and of each sample."
+    )
     stream_options: StreamOptions | None = None
     user: str | None = None
     # Fields that clients often send: accepted with the values that change nothing.
@@ -176,6 +189,34 @@ class Message(Body):
     tool_calls: Nothing = None
 
 
+class TokenizeBody(Body):
+    """The body of `POST /tokenize`: a text or a chat, as vLLM has it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Items[Message] | None, Field(min_length=1)] = None
+    add_special_tokens: bool | None = Field(
+        None, description="By default true for a text, and false for a chat."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether a chat ends with what opens an answer; by default true."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @classmethod
+    def ignores(cls, name: str, value: Any) -> bool:
+        """Whether a field that the object does not have is ignored, as it asks for nothing."""
+        return neutral.asks_for_nothing(name, value)
+
+
+class DetokenizeBody(Body):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Items[TokenId]
+
+
 class ResponseFormat(Body):
     """The format of a chat's answer: text, which is the only one supported."""
 
@@ -186,7 +227,7 @@ class ChatBody(OpenAiBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
     response_format: ResponseFormat | None = None

@@ -1,12 +1,10 @@
 """`complete`: from a request for text to its answer, whole or as a stream."""
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,14 +12,13 @@ from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies
 from paged_jax.server.answers import Answer
 from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
-from paged_jax.server.errors import ApiError
 from paged_jax.server.generation import generate
 from paged_jax.server.jobs import Job, check_sizes, make_job
+from paged_jax.server.receiving import receive
 from paged_jax.server.records import RECORD
 from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
 from paged_jax.server.security import SALT
 from paged_jax.server.service import Service
-from paged_jax.server.validation import of_validation
 
 B = TypeVar("B", bound=bodies.SamplingBody)
 
@@ -46,10 +43,7 @@ async def complete(
       ClientGone: the client has left.
     """
     service.check_room(1)
-    try:
-        body = body_type.model_validate_json(await _read(service, request))
-    except ValidationError as error:
-        raise of_validation(error) from None
+    body = await receive(service, request, body_type)
     if isinstance(body, bodies.OpenAiBody):
         service.check_model(body.model)
     answer = answer_type(service, body, request.scope.get(SALT, ""))
@@ -65,33 +59,6 @@ async def complete(
             first = await service.while_connected(request.receive, anext(events))
             return EventStream(service, first, events, stack.pop_all())
         return await service.while_connected(request.receive, _collect(service, answer, job))
-
-
-async def _read(service: Service, request: Request) -> bytes:
-    """Read the body; refuse one that is not JSON, too long, or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # This also keeps out web pages of other sites, which may not send JSON here unasked.
-        raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
-    limits = service.limits
-    declared = request.headers.get("content-length", "")
-    parts, size = [], int(declared) if declared.isdecimal() else 0
-    limits.check("max_body_bytes", size, param="the size of the body", status=413)
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                limits.check("max_body_bytes", size, param="the size of the body", status=413)
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"The body must be complete within {limits.body_timeout:g} seconds (body_timeout).",
-            code="body_timeout_exceeded",
-            headers={"Connection": "close"},
-        ) from None
-    return b"".join(parts)
 
 
 async def _collect(service: Service, answer: Answer, job: Job) -> Response:

@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies, schemas
-from paged_jax.server.answers import Answer, finite, usage
+from paged_jax.server.answers import Answer, by_token_id, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.explanations import explanation
@@ -59,7 +59,7 @@ class GenerateAnswer(Answer):
                     text=each.text,
                     token_ids=each.token_ids,
                     cumulative_logprob=finite(each.sample.cumulative_logprob),
-                    logprobs=_candidates(each.logprobs),
+                    logprobs=by_token_id(each.logprobs),
                     finish_reason=each.sample.finish_reason,
                     stop_reason=each.sample.stop_reason,
                 )
@@ -68,24 +68,6 @@ class GenerateAnswer(Answer):
             finished=is_end,
             usage=usage([output]) if is_end else None,
             prompt_token_ids=output.prompt_token_ids if is_end else None,
-            prompt_logprobs=_candidates(output.prompt_logprobs) if is_end else None,
+            prompt_logprobs=by_token_id(output.prompt_logprobs) if is_end else None,
             explanation=explanation(output) if is_end else None,
         )
-
-
-def _candidates(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
-    if rows is None:
-        return None
-    return [
-        None
-        if row is None
-        else {
-            token_id: {
-                "logprob": finite(each.logprob),
-                "rank": each.rank,
-                "decoded_token": each.decoded_token,
-            }
-            for token_id, each in row.items()
-        }
-        for row in rows
-    ]

@@ -39,7 +39,7 @@ def make_job(answer: Answer) -> Job:
     service, body = answer.service, answer.body
     try:
         params = _sampling_params(answer)
-        token_ids = [_encode(service, prompt) for prompt in answer.prompts()]
+        token_ids = [_encode(answer, prompt) for prompt in answer.prompts()]
         params = _bounded(service, params, token_ids)
     except ValueError as error:
         raise bad_request(error) from None
@@ -64,23 +64,24 @@ def check_sizes(answer: Answer) -> None:
     limits.check("max_stop", len(stop), param="the number of stop strings")
     longest = max(map(len, stop), default=0)
     limits.check("max_stop_chars", longest, param="the length of a stop string")
-    _check_chars(answer.service, answer.num_chars)
+    _check_chars(answer)
 
 
-def _check_chars(service: Service, num_chars: int) -> None:
-    per_token = service.max_token_chars
-    if num_chars > (service.max_model_len - 1) * per_token:
+def _check_chars(answer: Answer) -> None:
+    num_chars, per_token = answer.num_chars, answer.service.max_token_chars
+    if num_chars > answer.longest_prompt * per_token:
         least = math.ceil(num_chars / per_token)
-        raise _too_long(service, f"{num_chars} characters, which are {least} tokens or more")
+        raise _too_long(answer, f"{num_chars} characters, which are {least} tokens or more")
 
 
-def _too_long(service: Service, found: str) -> ApiError:
-    context = service.max_model_len
+def _too_long(answer: Answer, found: str) -> ApiError:
+    context, longest = answer.service.max_model_len, answer.longest_prompt
+    room = ", to leave room for an answer" if longest < context else ""
     return ApiError(
         400,
         # Clients know this error by OpenAI's first sentence.
         f"This model's maximum context length is {context} tokens. The prompt must have at most "
-        f"{context - 1}, to leave room for an answer, got {found}.",
+        f"{longest}{room}, got {found}.",
         param="prompt",
         code="context_length_exceeded",
     )
@@ -119,15 +120,17 @@ def _num_candidates(asked: int | None) -> int:
     return 0 if asked is None else asked + 1
 
 
-def _encode(service: Service, prompt: str | list[int]) -> list[int]:
+def _encode(answer: Answer, prompt: str | list[int]) -> list[int]:
+    service = answer.service
     if isinstance(prompt, str):
         if service.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer. Send token ids.")
-        prompt = service.tokenizer.encode(prompt)
+        adds = answer.body.add_special_tokens is not False
+        prompt = service.tokenizer.encode(prompt, add_special_tokens=adds)
     limits = service.limits
     limits.check("max_prompt_tokens", len(prompt), param="the number of prompt tokens")
-    if len(prompt) >= service.max_model_len:
-        raise _too_long(service, str(len(prompt)))
+    if len(prompt) > answer.longest_prompt:
+        raise _too_long(answer, str(len(prompt)))
     return prompt
 
 

@@ -34,7 +34,6 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),

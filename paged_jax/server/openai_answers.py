@@ -9,10 +9,11 @@ from pydantic import BaseModel
 
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
-from paged_jax.server.answers import Answer, finite, usage
+from paged_jax.server.answers import Answer, by_token_id, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.explanations import explanation
+from paged_jax.server.messages import as_messages, num_chars
 from paged_jax.server.service import Service
 from paged_jax.server.token_texts import TokenTexts
 
@@ -26,6 +27,19 @@ class OpenAiAnswer(Answer):
 
     body: bodies.OpenAiBody
     chunk_type: type[BaseModel]
+
+    def params(self) -> dict[str, Any]:
+        """The fields that the body gives, the log-probabilities of the prompt among them."""
+        params, asked = super().params(), self.body.prompt_logprobs
+        if asked is None:
+            return params
+        if self.body.stream:
+            raise ApiError(
+                400,
+                "prompt_logprobs must be null in a stream. Ask for the whole answer.",
+                param="prompt_logprobs",
+            )
+        return params | {"prompt_logprobs": asked}
 
     @property
     def head(self) -> dict[str, Any]:
@@ -61,6 +75,19 @@ class OpenAiAnswer(Answer):
     def _end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         explanations = [explanation(output) for output in outputs] if self.body.explain else None
         return {"usage": usage(outputs), "explanations": explanations}
+
+    def _prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What is asked for of a prompt: its token ids and log-probabilities."""
+        fields: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        if (count := self.body.prompt_logprobs) is not None and output.prompt_logprobs is not None:
+            rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            fields["prompt_logprobs"] = by_token_id([_top(*each, count) for each in rows])
+        return fields
+
+    def _token_ids(self, delta: SampleDelta) -> list[int] | None:
+        return delta.token_ids if self.body.return_token_ids else None
 
     def _index(self, prompt: int, output: RequestOutput, delta: SampleDelta) -> int:
         return prompt * len(output.outputs) + delta.sample.index
@@ -101,7 +128,8 @@ class CompletionAnswer(OpenAiAnswer):
         if self.body.logprobs is not None:
             params["logprobs"] = self.body.logprobs
             if self.body.echo:
-                params["prompt_logprobs"] = self.body.logprobs
+                most = max(self.body.logprobs, self.body.prompt_logprobs or 0)
+                params["prompt_logprobs"] = most
         return params
 
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
@@ -141,6 +169,8 @@ class CompletionAnswer(OpenAiAnswer):
             if self.body.echo and is_first:
                 asked = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
                 rows = zip(output.prompt_token_ids, asked, strict=True)
+                count = self.body.logprobs or 0
+                rows = ((each, _top(each, row, count)) for each, row in rows)
                 self._add_tokens(logprobs, rows, texts, offset)
             rows = zip(delta.token_ids, delta.logprobs, strict=True)
             # Text may be held back, as the beginning of a stop string: tokens count their own.
@@ -154,6 +184,8 @@ class CompletionAnswer(OpenAiAnswer):
             logprobs=logprobs,
             finish_reason=delta.sample.finish_reason,
             stop_reason=delta.sample.stop_reason,
+            token_ids=self._token_ids(delta),
+            **(self._prompt(output) if is_first else {}),
         )
 
     def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
@@ -206,20 +238,29 @@ class ChatAnswer(OpenAiAnswer):
         tokenizer = self.service.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer, which chats need.")
-        messages = [_as_message(message) for message in self.body.messages]
-        return [tokenizer.encode_chat(messages, self.body.chat_template_kwargs)]
+        return [
+            tokenizer.encode_chat(
+                as_messages(self.body.messages),
+                self.body.chat_template_kwargs,
+                add_special_tokens=bool(self.body.add_special_tokens),
+            )
+        ]
 
     @property
     def num_chars(self) -> int:
         """Characters of all messages together."""
-        return sum(map(_num_chars, self.body.messages))
+        return num_chars(self.body.messages)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of each sample, by the newer of two names where both are given."""
+        newer = self.body.max_completion_tokens
+        return self.body.max_tokens if newer is None else newer
 
     def params(self) -> dict[str, Any]:
         """The fields that the body gives, under the names that chats have."""
         # By default a chat may fill the context.
-        body, params = self.body, {"max_tokens": None, **super().params()}
-        if body.max_completion_tokens is not None:
-            params["max_tokens"] = body.max_completion_tokens
+        body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         if body.logprobs:
@@ -236,10 +277,12 @@ class ChatAnswer(OpenAiAnswer):
                 logprobs=_chat_logprobs(delta, self.body.top_logprobs or 0),
                 finish_reason=delta.sample.finish_reason,
                 stop_reason=delta.sample.stop_reason,
+                token_ids=self._token_ids(delta),
             )
             for delta in whole(output)
         ]
-        return schemas.ChatCompletion(**self.head, choices=choices, **self._end(outputs))
+        end = self._end(outputs) | self._prompt(output)
+        return schemas.ChatCompletion.model_construct(**self.head, choices=choices, **end)
 
     def opening(self) -> list[BaseModel]:
         """One event for each sample, which says that the assistant speaks."""
@@ -254,10 +297,12 @@ class ChatAnswer(OpenAiAnswer):
             self._chunk(
                 each.sample.index,
                 schemas.ChatDelta(content=each.text),
-                self._usage_so_far(output, each),
+                usage=self._usage_so_far(output, each),
+                **(self._prompt(output) if each.start == 0 else {}),
                 logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
                 finish_reason=each.sample.finish_reason,
                 stop_reason=each.sample.stop_reason,
+                token_ids=self._token_ids(each),
             )
             for each in deltas
         ]
@@ -266,22 +311,22 @@ class ChatAnswer(OpenAiAnswer):
         self,
         index: int,
         delta: schemas.ChatDelta,
+        *,
         usage: schemas.Usage | None = None,
+        prompt_token_ids: list[int] | None = None,
         **fields: Any,
     ) -> BaseModel:
         choice = schemas.ChatChunkChoice.model_construct(index=index, delta=delta, **fields)
-        return schemas.ChatCompletionChunk(**self.head, choices=[choice], usage=usage)
+        return schemas.ChatCompletionChunk(
+            **self.head, choices=[choice], usage=usage, prompt_token_ids=prompt_token_ids
+        )
 
 
-def _num_chars(message: bodies.Message) -> int:
-    content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-
-
-def _as_message(message: bodies.Message) -> dict[str, Any]:
-    # A template may ask whether there is a name.
-    named = {} if message.name is None else {"name": message.name}
-    return message.model_dump(include={"role", "content"}) | named
+def _top(token_id: int, row: dict[int, Logprob] | None, count: int) -> dict[int, Logprob] | None:
+    """A token with the `count` most probable ones, of a row that may have more of these."""
+    if row is None:
+        return None
+    return {other: each for other, each in row.items() if each.rank <= count or other == token_id}
 
 
 def _chat_logprobs(delta: SampleDelta, num_top: int) -> schemas.ChatLogprobs | None:

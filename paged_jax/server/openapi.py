@@ -8,11 +8,20 @@ from paged_jax.server import bodies, schemas
 from paged_jax.server.limits import Limits
 from paged_jax.version import __version__
 
-_BODIES = (bodies.GenerateBody, bodies.CompletionBody, bodies.ChatBody)
+_BODIES = (
+    bodies.GenerateBody,
+    bodies.CompletionBody,
+    bodies.ChatBody,
+    bodies.TokenizeBody,
+    bodies.DetokenizeBody,
+)
 _ANSWERS = (
     schemas.Generated,
     schemas.Completion,
     schemas.ChatCompletion,
+    schemas.Tokens,
+    schemas.Text,
+    schemas.TokenizerInfo,
     schemas.ModelList,
     schemas.Model,
     schemas.Probe,
@@ -55,9 +64,12 @@ def document(limits: Limits) -> dict[str, Any]:
             + ".",
         },
         "paths": {
-            "/generate": _post("generate", bodies.GenerateBody, schemas.Generated),
-            "/v1/completions": _post("complete", bodies.CompletionBody, schemas.Completion),
-            "/v1/chat/completions": _post("chat", bodies.ChatBody, schemas.ChatCompletion),
+            "/generate": _text("generate", bodies.GenerateBody, schemas.Generated),
+            "/v1/completions": _text("complete", bodies.CompletionBody, schemas.Completion),
+            "/v1/chat/completions": _text("chat", bodies.ChatBody, schemas.ChatCompletion),
+            "/tokenize": _post("tokenize", bodies.TokenizeBody, _answer(schemas.Tokens)),
+            "/detokenize": _post("detokenize", bodies.DetokenizeBody, _answer(schemas.Text)),
+            "/tokenizer_info": _get("tokenizerInfo", schemas.TokenizerInfo, 400, 401, 503),
             "/v1/models": _get("listModels", schemas.ModelList, 400, 401, 503),
             "/v1/models/{model}": _get("getModel", schemas.Model, 400, 401, 404, 503)
             | {"parameters": [_path_parameter("model")]},
@@ -85,26 +97,32 @@ def document(limits: Limits) -> dict[str, Any]:
     }
 
 
-def _post(name: str, body: type, answer: type) -> dict[str, Any]:
+def _text(name: str, body: type, answer: type) -> dict[str, Any]:
+    generated = {
+        "description": "The generated text, if asked for as a stream of server-sent events whose "
+        "data is JSON; the data of the last event is [DONE].",
+        # Without a schema: OpenAPI has none for events before version 3.2.
+        "content": _content(answer) | {"text/event-stream": {}},
+    }
+    return _post(name, body, generated)
+
+
+def _post(name: str, body: type, answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "post": {
             "operationId": name,
             "requestBody": {"required": True, "content": _content(body)},
-            "responses": {
-                "200": {
-                    "description": "The generated text, if asked for as a stream of server-sent "
-                    "events whose data is JSON; the data of the last event is [DONE].",
-                    # Without a schema: OpenAPI has none for events before version 3.2.
-                    "content": _content(answer) | {"text/event-stream": {}},
-                },
-                **_errors(*_ERRORS),
-            },
+            "responses": {"200": answer, **_errors(*_ERRORS)},
         }
     }
 
 
+def _answer(answer: type) -> dict[str, Any]:
+    return {"description": "The answer.", "content": _content(answer)}
+
+
 def _get(name: str, answer: type, *errors: int) -> dict[str, Any]:
-    responses = {"200": {"description": "The answer.", "content": _content(answer)}}
+    responses = {"200": _answer(answer)}
     if answer in (schemas.Health, schemas.Probe):
         responses["503"] = {
             "description": "The server cannot do that now; `status` says why.",

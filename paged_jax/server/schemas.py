@@ -79,6 +79,7 @@ class Choice(BaseModel):
     index: int
     finish_reason: str | None = None
     stop_reason: str | int | None = _LEFT_OUT
+    token_ids: list[int] | None = _LEFT_OUT
 
 
 class OpenAiObject(BaseModel):
@@ -91,11 +92,25 @@ class OpenAiObject(BaseModel):
     explanations: list[Explanation | None] | None = _LEFT_OUT
 
 
+class Candidate(TypedDict):
+    """A token that was generated or was among the most probable ones at its position."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Of each position, by token id; None for the first one of a prompt.
+PromptLogprobs = list[dict[int, Candidate] | None]
+
+
 class CompletionChoice(Choice):
     """A sample of a completion; in an event of a stream, what is new in it."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = _LEFT_OUT
+    prompt_token_ids: list[int] | None = _LEFT_OUT
 
 
 class Completion(OpenAiObject):
@@ -146,6 +161,8 @@ class ChatCompletion(OpenAiObject):
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = _LEFT_OUT
+    prompt_token_ids: list[int] | None = _LEFT_OUT
 
 
 class ChatDelta(BaseModel):
@@ -167,14 +184,7 @@ class ChatCompletionChunk(OpenAiObject):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-
-
-class Candidate(TypedDict):
-    """A token that was generated or was among the most probable ones at its position."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
+    prompt_token_ids: list[int] | None = _LEFT_OUT
 
 
 class GeneratedSample(BaseModel):
@@ -198,8 +208,38 @@ class Generated(BaseModel):
     finished: bool
     usage: Usage | None = _LEFT_OUT
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, Candidate] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     explanation: Explanation | None = None
+
+
+class Tokens(BaseModel):
+    """The answer of `POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """The answer of `POST /detokenize`, which vLLM calls a prompt."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The answer of `GET /tokenizer_info`: what clients need who tokenize through this server."""
+
+    tokenizer_class: str | None
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Model(BaseModel):

@@ -727,7 +727,7 @@ BAD_PARAMS = {
     "seed": [-2, 2**63, 1.0, -1.0, True],
     "stop": ["", ["a", ""], [1], 5],
     "stop_token_ids": [[-1], [1.5], [True], "12", 7],
-    "max_tokens": [0, -5, 1.5, True],
+    "max_tokens": [-1, -5, 1.5, True],
     "min_tokens": [-1, 17, 0.5],
     "logprobs": [-1, 21, True, 1.0],
     "logit_bias": [

@@ -108,8 +108,8 @@ def test_add_refuses_what_could_never_run_alone():
     message = "pool of 5 blocks of 4 tokens, got 7 prompt tokens and 15 new ones, which need 6"
     with pytest.raises(ValueError, match=message):
         add(engine, 1, length=7, max_tokens=15, num_samples=2)
-    with pytest.raises(ValueError, match="fewer than max_length = 3, got 3"):
-        add(engine, 1, length=3, max_tokens=0)
+    with pytest.raises(ValueError, match="at most max_length = 3, got 4"):
+        add(engine, 1, length=4, max_tokens=-1)
     with pytest.raises(ValueError, match="must be unique, got '0' again"):
         add(engine, 0, length=3)
     assert len(engine.scheduler.waiting) == 1
@@ -884,11 +884,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_stem=st.integers(0, 3 * C),
         tail=st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=6),
         num_samples=st.sampled_from([1, 1, 1, 2, 4]),
-        max_tokens=st.integers(1, 14),
+        max_tokens=st.integers(0, 14),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         lifetime=st.sampled_from([None, None, None, 0, 3, 15]),
     )
     def add(self, stem, num_stem, tail, num_samples, max_tokens, priority, lifetime):
+        num_samples = num_samples if max_tokens else 1  # as SamplingParams has it
         number = len(self.requests)
         deadline = None if lifetime is None else self.now + lifetime
         prompt = [(stem + i) % VOCABULARY for i in range(num_stem)] + tail
@@ -903,7 +904,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         sequences = request.sequences
         # The last token is never written.
-        needed = -(-(len(prompt) + max_tokens - 1) // C)
+        needed = -(-(len(prompt) + max(0, max_tokens - 1)) // C)
         if needed > self.scheduler.num_blocks:
             waiting = list(self.scheduler.waiting)
             with pytest.raises(ValueError, match=f"which need {needed}"):

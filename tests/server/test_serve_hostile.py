@@ -376,7 +376,9 @@ def test_prompts_that_are_too_long(server) -> None:
 
 
 def test_long_texts_are_refused_by_their_characters(server, monkeypatch) -> None:
-    monkeypatch.setattr(server.service.tokenizer, "encode", lambda text: pytest.fail("tokenized"))
+    monkeypatch.setattr(
+        server.service.tokenizer, "encode", lambda *a, **k: pytest.fail("tokenized")
+    )
     text = "a" * (63 * server.service.tokenizer.max_token_chars + 1)
     for body in ({"prompt": text}, {"prompt": ["a", text]}):
         path = "/generate" if isinstance(body["prompt"], str) else "/v1/completions"
@@ -391,9 +393,9 @@ def test_short_prompts_do_not_wait_for_long_ones(server, monkeypatch) -> None:
     """To be tokenized: that has a place of its own, and counts as load."""
     may_end, encode = threading.Event(), server.service.tokenizer.encode
 
-    def slow(text):
+    def slow(text, **options):
         assert len(text) <= 2 or may_end.wait(30)
-        return encode(text)
+        return encode(text, **options)
 
     monkeypatch.setattr(server.service.tokenizer, "encode", slow)
     monkeypatch.setattr(service, "_SHORT", 2)

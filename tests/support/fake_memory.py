@@ -248,6 +248,9 @@ class FakeEngine:
         for parent, children in plan.forks:
             for child in children:
                 self.memory.fork(_slot(parent), _slot(child))
+        for sequence in plan.computed:
+            assert not sequence.num_prefill and not sequence.draws_tokens
+            self.end(sequence)
         self.decode(plan)
         self.memory.check()
         return plan
@@ -267,6 +270,11 @@ class FakeEngine:
         self.memory.publish(sequence)
         self.num_prefilled += num_tokens
 
+    def end(self, sequence: Sequence) -> None:
+        self.finished_requests.add(sequence.request)
+        self.scheduler.finish(self.memory, sequence)
+        self.finished.append(sequence)
+
     def decode(self, plan: StepPlan) -> None:
         """As the loop on the device: it leaves early where blocks run out or a row stops."""
         running = list(plan.decodes)
@@ -283,9 +291,7 @@ class FakeEngine:
             append(sequence, token_ids)
             self.memory.publish(sequence)
             if self.is_complete(sequence.token_ids, sequence):
-                self.finished_requests.add(sequence.request)
-                self.scheduler.finish(self.memory, sequence)
-                self.finished.append(sequence)
+                self.end(sequence)
 
     def draw(self, sequence: Sequence, drawn: list[int]) -> bool:
         """Draw one token, from what is in the blocks; whether the sequence is complete then."""
@@ -319,7 +325,8 @@ class FakeEngine:
         assert plan.num_steps <= scheduler.max_steps
         if plan.num_steps > 1:
             assert decodes == set(running), "no other could have gone on"
-        assert decodes or chunks or not scheduler.has_unfinished, "no progress"
+        assert not decodes & set(plan.computed)
+        assert decodes or chunks or plan.computed or not scheduler.has_unfinished, "no progress"
         num_swapped = 0
         for sequence in scheduler.waiting:
             assert (sequence.host_blocks is not None) == sequence.is_swapped

@@ -67,6 +67,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.sampling_defaults = dict(sampling_defaults or {})
         self._backend = backend
+        self.chat_template = chat_template
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
         self._special_ids = frozenset(
             token_id
@@ -194,12 +195,17 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Turn a chat into the token ids that ask for its next message.
 
         Args:
           messages: see `apply_chat_template`.
           chat_template_kwargs: variables for the template, such as ``enable_thinking``.
+          add_generation_prompt: see `apply_chat_template`.
+          add_special_tokens: see `encode`; a template most often writes them itself.
 
         Raises:
           ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
@@ -217,9 +223,14 @@ class Tokenizer:
                     f"must have names of the template's own variables, got {name!r}.",
                     "chat_template_kwargs",
                 )
-        text = self.apply_chat_template(messages, **variables)
-        # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        text = self.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def spell(self, token_ids: Iterable[int]) -> list[str]:
+        """The tokens as the vocabulary has them, empty for those outside of it."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out."""

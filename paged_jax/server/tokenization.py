@@ -1,0 +1,107 @@
+"""Text to token ids and back, and what is known of the tokenizer: in vLLM's formats."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.server import bodies, schemas
+from paged_jax.server.errors import ApiError, bad_request
+from paged_jax.server.messages import as_messages, num_chars
+from paged_jax.server.receiving import receive
+from paged_jax.server.responses import json_response
+from paged_jax.server.service import Service
+
+T = TypeVar("T")
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """The token ids of a text or of a chat, of any length.
+
+    Raises:
+      ApiError: the body has a mistake, or the model has no tokenizer.
+    """
+    tokenizer = _tokenizer(service)
+    body = await receive(service, request, bodies.TokenizeBody)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt or messages must be given, and not both.")
+
+    def encode() -> list[int]:
+        if body.prompt is not None:
+            adds = body.add_special_tokens is not False
+            return tokenizer.encode(body.prompt, add_special_tokens=adds)
+        return tokenizer.encode_chat(
+            as_messages(body.messages or []),
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    size = len(body.prompt) if body.prompt is not None else num_chars(body.messages or [])
+    token_ids = await _encoded(service, request, size, encode)
+    spelled = tokenizer.spell(token_ids) if body.return_token_strs else None
+    return json_response(
+        schemas.Tokens(
+            count=len(token_ids),
+            max_model_len=service.max_model_len,
+            tokens=token_ids,
+            token_strs=spelled,
+        )
+    )
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """The text of token ids, special tokens included.
+
+    Raises:
+      ApiError: the body has a mistake, or the model has no tokenizer.
+    """
+    tokenizer = _tokenizer(service)
+    body = await receive(service, request, bodies.DetokenizeBody)
+    service.check_model(body.model)
+    most = tokenizer.vocab_size - 1
+    if (last := max(body.tokens, default=0)) > most:
+        raise ApiError(400, f"tokens must hold integers in 0..{most}, got {last}.", param="tokens")
+    text = await _encoded(
+        service,
+        request,
+        len(body.tokens),
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False),
+    )
+    return json_response(schemas.Text(prompt=text))
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """The special tokens and the chat template.
+
+    Raises:
+      ApiError: the model has no tokenizer.
+    """
+    tokenizer = _tokenizer(service)
+    special = {name: tokenizer.special_tokens.get(name) for name in schemas.SPECIAL_TOKENS}
+    return json_response(
+        schemas.TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            **special,
+            chat_template=tokenizer.chat_template,
+            model_max_length=service.max_model_len,
+        )
+    )
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer.")
+    return service.tokenizer
+
+
+async def _encoded(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
+    """Call a function where prompts are tokenized. It counts as load, as a request does."""
+    with service.admit(1, is_stream=False):
+        try:
+            return await service.encode(request.receive, size, function)
+        except ValueError as error:
+            raise bad_request(error) from None
