@@ -12,14 +12,19 @@ from jax.typing import DTypeLike
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
-from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.kernels.rope import rms_norm
 from paged_jax.models import loading
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up
 from paged_jax.models.layer import Attend, Layer, causal_attention
 from paged_jax.models.linear import linear
-from paged_jax.models.paged_rows import append_rows, chunk_attention, decode_attention
+from paged_jax.models.paged_rows import (
+    PagedRows,
+    append_rows,
+    chunk_attention,
+    decode_attention,
+)
 from paged_jax.models.rope import inverse_frequencies, rotations
 
 
@@ -267,16 +272,11 @@ class Llama(nnx.Module):
           >>> logits.shape, bool(ok), cache.lengths.tolist()
           ((2, 32), True, [1, 1])
         """
-        if cascade and self.config.sliding_window is not None:
-            raise ValueError("Llama.decode: cascade must be False with a sliding window.")
         cache, ok, rows = append_rows(cache, slots, jnp.ones_like(slots), 1, backend)
-        attend = decode_attention(
-            rows, cache.block_size, self.config.sliding_window, cascade=cascade, backend=backend
+        logits, pools = decode_rows(
+            self, cache.pools, token_ids, rows, cascade=cascade, backend=backend
         )
-        x, pools = self._run_layers(
-            self._embed(token_ids), rows.positions, attend, cache.pools, backend
-        )
-        return self._logits(x, backend), cache.replace_pools(pools), ok
+        return logits, cache.replace_pools(pools), ok
 
     def _run_chunks(
         self,
@@ -319,6 +319,39 @@ class Llama(nnx.Module):
                 x, carry = layer(index, x, cos, sin, attend, carry, backend)
             return x, carry
         return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend)
+
+
+def decode_rows(
+    model: Llama,
+    pools: Pools,
+    token_ids: jax.Array,
+    rows: PagedRows,
+    *,
+    cascade: bool = False,
+    backend: str | None = None,
+) -> tuple[jax.Array, Pools]:
+    """As `Llama.decode`, of tokens whose places are known: blocks were reserved for them before.
+
+    Args:
+      model: the model.
+      pools: K and V of the cache; donate them.
+      token_ids: i32 ``[B]``.
+      rows: places of these tokens, one a row, see `paged_rows.next_rows`.
+      cascade, backend: see `Llama.decode`.
+
+    Returns:
+      float32 logits ``[B, V]`` (of no meaning in rows left out), and the new pools.
+
+    Raises:
+      ValueError: the model has a sliding window, with which there is no `cascade`.
+    """
+    window = model.config.sliding_window
+    if cascade and window is not None:
+        raise ValueError("Llama.decode: cascade must be False with a sliding window.")
+    block_size = pools.k.shape[3]
+    attend = decode_attention(rows, block_size, window, cascade=cascade, backend=backend)
+    x, pools = model._run_layers(model._embed(token_ids), rows.positions, attend, pools, backend)
+    return model._logits(x, backend), pools
 
 
 def _scan_layers(

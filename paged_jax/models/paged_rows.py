@@ -85,6 +85,30 @@ def append_rows(
     )
 
 
+def next_rows(
+    block_tables: jax.Array, lengths: jax.Array, active: jax.Array, pools: Pools
+) -> PagedRows:
+    """The places of the next token of each active row, for which blocks are reserved already.
+
+    Args:
+      block_tables: i32 ``[B, M]``, of the rows.
+      lengths: i32 ``[B]``, tokens before that one.
+      active: bool ``[B]``.
+      pools: the pools that have these blocks.
+    """
+    _, num_blocks, _, block_size, _ = pools.k.shape
+    column = (lengths // block_size)[:, None]
+    blocks = jnp.take_along_axis(block_tables, column, axis=1, mode="clip")[:, 0]
+    return PagedRows(
+        block_tables=block_tables,
+        lengths=jnp.where(active, lengths + 1, 0),
+        num_tokens=active.astype(jnp.int32),
+        positions=lengths,
+        blocks=jnp.where(active, blocks, num_blocks),
+        offsets=lengths % block_size,
+    )
+
+
 def decode_attention(
     rows: PagedRows,
     block_size: int,

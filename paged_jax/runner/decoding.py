@@ -3,10 +3,11 @@
 A sequence of n known tokens has n - 1 of them in the cache; the last one is fed to the next decode
 step, which draws the token after it. `decode_steps` repeats that, for a batch of slots:
 
+    reserve places for the tokens of all steps, copying shared blocks          (PagedCache)
     while decode steps are left and rows are running:
-        reserve a place for each running row's token, copying shared blocks    (PagedCache)
-        logits = model.decode(...)
+        logits = decode_rows(model, ...)
         draw, note the tokens, and let the rows stop that have to              (sampling)
+    give back the blocks of places that were not used                          (PagedCache)
 
 `verify_steps` does it for drafts, which are guesses of these tokens: one pass of the model over all
 of them, then the same draws one after another for as long as they confirm the drafts.
@@ -23,13 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax import sampling
-from paged_jax.cache import paged_cache
+from paged_jax.cache import blocks, paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
-from paged_jax.models.llama import Llama
+from paged_jax.kernels import Pools
+from paged_jax.models.llama import Llama, decode_rows
+from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.sampling import SlotSampling
+from paged_jax.sampling import Draws, SlotSampling
 
 
 class StepTokens(NamedTuple):
@@ -46,7 +49,7 @@ class StepTokens(NamedTuple):
     num_new: jax.Array  # i32 [B], tokens drawn
     num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
     num_free: jax.Array  # i32 [], free blocks in the pool
-    ok: jax.Array  # bool [], false where blocks were too few for a decode step, which did nothing
+    ok: jax.Array  # bool [], false where blocks were too few for a decode step, which was not made
 
 
 def decode_steps(
@@ -67,8 +70,11 @@ def decode_steps(
     A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. From then on it
     takes no part, in later calls neither, and keeps its blocks: so a call may follow another one
     whose tokens nobody has looked at. The loop ends after `num_steps` decode steps, when every
-    row has stopped, before a step for which blocks do not suffice, and, if `leave_on_stop`, when
-    any row has stopped.
+    row has stopped, before a step for which blocks would not suffice if no row stopped, and, if
+    `leave_on_stop`, when any row has stopped.
+
+    Blocks are reserved for all steps at once, as far as they suffice, and those that rows that
+    stop leave unused are given back. (Blocks that were only cached may be forgotten for it.)
 
     Args:
       model: the model.
@@ -118,27 +124,33 @@ def decode_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     is_row = slots >= 0
 
-    def should_continue(carry: tuple[PagedCache, _Batch]) -> jax.Array:
-        batch = carry[1]
-        is_left = jnp.any(batch.is_running) & (batch.tokens.num_steps < num_steps)
+    def wants_more(batch: _Batch) -> jax.Array:
         has_stopped = jnp.any(is_row & ~batch.is_running)
-        return batch.tokens.ok & is_left & ~(leave_on_stop & has_stopped)
+        return jnp.any(batch.is_running) & ~(leave_on_stop & has_stopped)
 
-    def decode_step(carry: tuple[PagedCache, _Batch]) -> tuple[PagedCache, _Batch]:
-        cache, batch = carry
-        running = jnp.where(batch.is_running, slots, -1)
+    first = _Batch.take(state, slots, max_steps, num_top)
+    num_wanted = jnp.where(wants_more(first), num_steps, 0)
+    cache, num_possible = _reserve_steps(state.cache, first, num_wanted, max_steps, backend)
+    block_tables = cache.block_tables.at[first.slots].get(mode="clip")
+
+    def decode_step(carry: tuple[Pools, _Batch, jax.Array]) -> tuple[Pools, _Batch, jax.Array]:
+        pools, batch, _ = carry
         # The barrier ties the weights to this decode step. Else XLA moves what it does to them out
         # of the loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
-        weights, running = lax.optimization_barrier((model, running))
-        logits, cache, ok = weights.decode(
-            cache, batch.token_ids, running, cascade=cascade, backend=backend
+        weights, active = lax.optimization_barrier((model, batch.is_running))
+        rows = next_rows(block_tables, batch.lengths, active, pools)
+        logits, pools = decode_rows(
+            weights, pools, batch.token_ids, rows, cascade=cascade, backend=backend
         )
-        positions = cache.lengths.at[_drop(slots, cache)].get(mode="fill", fill_value=0)
-        return cache, batch.draw(logits, positions, batch.is_running & ok, ok, with_top)
+        batch = batch.draw(logits, with_top)
+        return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
 
-    batch = _Batch.take(state, slots, max_steps, num_top)
-    cache, batch = lax.while_loop(should_continue, decode_step, (state.cache, batch))
-    return batch.put_back(state, cache)
+    # Whether it goes on is computed in a step, with the rest of it: its own kernels, in the
+    # condition of the loop, would be launched between two answers that the host waits for.
+    carry = cache.pools, first, num_possible > 0
+    pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
+    ok = (num_possible == num_wanted) | ~wants_more(batch)
+    return batch.put_back(state, cache.replace_pools(pools), max_steps, ok)
 
 
 def verify_steps(
@@ -179,31 +191,45 @@ def verify_steps(
     )
     T = sizes["T"]
     with_top = jnp.asarray(with_top, jnp.bool_)
-    batch = _Batch.take(state, slots, T + 1, num_top)
-    starts = state.cache.lengths.at[_drop(slots, state.cache)].get(mode="fill", fill_value=0)
+    first = _Batch.take(state, slots, T + 1, num_top)
+    starts = first.lengths
     # Known now: starts + 1. Nothing past the last token but one will ever be in the cache.
-    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(batch.max_lengths - starts - 2, 0, T))
-    fed = jnp.concatenate([batch.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
+    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(first.max_lengths - starts - 2, 0, T))
+    fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)
     # The column after the last draft is never compared: no token is -1.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
-    def should_continue(batch: _Batch) -> jax.Array:
-        return ok & jnp.any(batch.is_running)
-
     def draw_next(batch: _Batch) -> _Batch:
-        i = batch.tokens.num_steps
-        drawn = batch.draw(logits[:, i], starts + i + 1, batch.is_running, ok, with_top)
+        i = batch.num_steps
+        drawn = batch.draw(logits[:, i], with_top)
         is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
         return dataclasses.replace(drawn, is_running=drawn.is_running & is_confirmed)
 
-    batch = dataclasses.replace(batch, tokens=batch.tokens._replace(ok=ok))
-    batch = lax.while_loop(should_continue, draw_next, batch)
-    if T:
-        ends = cache.lengths.at[_drop(slots, cache)].set(starts + batch.tokens.num_new, mode="drop")
-        ends = jnp.where(ok, ends, cache.lengths)
-        cache = paged_cache.truncate(cache, ends, max_tokens=T)
-    return batch.put_back(state, cache)
+    first = dataclasses.replace(first, is_running=first.is_running & ok)
+    batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
+    return batch.put_back(state, cache, T, ok)
+
+
+def _reserve_steps(
+    cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
+) -> tuple[PagedCache, jax.Array]:
+    """Reserve blocks for `num_steps` decode steps, i32[], or for as many as they suffice for.
+
+    All at once: a decode step then allocates nothing, which would be dozens of small kernels, or
+    copies of the allocator's arrays. What rows that stop do not use is given back after the loop.
+    Returns the cache and the number of steps.
+    """
+    limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
+    limits = jnp.zeros(cache.num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
+    num_possible = blocks.num_reservable(cache.tables, limits, max_tokens=max_steps)
+    # Padding is one past the last slot, too: only rows that run would have to be slots.
+    is_valid = jnp.all((batch.slots < cache.num_slots) | ~batch.is_running)
+    num_possible = jnp.where(is_valid, jnp.minimum(num_possible, num_steps), 0)
+    cache, _ = paged_cache.reserve(
+        cache, jnp.minimum(limits, num_possible), max_tokens=max_steps, backend=backend
+    )
+    return cache, num_possible
 
 
 @jax.tree_util.register_dataclass
@@ -216,67 +242,45 @@ class _Batch:
     token_ids: jax.Array  # i32 [B], the last known token of each row
     stop_ids: jax.Array  # i32 [B, X]
     max_lengths: jax.Array  # i32 [B]
+    lengths: jax.Array  # i32 [B], tokens in the cache, all that are known but the last
     is_running: jax.Array  # bool [B]
-    tokens: StepTokens
+    num_steps: jax.Array  # i32 []
+    drawn: jax.Array  # i32 [N, B, ...], what was drawn, see `_pack`
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
         """The rows of some slots, which have drawn nothing yet."""
-        B = slots.shape[0]
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
-        parts = [x.at[rows].get(mode="clip") for x in parts]
-        tokens = StepTokens(
-            token_ids=jnp.zeros((max_steps, B), jnp.int32),
-            logprobs=jnp.zeros((max_steps, B), jnp.float32),
-            ranks=jnp.zeros((max_steps, B), jnp.int32),
-            top_ids=jnp.zeros((max_steps, B, num_top), jnp.int32),
-            top_logprobs=jnp.zeros((max_steps, B, num_top), jnp.float32),
-            num_new=jnp.zeros(B, jnp.int32),
-            num_steps=jnp.zeros((), jnp.int32),
-            num_free=state.cache.tables.pool.num_free,
-            ok=jnp.ones((), jnp.bool_),
-        )
         batch = cls(
             sampling.rows_of(state.sampling, rows),
             rows,
-            *parts,
+            *[x.at[rows].get(mode="clip") for x in parts],
+            # A slot that does not exist has not stopped.
+            lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
             is_running=slots >= 0,
-            tokens=tokens,
+            num_steps=jnp.zeros((), jnp.int32),
+            drawn=jnp.zeros((max_steps, slots.shape[0], 3 + 2 * num_top), jnp.int32),
         )
-        # That of the last known token. A slot that does not exist has not stopped.
-        positions = state.cache.lengths.at[rows].get(mode="fill", fill_value=-1)
-        is_running = batch.is_running & ~batch._is_stop(batch.token_ids, positions)
+        is_running = batch.is_running & ~batch._is_stop(batch.token_ids, batch.lengths)
         return dataclasses.replace(batch, is_running=is_running)
 
-    def draw(
-        self,
-        logits: jax.Array,
-        positions: jax.Array,
-        active: jax.Array,
-        ok: jax.Array,
-        with_top: jax.Array,
-    ) -> "_Batch":
-        """Draw a token for each active row from f32 [B, V]; rows that must stop run no more."""
-        done, i = self.tokens, self.tokens.num_steps
+    def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
+        """Draw a token for each row that runs from f32 [B, V]; those that must stop run no more."""
+        positions = self.lengths + 1
         draws, new_sampling = sampling.sample(
-            logits, self.sampling, positions, active, self.slots, with_top,
-            num_top=done.top_ids.shape[2],
+            logits, self.sampling, positions, self.is_running, self.slots, with_top,
+            num_top=(self.drawn.shape[2] - 3) // 2,
         )  # fmt: skip
         ids = draws.token_ids
-        tokens = done._replace(
-            **{name: getattr(done, name).at[i].set(x) for name, x in draws._asdict().items()},
-            num_new=done.num_new + active.astype(jnp.int32),
-            num_steps=i + ok.astype(jnp.int32),
-            ok=ok,
-        )
-        is_stop = self._is_stop(ids, positions)
         return dataclasses.replace(
             self,
             sampling=new_sampling,
-            token_ids=jnp.where(active, ids, self.token_ids),
-            is_running=self.is_running & ~(active & is_stop),
-            tokens=tokens,
+            token_ids=jnp.where(self.is_running, ids, self.token_ids),
+            lengths=self.lengths + self.is_running.astype(jnp.int32),
+            is_running=self.is_running & ~self._is_stop(ids, positions),
+            num_steps=self.num_steps + 1,
+            drawn=self.drawn.at[self.num_steps].set(_pack(draws)),
         )
 
     def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -287,15 +291,54 @@ class _Batch:
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
-    def put_back(self, state: DecodeState, cache: PagedCache) -> tuple[StepTokens, DecodeState]:
-        """What was drawn, and the state after it."""
-        state = dataclasses.replace(
+    def put_back(
+        self, state: DecodeState, cache: PagedCache, num_ahead: int, ok: jax.Array
+    ) -> tuple[StepTokens, DecodeState]:
+        """What was drawn, and the state after it, with blocks for no more than was drawn.
+
+        Args:
+          state: the state before.
+          cache: its cache, with K and V of what was fed.
+          num_ahead: most tokens of a row for which blocks were reserved in vain.
+          ok: whether blocks sufficed, bool[].
+        """
+        starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
+        if num_ahead:
+            lengths = cache.lengths.at[self.slots].set(self.lengths, mode="drop")
+            cache = paged_cache.truncate(cache, lengths, max_tokens=num_ahead)
+        new_state = dataclasses.replace(
             state,
             cache=cache,
             sampling=dataclasses.replace(state.sampling, output_counts=self.sampling.output_counts),
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
-        return self.tokens._replace(num_free=cache.tables.pool.num_free), state
+        tokens = StepTokens(
+            **_unpack(self.drawn)._asdict(),
+            num_new=self.lengths - starts,
+            num_steps=self.num_steps,
+            num_free=cache.tables.pool.num_free,
+            ok=ok,
+        )
+        return tokens, new_state
+
+
+def _pack(draws: Draws) -> jax.Array:
+    """One row of numbers for each row of a batch, i32[B, 3 + 2 * num_top]: one write, not five."""
+    token_ids, logprobs, ranks, top_ids, top_logprobs = (
+        x if x.dtype == jnp.int32 else lax.bitcast_convert_type(x, jnp.int32) for x in draws
+    )
+    columns = [x[:, None] for x in (token_ids, logprobs, ranks)]
+    return jnp.concatenate([*columns, top_ids, top_logprobs], axis=1)
+
+
+def _unpack(drawn: jax.Array) -> Draws:
+    """The `Draws` of i32[N, B, 3 + 2 * num_top], whose fields have N for a first axis."""
+    token_ids, logprobs, ranks = (drawn[..., i] for i in range(3))
+    top_ids, top_logprobs = jnp.split(drawn[..., 3:], 2, axis=-1)
+    logprobs, top_logprobs = (
+        lax.bitcast_convert_type(x, jnp.float32) for x in (logprobs, top_logprobs)
+    )
+    return Draws(token_ids, logprobs, ranks, top_ids, top_logprobs)
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

@@ -28,6 +28,7 @@ def i32(values) -> jax.Array:
 
 # Compiled once for each shape and bound: the tests below keep to three slots, and to 4 or P blocks.
 RESERVE = jax.jit(blocks.reserve, static_argnames="max_tokens")
+NUM_RESERVABLE = jax.jit(blocks.num_reservable, static_argnames="max_tokens")
 FORK = jax.jit(blocks.fork)
 RELEASE = jax.jit(blocks.release)
 REORDER = jax.jit(blocks.reorder)
@@ -153,6 +154,11 @@ def call_publish(tables, *, slots=None, columns=None) -> None:
         (lambda t: blocks.reserve(t, i32([1])), "reserve: num_tokens must have S"),
         (lambda t: blocks.reserve(t, jnp.ones(S)), "reserve: num_tokens must be int32"),
         (lambda t: blocks.reserve(t, i32([1] * S), max_tokens=0), "reserve: max_tokens must be"),
+        (lambda t: blocks.num_reservable(t, i32([1]), max_tokens=1), "num_reservable: limits must"),
+        (
+            lambda t: blocks.num_reservable(t, i32([1] * S), max_tokens=0),
+            "num_reservable: max_tokens must be",
+        ),
         (lambda t: blocks.fork(t, i32([[0] * S])), "fork: parents must have shape"),
         (lambda t: blocks.fork(t, jnp.zeros(S, bool)), "fork: parents must be int32"),
         (lambda t: blocks.release(t, i32([0] * S)), "release: mask must be bool"),
@@ -261,6 +267,29 @@ def test_reserve_counts_copies_among_the_blocks_it_needs():
     assert_unchanged(after, tables)
     after, _, ok = RESERVE(tables, i32([1, 0, 0]))
     assert ok and int(after.pool.num_free) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits", "num_blocks"),
+    [
+        ([C, 1, 0], [16, 3, 16], P),
+        ([C - 1, C, 0], [9, 16, 0], 4),
+        ([M * C - 2, 0, 0], [5, 1, 0], P),
+        ([M * C, 0, 0], [0, 0, 16], P),
+        ([C, C, 2 * C], [1, 0, 0], 4),
+    ],
+    ids=["limits", "too few blocks", "row too short", "enough", "no block"],
+)
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_num_reservable_is_the_most_that_reserve_grants(lengths, limits, num_blocks, is_forked):
+    tables = make_tables(lengths, num_blocks=num_blocks)
+    if is_forked:  # the partly filled block of slot 0 is shared by slots that write
+        tables, _ = FORK(tables, i32([-1, -1, 0]))
+    most = int(NUM_RESERVABLE(tables, i32(limits), max_tokens=M * C))
+    for count in range(M * C + 1):
+        num_tokens = np.minimum(limits, count)
+        _, _, ok = RESERVE(tables, i32(num_tokens), max_tokens=M * C)
+        assert bool(ok) == (count <= most), count
 
 
 def test_fork_shares_every_block_and_so_does_its_fork():

@@ -184,7 +184,7 @@ def test_decode_steps_do_not_depend_on_the_dispatches(model) -> None:
         assert int(step.num_steps) == 1
         for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
             assert_same(getattr(tokens, name)[i], getattr(step, name)[0])
-    assert_same(state, other)
+    assert_as_if_stepped(state, other)
 
 
 def test_decode_steps_takes_rows_in_any_order_and_leaves_others_alone(model) -> None:

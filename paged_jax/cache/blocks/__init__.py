@@ -26,7 +26,7 @@ Nothing here knows about K and V: `reserve` reports which blocks the caller must
 """
 
 from paged_jax.cache.blocks.prefix import attach, forget, publish
-from paged_jax.cache.blocks.reserve import BlockCopies, reserve
+from paged_jax.cache.blocks.reserve import BlockCopies, num_reservable, reserve
 from paged_jax.cache.blocks.share import fork, release, reorder, truncate
 from paged_jax.cache.blocks.tables import BlockTables, check_invariants
 from paged_jax.cache.sizes import num_blocks_needed
@@ -39,6 +39,7 @@ __all__ = [
     "fork",
     "forget",
     "num_blocks_needed",
+    "num_reservable",
     "publish",
     "release",
     "reorder",

@@ -90,6 +90,41 @@ def reserve(
     return replace(tables, pool=pool, block_tables=block_tables, lengths=lengths), copies, ok
 
 
+def num_reservable(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
+    """The most tokens for which `reserve` can make room in every slot, up to a limit of its own.
+
+    Args:
+      tables: the state.
+      limits: i32[S], how many tokens a slot may get at most, none below 0.
+      max_tokens: N, upper bound on the result (static). Work is in proportion to S * N.
+
+    Returns:
+      i32[], the largest n up to N with which ``reserve(tables, jnp.minimum(limits, n))`` is `ok`.
+
+    Raises:
+      ValueError: `limits` is not i32[S] or `max_tokens` is not a positive integer.
+
+    Example:
+      >>> tables = BlockTables.create(3, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> int(num_reservable(tables, jnp.array([8, 3]), max_tokens=8))
+      8
+      >>> int(num_reservable(tables, jnp.array([8, 8]), max_tokens=8))
+      4
+    """
+    limits = as_slot_values("num_reservable", "limits", limits, jnp.int32, tables)
+    check_positive("num_reservable", max_tokens=max_tokens)
+    writes = _plan_shared_writes(tables, limits > 0)
+    tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
+    ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])
+    blocks_NS = num_blocks_needed(ends_NS, tables.block_size)
+    num_held = jnp.sum(num_blocks_needed(tables.lengths, tables.block_size), dtype=jnp.int32)
+    num_copied = jnp.sum(writes.is_copy, dtype=jnp.int32)
+    num_taken = jnp.sum(blocks_NS, axis=1, dtype=jnp.int32) - num_held + num_copied
+    is_in_bounds = jnp.all(blocks_NS <= tables.max_blocks_per_slot, axis=1)
+    # What fewer tokens take is no more: the number of those that fit is the largest of them.
+    return jnp.sum(is_in_bounds & (num_taken <= tables.pool.num_free), dtype=jnp.int32)
+
+
 @dataclass(frozen=True)
 class _SharedWrites:
     """What happens to the partly filled last blocks that slots write into.
