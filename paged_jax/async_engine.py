@@ -119,7 +119,7 @@ class AsyncEngine:
           prompt: a text or a dict, as for `Engine.add_request`.
           sampling_params: how tokens are chosen; by default as the model's authors recommend.
           final_only: whether only the finished output is yielded, which costs less.
-          **options: request_id, priority, timeout and explain of `Engine.add_request`.
+          **options: request_id, priority, timeout, explain and client of `Engine.add_request`.
 
         Raises:
           ValueError: as `Engine.add_request`.

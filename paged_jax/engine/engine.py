@@ -100,6 +100,7 @@ class Engine(EngineParts):
         timeout: float | None = None,
         arrival_time: float | None = None,
         explain: bool = False,
+        client: str = "",
     ) -> str:
         """Queue a request, which runs in the steps that follow.
 
@@ -113,6 +114,7 @@ class Engine(EngineParts):
             ``"abort"``.
           arrival_time: time of arrival, of ``time.perf_counter()``; by default now.
           explain: whether the outputs carry an `Explanation` of what it waited for.
+          client: whose request it is: of equal priority, clients take turns for slots.
 
         Returns:
           The request's id.
@@ -138,6 +140,7 @@ class Engine(EngineParts):
             priority=priority,
             arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
             timeout=timeout,
+            client=client,
         )
         if explain:
             request.history = History(request.metrics.arrival_time)

@@ -51,6 +51,7 @@ class Inputs:
         priority: int = 0,
         arrival_time: float,
         timeout: float | None = None,
+        client: str = "",
     ) -> Request:
         """Check a prompt and its parameters, and make a request of them.
 
@@ -63,6 +64,7 @@ class Inputs:
           priority: rank of the request: lower is served first.
           arrival_time: seconds of a monotonic clock.
           timeout: seconds after which the request ends as it stands.
+          client: whose request it is: clients take turns for slots.
 
         Raises:
           ArgumentError: naming the field and the bound.
@@ -70,7 +72,7 @@ class Inputs:
         prompt = _as_mapping(prompt)
         text, token_ids = self._encode(prompt)
         salt = prompt.get("cache_salt", "")
-        _check_options(salt, priority, arrival_time, timeout)
+        _check_options(salt, priority, arrival_time, timeout, client)
         self._check_params(params)
         max_tokens = self._max_tokens(params, len(token_ids))
         # A first word keeps the space before it, unless only a start token precedes it.
@@ -89,6 +91,7 @@ class Inputs:
             priority=priority,
             deadline=None if timeout is None else arrival_time + timeout,
             cache_salt=salt,
+            client=client,
             # The first token has no log-probability.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
@@ -193,10 +196,12 @@ class Inputs:
                 )
 
 
-def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any) -> None:
+def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any, client: Any) -> None:
     """See that what comes with a prompt is of the right types."""
     if not isinstance(salt, str):
         raise _refusal(f"must be a text, got {salt!r}.", "cache_salt")
+    if not isinstance(client, str):
+        raise _refusal(f"must be a text, got {client!r}.", "client")
     if not is_int(priority):
         raise _refusal(f"must be an integer, got {priority!r}.", "priority")
     if not is_real(arrival_time):

@@ -13,7 +13,7 @@ from paged_jax.scheduler.request import Sequence
 
 
 class Admission:
-    """Gives slots to waiting sequences, in order of seniority.
+    """Gives slots to waiting sequences, in the order of the line.
 
     Args:
       queue: the waiting line and the slots.
@@ -58,9 +58,7 @@ class Admission:
         queue, budget = self._queue, planner.budget
         refused, self._refused = self._refused, []
         computing = self._prefixes.next_blocks(queue.running)
-        num_passed = 0
-        while num_passed < len(queue.waiting):
-            sequence = queue.waiting[num_passed]
+        for sequence in queue.waiting:
             reason = self._reason_to_wait(budget, sequence, computing)
             if not reason and not self.try_to_start(memory, budget, sequence):
                 reason = "blocks"
@@ -71,7 +69,6 @@ class Admission:
             self._refuse(sequence, reason, budget)
             if reason != "same prefix":
                 break
-            num_passed += 1
         still_refused = set(self._refused)
         for sequence in refused:
             if sequence.waits_for and sequence not in still_refused:

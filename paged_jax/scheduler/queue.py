@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import ArgumentError
+from paged_jax.scheduler.line import Line
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.plan import SchedulerStats
 from paged_jax.scheduler.reasons import NO_FACTS, WaitFacts
@@ -79,7 +80,7 @@ class Queue:
       stats: totals of the scheduler; sequences that get a slot are counted here.
 
     Attributes:
-      waiting: sequences in line, the most senior first.
+      waiting: sequences in line.
       running: sequences with a slot, the most senior first.
       free_slots: slots that are not taken.
       entries: what is remembered of each unfinished sequence.
@@ -96,8 +97,8 @@ class Queue:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.waiting = Line(self.running)
         # Popped from the end: slot 0 is taken first.
         self.free_slots = list(range(self._num_slots))[::-1]
         self.entries: dict[Sequence, Entry] = {}
@@ -163,7 +164,7 @@ class Queue:
     def join(
         self, sequence: Sequence, reason: WaitReason = "turn", *, siblings: Iterable[Sequence] = ()
     ) -> None:
-        """Put a sequence in line, behind all that are more senior.
+        """Put a sequence in line.
 
         Args:
           sequence: the sequence.
@@ -174,7 +175,7 @@ class Queue:
         for sibling in siblings:
             self.entries[sequence].siblings.append(sibling)
             self.note_wait(sibling, "fork")
-        bisect.insort(self.waiting, sequence, key=lambda s: s.seniority)
+        self.waiting.add(sequence)
         if reason == "turn":
             self.note_turn(sequence)
         else:
@@ -184,8 +185,7 @@ class Queue:
         """Note that a sequence waits for those before it."""
         facts = NO_FACTS
         if sequence.history is not None:
-            num_ahead = sum(s.seniority < sequence.seniority for s in self.waiting)
-            facts = WaitFacts({"num_ahead": num_ahead})
+            facts = WaitFacts({"num_ahead": list(self.waiting).index(sequence)})
         self.note_wait(sequence, "turn", facts)
 
     def note_wait(

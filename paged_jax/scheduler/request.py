@@ -34,6 +34,7 @@ class Request:
       priority: rank of the request; lower is served first.
       deadline: time at which it expires, on the clock of the metrics; None for never.
       cache_salt: salt of the prefix cache: requests share cached blocks only where it is the same.
+      client: whose request it is; clients take turns for slots.
       num_cached_tokens: tokens of the prompt that were found in the prefix cache.
       prompt_logprobs: see `RequestOutput`; grows while the prompt is computed.
       history: waits and preemptions; None if no explanation was asked for.
@@ -51,6 +52,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    client: str = ""
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     history: History | None = None

@@ -8,9 +8,10 @@ block ids; what it decides about memory, a `BlockMemory` does at once. A step of
     sequence.advance(...) for each chunk and each decoded row, whose tokens are appended before
     scheduler.finish(memory, sequence) for those that stopped
 
-The parts: `queue` knows where sequences are, `planning` gives running ones a share of the step,
-`admission` lets waiting ones run, `preemption` chooses a victim, `reasons` says why; `lookahead`
-plans a step before it is known what the one before it has drawn.
+The parts: `queue` knows where sequences are, `line` which of those that wait is the next,
+`planning` gives running ones a share of the step, `admission` lets waiting ones run, `preemption`
+chooses a victim, `reasons` says why; `lookahead` plans a step before it is known what the one
+before it has drawn.
 
 Prefill fills the cache with all tokens of a sequence but the last, which is the first input of
 decode. So a sequence with n known tokens decodes once n - 1 of them are in the cache, whether it is
@@ -19,9 +20,10 @@ new or comes back after a preemption, and at least one token is always computed.
     waiting --admit--> running: prefill --> decode --finish-->
         ^------------ preempt ---'------------'
 
-Progress: sequences are ranked by priority, then arrival. The most senior running one is never
+Progress: running sequences are ranked by priority, then arrival. The most senior one is never
 preempted to make room, and a sequence that could not run even alone is refused when it arrives. So
-the most senior one finishes, then the next, and so on.
+the most senior one finishes, then the next, and so on. In the line of those that wait, clients
+take turns.
 """
 
 from typing import get_args
@@ -205,8 +207,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The sequences in line, the most senior first."""
-        return self._queue.waiting
+        """The sequences in line, in the order in which they get slots."""
+        return list(self._queue.waiting)
 
     @property
     def running(self) -> list[Sequence]:
@@ -254,10 +256,12 @@ class Scheduler:
             planner.budget, is_calm = self._budget(memory), False
             planner.add_chunks()
         # After a preemption none is admitted: it would take what was just made free.
-        may_admit_next = self._admission.admit(memory, planner) if is_calm else bool(self.waiting)
+        may_admit_next = bool(self._queue.waiting)
+        if is_calm:
+            may_admit_next = self._admission.admit(memory, planner)
         self.lookahead.open(plan, may_admit_next)
         plan.num_steps = planner.num_steps(self.lookahead.max_steps, may_admit_next)
-        plan.leave_on_stop = bool(self.waiting)
+        plan.leave_on_stop = bool(self._queue.waiting)
         if plan.chunks:
             self._admission.retry_refused()
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
@@ -274,19 +278,16 @@ class Scheduler:
         """Let sequences run in place of those of worse priority."""
         queue, prefixes = self._queue, self._prefixes
         computing = prefixes.next_blocks(queue.running)
-        num_passed = 0
-        while num_passed < len(queue.waiting):
-            sequence = queue.waiting[num_passed]
+        for sequence in queue.waiting:
             priority = sequence.request.priority
             juniors = [s for s in queue.running if s.request.priority > priority]
             if not juniors:
                 return
             if prefixes.will_be_cached(sequence, computing):
-                num_passed += 1
-            elif self._preempt_for(memory, sequence, juniors):
-                computing += prefixes.next_block(sequence)
-            else:
+                continue
+            if not self._preempt_for(memory, sequence, juniors):
                 return
+            computing += prefixes.next_block(sequence)
 
     def _preempt_for(
         self, memory: BlockMemory, sequence: Sequence, juniors: list[Sequence]

@@ -16,7 +16,7 @@ from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError
 from paged_jax.server.records import RequestRecord
-from paged_jax.server.service import Service
+from paged_jax.server.service import Client, Service
 
 # The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
 _LOWEST = -9999.0
@@ -35,7 +35,7 @@ class Answer(ABC):
     Args:
       service: the engine and how it is served.
       body: the request's body.
-      salt: the cache salt of the client's API key; empty without keys.
+      client: who asks.
 
     Attributes:
       prefix: the beginning of the answer's id.
@@ -48,10 +48,10 @@ class Answer(ABC):
     prefix = "cmpl"
     unrecommended: dict[str, Any] = {}
 
-    def __init__(self, service: Service, body: bodies.SamplingBody, salt: str):
+    def __init__(self, service: Service, body: bodies.SamplingBody, client: Client):
         self.service = service
         self.body = body
-        self.salt = salt
+        self.client = client
         self.id = self.name = f"{self.prefix}-{secrets.token_hex(8)}"
         self.record: RequestRecord | None = None
         self.created = int(time.time())

@@ -17,8 +17,8 @@ from paged_jax.server.jobs import Job, check_sizes, make_job
 from paged_jax.server.receiving import receive
 from paged_jax.server.records import RECORD
 from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
-from paged_jax.server.security import SALT
-from paged_jax.server.service import Service
+from paged_jax.server.security import CLIENT
+from paged_jax.server.service import Client, Service
 
 B = TypeVar("B", bound=bodies.SamplingBody)
 
@@ -28,7 +28,7 @@ async def complete(
     request: Request,
     *,
     body_type: type[B],
-    answer_type: Callable[[Service, B, str], Answer],
+    answer_type: Callable[[Service, B, Client], Answer],
 ) -> Response:
     """Answer a request for generated text.
 
@@ -42,16 +42,17 @@ async def complete(
       ApiError: the request has a mistake, exceeds a limit, or cannot be run.
       ClientGone: the client has left.
     """
-    service.check_room(1)
+    client = request.scope[CLIENT]
+    service.check_room(1, client)
     body = await receive(service, request, body_type)
     if isinstance(body, bodies.OpenAiBody):
         service.check_model(body.model)
-    answer = answer_type(service, body, request.scope.get(SALT, ""))
+    answer = answer_type(service, body, client)
     answer.belong_to(request.scope[RECORD])
     check_sizes(answer)
     with contextlib.ExitStack() as stack:
         num_samples = answer.num_prompts * (body.n or 1)
-        stack.enter_context(service.admit(num_samples, is_stream=bool(body.stream)))
+        stack.enter_context(service.admit(num_samples, client, is_stream=bool(body.stream)))
         job = await service.encode(request.receive, answer.num_chars, lambda: make_job(answer))
         if body.stream:
             events = _events(service, answer, job)

@@ -63,7 +63,9 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def too_many(things: str, *, limit: str, most: int, now: int, asked: int = 1) -> ApiError:
+def too_many(
+    things: str, *, limit: str, most: int, now: int, own: int | None = None, asked: int = 1
+) -> ApiError:
     """The answer when more requests, streams or connections are asked for than a limit allows.
 
     Args:
@@ -71,12 +73,14 @@ def too_many(things: str, *, limit: str, most: int, now: int, asked: int = 1) ->
       limit: the name of the limit.
       most: the greatest number allowed.
       now: their number at present.
+      own: how many of these are the client's; None where that does not matter.
       asked: how many more the client asks for.
     """
+    yours = "" if own is None else f", {own} of them yours"
     return ApiError(
         429,
-        f"There are {now} {things} already, and {asked} more would exceed the {most} that are "
-        f"allowed ({limit}). Try again later.",
+        f"There are {now} {things} already{yours}, and {asked} more would exceed the {most} that "
+        f"are allowed ({limit}). Try again later.",
         code=f"{limit}_exceeded",
         headers={"Retry-After": "1"},
     )

@@ -43,7 +43,7 @@ def make_job(answer: Answer) -> Job:
         params = _bounded(service, params, token_ids)
     except ValueError as error:
         raise bad_request(error) from None
-    options: dict[str, Any] = {"explain": body.explain}
+    options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}
     if body.priority is not None:
         options["priority"] = _priority(service, body.priority)
     if body.timeout is not None:
@@ -146,6 +146,6 @@ def _priority(service: Service, priority: int) -> int:
 
 
 def _cache_salt(answer: Answer) -> str:
-    own = answer.body.cache_salt or ""
+    salt, own = answer.client.salt, answer.body.cache_salt or ""
     # Different pairs of a key's salt and a client's make different texts.
-    return f"{answer.salt}:{own}" if answer.salt else own
+    return f"{salt}:{own}" if salt else own

@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax.server.errors import ApiError
 from paged_jax.server.records import RECORD
-from paged_jax.server.service import Service, shutting_down
+from paged_jax.server.service import Client, Service, shutting_down
 
-# Keys of the ASGI scope: the cache salt of the request's API key, whether it has a key or needs
-# none, and whether it may read the prompts of other clients.
-SALT = "paged_jax.cache_salt"
+# Keys of the ASGI scope: the `Client`, whether it has a key or needs none, and whether it may read
+# the prompts of other clients.
+CLIENT = "paged_jax.client"
 IS_KNOWN = "paged_jax.is_known"
 IS_ADMIN = "paged_jax.is_admin"
 
@@ -62,7 +62,7 @@ class Security:
         is_known = is_admin or is_tenant or not self._keys
         scope[IS_KNOWN] = is_known
         scope[IS_ADMIN] = is_admin or (not self._keys and self._admin_key is None)
-        scope[SALT] = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
+        scope[CLIENT] = _client(scope, given) if self._keys else _client(scope)
         # The part before is the path under which the application is mounted.
         if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBES:
             return
@@ -87,6 +87,14 @@ class Security:
                 f"The Host header must be one of {', '.join(allowed)} (--allowed-host).",
                 code="host_not_allowed",
             )
+
+
+def _client(scope: Scope, key: bytes | None = None) -> Client:
+    if key is not None:
+        salt = hashlib.sha256(b"paged_jax salt " + key).hexdigest()
+        return Client(salt, salt)
+    address = scope.get("client")
+    return Client(address[0] if address else "")
 
 
 def wrong_key() -> ApiError:

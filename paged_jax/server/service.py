@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from starlette.types import Receive
 
@@ -16,10 +16,11 @@ from paged_jax.engine.engine import Engine
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.scheduler.request import Request
 from paged_jax.server.cache_recorder import CacheRecorder
-from paged_jax.server.errors import ApiError, too_many
+from paged_jax.server.errors import ApiError
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.reading import Reading
+from paged_jax.server.shares import Shares
 from paged_jax.server.stalls import StallDetector
 
 T = TypeVar("T")
@@ -31,6 +32,19 @@ _SHORT = 2**14
 _POLL = 0.05
 # Tokens and log-probabilities in an answer that is made while streams wait: microseconds each.
 _SMALL = 2048
+
+
+class Client(NamedTuple):
+    """Who sends a request.
+
+    Attributes:
+      name: what is the same in all requests of a client: of its API key or, where none is needed,
+        its address.
+      salt: the cache salt of its API key; empty without keys.
+    """
+
+    name: str = ""
+    salt: str = ""
 
 
 class ClientGone(Exception):
@@ -86,8 +100,11 @@ class Service:
         self.engine = AsyncEngine(engine, on_step=self._on_step)
         self.created = int(time.time())
         self.is_draining = False
-        self.num_active = 0
-        self._num_streams = 0
+        # A batch and a queue.
+        self._room = engine.max_num_seqs + self.limits.max_queue
+        self._samples = Shares("samples", limit="max_queue", most=self._room)
+        most = self.limits.max_streams
+        self._streams = Shares("streams", limit="max_streams", most=most)
         self._is_stopping = asyncio.Event()
         self._rendering = asyncio.Lock()
         self._encoders = [
@@ -160,20 +177,21 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_room(self, num_requests: int) -> None:
+    @property
+    def num_active(self) -> int:
+        """Number of samples in progress."""
+        return self._samples.total
+
+    def check_room(self, num_samples: int, client: Client) -> None:
         """Raise an `ApiError` if so many more samples would exceed the batch and the queue."""
-        room = self._room
-        if num_requests > room:
+        if num_samples > self._room:
             raise ApiError(
                 400,
-                f"prompts times n must be at most {room} (max_queue and the batch), "
-                f"got {num_requests}.",
+                f"prompts times n must be at most {self._room} (max_queue and the batch), "
+                f"got {num_samples}.",
                 code="max_queue_exceeded",
             )
-        if self.num_active + num_requests > room:
-            raise too_many(
-                "samples", limit="max_queue", most=room, now=self.num_active, asked=num_requests
-            )
+        self._samples.check(client.name, num_samples)
 
     @property
     def unreadiness(self) -> Literal["failed", "draining", "stalled", "full"] | None:
@@ -184,31 +202,20 @@ class Service:
             return "draining"
         if self.stalls.is_stalled:
             return "stalled"
-        return "full" if self.num_active >= self._room else None
-
-    @property
-    def _room(self) -> int:
-        """Most samples at a time: a batch and a queue."""
-        return self.max_num_seqs + self.limits.max_queue
+        return "full" if self._samples.is_full else None
 
     @contextlib.contextmanager
-    def admit(self, num_requests: int, *, is_stream: bool) -> Iterator[None]:
+    def admit(self, num_samples: int, client: Client, *, is_stream: bool) -> Iterator[None]:
         """Count the samples of a request, and its stream, while it is served.
 
         Raises:
           ApiError: there are too many samples or streams.
         """
-        self.check_room(num_requests)
-        most = self.limits.max_streams
-        if is_stream and self._num_streams >= most:
-            raise too_many("streams", limit="max_streams", most=most, now=self._num_streams)
-        self.num_active += num_requests
-        self._num_streams += is_stream
-        try:
+        self.check_room(num_samples, client)
+        with self._samples.take(client.name, num_samples), contextlib.ExitStack() as stack:
+            if is_stream:
+                stack.enter_context(self._streams.take(client.name, 1))
             yield
-        finally:
-            self.num_active -= num_requests
-            self._num_streams -= is_stream
 
     async def call_engine(self, receive: Receive, function: Callable[[Engine], T]) -> T:
         """Return ``function(engine)``, called between two steps, unless the client leaves before.

@@ -12,6 +12,7 @@ from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.messages import as_messages, num_chars
 from paged_jax.server.receiving import receive
 from paged_jax.server.responses import json_response
+from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 async def _encoded(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
     """Call a function where prompts are tokenized. It counts as load, as a request does."""
-    with service.admit(1, is_stream=False):
+    with service.admit(1, request.scope[CLIENT], is_stream=False):
         try:
             return await service.encode(request.receive, size, function)
         except ValueError as error:

@@ -655,7 +655,7 @@ def test_prefills_that_have_no_block_left_preempt():
     engine.step()
     assert second.waits_for == "blocks"
     # As if it had been let in all the same.
-    scheduler.waiting.remove(second)
+    scheduler._queue.waiting.remove(second)
     scheduler._queue.take_slot(second)
     while not scheduler.stats.num_preemptions:
         plan = engine.step()
@@ -887,8 +887,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 14),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         lifetime=st.sampled_from([None, None, None, 0, 3, 15]),
+        client=st.sampled_from(["", "", "a", "b"]),
     )
-    def add(self, stem, num_stem, tail, num_samples, max_tokens, priority, lifetime):
+    def add(self, stem, num_stem, tail, num_samples, max_tokens, priority, lifetime, client):
         num_samples = num_samples if max_tokens else 1  # as SamplingParams has it
         number = len(self.requests)
         deadline = None if lifetime is None else self.now + lifetime
@@ -901,6 +902,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=C,
             priority=priority,
             deadline=deadline,
+            client=client,
         )
         sequences = request.sequences
         # The last token is never written.
@@ -918,8 +920,32 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.now += 1
+        before, num_preemptions = self.ranks(), self.scheduler.stats.num_preemptions
         plan = self.engine.step(self.now)
         self.gone.update(plan.expired)
+        if plan.expired or self.scheduler.stats.num_preemptions > num_preemptions:
+            return  # others than those ran when the line was looked at
+        still = [rank for s, rank in before.items() if s.waits_for not in ("", "same prefix")]
+        let_in = [rank for s, rank in before.items() if not s.waits_for]
+        assert not still or not let_in or max(let_in) < min(still)
+
+    def ranks(self) -> dict[Sequence, tuple[int, ...]]:
+        """Of those that wait: priority, how many of its client are served before it, arrival."""
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        served = [s.request.client for s in running]
+        return {
+            s: (
+                s.request.priority,
+                served.count(s.request.client)
+                + sum(
+                    o.request.client == s.request.client and o.seniority < s.seniority
+                    for o in waiting
+                ),
+                s.request.arrival,
+                s.index,
+            )
+            for s in waiting
+        }
 
     @rule()
     def steps(self):

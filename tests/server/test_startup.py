@@ -10,6 +10,7 @@ import pytest
 from paged_jax import Engine
 from paged_jax.server import Limits, Service, Settings
 from paged_jax.server.http import Server
+from paged_jax.server.service import Client
 from paged_jax.server.stalls import StallDetector
 from paged_jax.server.startup import Startup
 from tests.support.live_server import wait_until
@@ -91,7 +92,8 @@ def test_it_is_ready_while_it_has_room_and_does_not_drain(tmp_path) -> None:
         starting.may_end.set()
         wait_until(lambda: starting.status("/ready") == 200)
         service = starting.startup.service
-        with service.admit(service.max_num_seqs + service.limits.max_queue, is_stream=False):
+        most = service.max_num_seqs + service.limits.max_queue
+        with service.admit(most, Client(), is_stream=False):
             assert httpx.get(starting.url + "/ready").json() == {"status": "full"}
             service.drain(5.0, 0.0, lambda: None)
             wait_until(lambda: service.is_draining)

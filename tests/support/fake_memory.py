@@ -23,6 +23,7 @@ def make_request(
     num_samples: int = 1,
     block_size: int = 4,
     salt: str = "",
+    client: str = "",
     priority: int = 0,
     deadline: float | None = None,
     request_id: str | None = None,
@@ -42,6 +43,7 @@ def make_request(
         priority=priority,
         deadline=deadline,
         cache_salt=salt,
+        client=client,
         history=history,
     )
     root, length = root_digest(b"weights", salt), len(prompt) + max_tokens

@@ -1,0 +1,67 @@
+"""Clients take turns for slots, so that none holds up the others."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from paged_jax.scheduler import Scheduler
+from paged_jax.scheduler.line import Line
+from tests.support.fake_memory import FakeEngine, make_request
+
+
+def test_clients_take_turns() -> None:
+    running = make_request(0, [1], max_tokens=4, client="a")
+    line = Line(running.sequences)
+    requests = [
+        make_request(number, [1], max_tokens=4, client=client, priority=priority)
+        for number, (client, priority) in enumerate(
+            [("a", 0), ("a", 0), ("b", 0), ("b", 0), ("c", 1), ("a", -1), ("b", 0)], start=1
+        )
+    ]
+    first, second, third, fourth, fifth, sixth, last = (r.sequences[0] for r in requests)
+    for request in requests[::-1]:
+        line.add(request.sequences[0])
+    # Turns: a has one that runs, and its sixth stands before its first.
+    assert list(line) == [sixth, third, fourth, first, last, second, fifth]
+    line.remove(fourth)
+    assert fourth not in line and third in line and len(line) == 6
+    assert list(line) == [sixth, third, last, first, second, fifth]
+    for sequence in list(line):
+        line.remove(sequence)
+    assert not line and list(line) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_comes_late_gets_the_next_slots(seed: int) -> None:
+    """Whatever one client has queued; and from there both have as many slots."""
+    rng = random.Random(seed)
+    num_slots = rng.randint(2, 6)
+    scheduler = Scheduler(num_slots, 400, 4, max_num_batched_tokens=64, max_chunk=16)
+    engine = FakeEngine(scheduler, num_slots, eos=None)
+
+    def add(client: str, count: int) -> list:
+        added = []
+        for _ in range(count):
+            prompt = [rng.randrange(1, 23) for _ in range(rng.randint(1, 20))]
+            tokens = rng.randint(3, 20)
+            request = make_request(len(all_requests), prompt, max_tokens=tokens, client=client)
+            all_requests.append(request)
+            scheduler.add(request.sequences)
+            added.append(request.sequences[0])
+        return added
+
+    all_requests: list = []
+    greedy = add("greedy", 40)
+    while len(engine.finished) < 3:
+        engine.step()
+    late = add("late", 12)
+    while any(s in scheduler.waiting for s in late):
+        queued, num_finished = set(scheduler.waiting), len(engine.finished)
+        engine.step()
+        ran = [*scheduler.running, *engine.finished[num_finished:]]
+        if queued & {s for s in ran if s in greedy}:
+            counts = Counter("greedy" if s in greedy else "late" for s in ran)
+            assert counts["greedy"] <= counts["late"] + 1
+    assert any(s in scheduler.waiting for s in greedy)
+    engine.run()

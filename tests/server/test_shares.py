@@ -1,0 +1,67 @@
+"""Clients have equal shares of slots and of places in the queue: nobody holds up the others."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from paged_jax import Engine
+from paged_jax.server import Limits, Settings
+from paged_jax.server.errors import ApiError
+from paged_jax.server.shares import Shares
+from tests.server.test_serve import bearer, error_of
+from tests.support.live_server import LiveServer, wait_until
+from tests.support.tiny_model import SIZES
+
+
+def test_shares() -> None:
+    shares = Shares("samples", limit="max_queue", most=12)
+    with shares.take("greedy", 12):
+        assert shares.is_full and not shares.has_room("greedy", 1)
+        with shares.take("late", 6), pytest.raises(ApiError) as refused, shares.take("late", 1):
+            pass
+        message = "There are 18 samples already, 6 of them yours, and 1 more would exceed the 12"
+        assert str(refused.value).startswith(message) and refused.value.status == 429
+        # More clients have smaller shares, each of them one.
+        with shares.take("late", 5), shares.take("third", 4):
+            assert not shares.has_room("late", 1) and not shares.has_room("third", 1)
+            assert shares.has_room("fourth", 3) and not shares.has_room("fourth", 4)
+        assert shares.has_room("third", 6), "who has gone counts no more"
+    assert shares.total == 0 and shares.has_room("late", 12)
+
+
+def test_one_client_holds_up_no_other(tiny_folder) -> None:
+    room = 40
+    settings = Settings(
+        model_name="tiny",
+        limits=Limits(max_queue=room - SIZES["max_num_seqs"], max_streams=2),
+        api_keys=("greedy", "late"),
+    )
+    flood = {"prompt": ["the cat"] * room, "max_tokens": 50, "ignore_eos": True, "seed": 1}
+    short = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
+    with (
+        LiveServer(Engine(tiny_folder, **SIZES), settings) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def post(key: str, body: dict):
+            return server.post("/v1/completions", body, headers=bearer(key))
+
+        def num_waiting() -> int:
+            metrics = server.get("/metrics", headers=bearer("late")).text.splitlines()
+            [line] = [each for each in metrics if each.startswith("vllm:num_requests_waiting{")]
+            return int(float(line.rsplit(" ", 1)[1]))
+
+        assert post("late", short).status_code == 200
+        answer = pool.submit(post, "greedy", flood)
+        wait_until(lambda: num_waiting() >= room - SIZES["max_num_seqs"])
+        assert server.service.num_active == room
+        assert post("late", short).status_code == 200
+        assert num_waiting() > 4, "first come, first served, it would have been the last"
+        message = error_of(post("greedy", short), 429)["message"]
+        assert message.startswith(f"There are {room} samples already, {room} of them yours, and 1")
+        message = error_of(post("late", {**short, "prompt": ["ab"] * 21}), 429)["message"]
+        assert f"{room} samples already, 0 of them yours, and 21 more" in message
+        message = error_of(post("late", {**short, "prompt": ["ab"] * (room + 1)}), 400)["message"]
+        assert f"must be at most {room}" in message, "it would never fit"
+        assert answer.result().status_code == 200
+        wait_until(lambda: server.service.num_active == 0)
