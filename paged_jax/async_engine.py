@@ -217,7 +217,7 @@ class AsyncEngine:
     def _drain_commands(self) -> bool:
         """Run all commands, and wait for one if the engine is idle. False: the thread must stop."""
         while True:
-            is_idle = not self._engine.has_unfinished
+            is_idle = self._engine.is_sleeping or not self._engine.has_unfinished
             try:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:

@@ -17,18 +17,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paged_jax.checks import ArgumentError
-from paged_jax.engine.compile_bar import compile_bar
 from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
-from paged_jax.engine.parts import EngineParts
-from paged_jax.engine.weight_swap import place_like
-from paged_jax.models.llama import Llama
+from paged_jax.engine.upkeep import Upkeep
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler import History, Request
 from paged_jax.scheduler.outputs import RequestOutput
 
 
-class Engine(EngineParts):
+class Engine(Upkeep):
     """A model, its tokenizer and a paged KV cache, shared by requests that come and go.
 
     It belongs to one thread at a time: calls from several refuse each other or wait for nobody.
@@ -123,7 +120,9 @@ class Engine(EngineParts):
           ValueError: the prompt is empty, too long for the context or for the pool, or holds tokens
             out of range; a parameter does not suit the model; the id is taken. The message names
             the field and the bound, and the engine is as before.
+          EngineAsleepError: the engine sleeps.
         """
+        self._sleep.check_awake("add_request")
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
@@ -212,6 +211,9 @@ class Engine(EngineParts):
 
         An output holds everything so far. Nothing to do returns nothing. Requests that a call of
         `LLM.generate` or `LLM.stream` waits for go to that call.
+
+        Raises:
+          EngineAsleepError: the engine sleeps.
         """
         touched: list[Request] = []
         kept: list[Request] = []
@@ -230,6 +232,7 @@ class Engine(EngineParts):
 
     def advance(self) -> list[Request]:
         """As `step`, but returns all requests that were touched, and makes no outputs."""
+        self._sleep.check_awake("step")
         clock = self._clock
         with self._guard.change():
             clock.start_step()
@@ -259,8 +262,9 @@ class Engine(EngineParts):
           function: the name of the search, for messages.
 
         Raises:
-          RuntimeError: a request is unfinished.
+          RuntimeError: a request is unfinished, or the engine sleeps.
         """
+        self._sleep.check_awake(function)
         self._requests.check_idle(function)
         return ExclusiveUse(
             self._runner,
@@ -272,50 +276,3 @@ class Engine(EngineParts):
             stats=self._stats,
             guard=self._guard,
         )
-
-    # Before and between
-
-    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile every program that requests may need, so that no request waits for it.
-
-        Args:
-          report: function that is called with the number of programs done, the number of all, and
-            the name of the last one done; by default a bar on stderr shows them, on a terminal.
-
-        Raises:
-          RuntimeError: a request is unfinished.
-        """
-        self._requests.check_idle("warmup")
-        if report is not None:
-            self._runner.warmup(report)
-            return
-        with compile_bar() as show:
-            self._runner.warmup(show)
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache: later requests find no block of earlier ones."""
-        self._runner.slots.reset_prefix_cache()
-
-    def update_params(self, params: Llama | Any) -> None:
-        """Replace the weights without compiling anything again, as after a training step.
-
-        What the prefix cache holds is not found any more. Unfinished requests keep the tokens that
-        they have, which are computed again under the new weights.
-
-        Args:
-          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that, in their order; of
-            the same structure and shapes as the engine's. Copied, in the dtypes and to the places
-            of the old weights.
-
-        Raises:
-          ValueError: structure or shapes differ; nothing has changed then.
-        """
-        weights = place_like(self.model, params)
-        with self._guard.change():
-            # First: from here on nothing is found that the old weights have computed.
-            has_unfinished = self._requests.note_new_weights()
-            self._runner.replace_weights(weights)
-            if has_unfinished:
-                self._restart()
-            else:
-                self._runner.slots.reset_prefix_cache()

@@ -27,6 +27,7 @@ from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.run import PlanRunner
+from paged_jax.engine.sleep import Sleep
 from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
@@ -186,6 +187,7 @@ class EngineParts:
         self._blocks = BlockMeter(self._stats, scheduler, runner)
         self._requests = RequestTable(scheduler, runner, drafter)
         self._guard = ChangeGuard(self._restart)
+        self._sleep = Sleep(runner)
         self._postprocessor = Postprocessor(
             self.tokenizer, self._eos_token_ids, self._requests, self._stats
         )
@@ -202,17 +204,31 @@ class EngineParts:
 
     @property
     def cache(self) -> PagedCache:
-        """The paged cache as it is now. The next step donates it: copy what must be kept."""
+        """The paged cache as it is now. The next step donates it: copy what must be kept.
+
+        Raises:
+          EngineAsleepError: the engine sleeps, and has none.
+        """
+        self._sleep.check_awake("cache")
         return self._runner.state.cache
 
     @property
     def model(self) -> Llama:
-        """The model with its weights as they are now."""
+        """The model with its weights as they are now.
+
+        Raises:
+          EngineAsleepError: the engine sleeps, and its weights are not on the device.
+        """
+        if not self._sleep.has_weights:
+            self._sleep.check_awake("model")
         return self._runner.model
 
     @property
     def weights(self) -> list[jax.Array]:
-        """The arrays of the model, in the order of the leaves of its ``nnx.state``."""
+        """The arrays of the model, in the order of the leaves of its ``nnx.state``.
+
+        None while the engine sleeps and its weights are not on the device.
+        """
         return list(self._runner.weights)
 
     @property

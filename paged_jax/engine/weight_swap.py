@@ -1,12 +1,52 @@
-"""Takes new weights for a running engine: checks their names and shapes, and places them."""
+"""Takes new weights for a running engine: loads them, checks names and shapes, places them."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+
+# What a config says besides how the model computes.
+_IRRELEVANT = {
+    "max_position_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_ids",
+    "model_type",
+    "dtype",
+}
+
+
+def load_like(model: Llama, folder: str | Path) -> Llama:
+    """Load weights that can take the place of a model's, into host memory.
+
+    Args:
+      model: the model; only its structure and types are read.
+      folder: a Hugging Face folder or a checkpoint.
+
+    Raises:
+      ValueError: the folder's model computes in another way. The message names the difference.
+      OSError: files are not there or cannot be read.
+    """
+    if Path(folder).is_dir():  # else `from_pretrained` says what is wrong
+        _check_config(LlamaConfig.from_file(Path(folder)), model.config)
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    dtype = jax.tree.leaves(nnx.state(model))[0].dtype
+    return Llama.from_pretrained(folder, dtype=dtype, scan_layers=model.scan_layers, sharding=host)
+
+
+def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
+    for field in dataclasses.fields(config):
+        new, old = getattr(config, field.name), getattr(own, field.name)
+        if new != old and field.name not in _IRRELEVANT:
+            raise ValueError(
+                f"load_params: the folder's {field.name} must be the model's {old}, got {new}."
+            )
 
 
 def place_like(model: Llama, params: Any) -> list[jax.Array]:

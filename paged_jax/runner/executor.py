@@ -57,6 +57,8 @@ class Executor:
       num_blocks: P, blocks in the pool.
       programs: the list of programs.
       weights: the arrays of the model, in the order of its flattened state.
+      layout: their shapes, types and places.
+      is_asleep: whether `reset` leaves no state, so that its memory is free.
       compile_seconds: time that compiling has taken.
       is_compiling: whether a program is compiled at present; other threads may read it.
       wait_seconds: time that the host has waited in `check`.
@@ -79,6 +81,9 @@ class Executor:
         # Bound to where they are (nothing is copied), as everything that comes later will be: a
         # program is compiled once for arrays that are bound to a device and once for others.
         self.weights = [jax.device_put(x, in_auto_mode(x.sharding)) for x in arrays]
+        self.layout = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.weights
+        ]
         self._placement = placement_beside(self.weights)
         self._device = next(iter(self.weights[0].devices()))
         self._structure = Structure(
@@ -96,6 +101,7 @@ class Executor:
         self.is_compiling = False
         self.wait_seconds = 0.0
         self._state: DecodeState | None = None
+        self.is_asleep = False
         self.calls_wait = self._device.platform == "gpu"
         self._caller = Caller()
         # The last of the calls that are queued ahead, until they are known to have been made.
@@ -104,20 +110,23 @@ class Executor:
         self.reset()
 
     def reset(self) -> None:
-        """Replace the state by an empty one."""
+        """Replace the state by an empty one or, asleep, by none."""
         if self._ahead is not None:  # it holds the old state
             concurrent.futures.wait([self._ahead])
             self._ahead = None
         self._state = None  # gives its memory back before as much is taken again
-        if self._placement is None:
-            with jax.default_device(self._device):
-                self._state = jax.device_put(self._empty_state(), self._device)
-        else:
-            # One program: copies of what is made on one device would be held there beside it.
-            self._state = jax.jit(self._empty_state, out_shardings=self._placement)()
+        if not self.is_asleep:
+            self._state = self._new_state()
         self._num_free: int | None = self.num_blocks
         # Whether blocks sufficed for the programs that were queued since the last check.
         self._oks: list[jax.Array] = []
+
+    def _new_state(self) -> DecodeState:
+        if self._placement is None:
+            with jax.default_device(self._device):
+                return jax.device_put(self._empty_state(), self._device)
+        # One program: copies of what is made on one device would be held there beside it.
+        return jax.jit(self._empty_state, out_shardings=self._placement)()
 
     def _empty_state(self) -> DecodeState:
         cache = create_cache(
@@ -147,6 +156,11 @@ class Executor:
     def model(self) -> Llama:
         """The model over the weights as they are now."""
         return self._structure.model(self.weights)
+
+    @property
+    def layout_model(self) -> Llama:
+        """The model over the `layout`, which has no weights."""
+        return self._structure.model(self.layout)  # type: ignore[arg-type]
 
     @property
     def num_free(self) -> int:

@@ -65,7 +65,7 @@ class ModelRunner:
         self.slots = Slots(self._executor, eos_token_ids)
 
     def reset(self) -> None:
-        """Start with an empty cache: nothing runs or is cached any more."""
+        """Start with an empty cache, or asleep with none: nothing runs or is cached any more."""
         self._executor.reset()
         self.slots.reset()
 
@@ -86,8 +86,25 @@ class ModelRunner:
         return self._executor.weights
 
     def replace_weights(self, weights: list[jax.Array]) -> None:
-        """Continue with other weights of the same shapes. Everything cached belongs to the old."""
+        """Continue with other weights of the same shapes. Everything cached belongs to the old.
+
+        Without any nothing can run; `layout` still says which there were.
+        """
         self._executor.weights = weights
+
+    @property
+    def layout(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, types and places of the weights."""
+        return self._executor.layout
+
+    @property
+    def layout_model(self) -> Llama:
+        """The model with its `layout` in place of weights."""
+        return self._executor.layout_model
+
+    def set_asleep(self, is_asleep: bool) -> None:
+        """Let the next `reset` leave no state, whose memory is free then, or one again."""
+        self._executor.is_asleep = is_asleep
 
     @property
     def compile_seconds(self) -> float:

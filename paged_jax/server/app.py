@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paged_jax.server import bodies, cache_page, openapi, schemas
+from paged_jax.server import admin, bodies, cache_page, openapi, schemas
 from paged_jax.server.answers import Answer
 from paged_jax.server.completions import complete
 from paged_jax.server.errors import ApiError
@@ -55,6 +55,7 @@ def create_app(service: Service) -> Starlette:
         route("/tokenize", tokenize, "POST"),
         route("/detokenize", detokenize, "POST"),
         route("/tokenizer_info", tokenizer_info),
+        *admin.routes(service),
         *cache_page.routes(service),
     ]
     observer = Middleware(
@@ -102,12 +103,14 @@ async def _health(service: Service, request: Request) -> Response:
         status = "failed"
     elif service.stalls.is_stalled:
         status = "stalled"
+    elif service.is_draining:
+        status = "draining"
     else:
-        status = "draining" if service.is_draining else "ok"
+        status = "sleeping" if service.is_sleeping else "ok"
     health = schemas.Health(status=status)
     if request.scope[IS_KNOWN]:
         health = health.model_copy(update=_details(service))
-    return json_response(health, 200 if status == "ok" else 503)
+    return json_response(health, 200 if status in ("ok", "sleeping") else 503)
 
 
 def _details(service: Service) -> dict[str, Any]:

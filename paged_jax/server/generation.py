@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 from paged_jax.async_engine import EngineClosedError
+from paged_jax.engine import EngineAsleepError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.jobs import Job
-from paged_jax.server.service import Service, engine_stopped
+from paged_jax.server.service import Service, engine_stopped, sleeping
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ async def _output(
                     yield index, output
     except ValueError as error:
         raise bad_request(error) from None
+    except EngineAsleepError:
+        raise sleeping() from None
     except EngineClosedError:
         raise engine_stopped() from None
 

@@ -157,12 +157,21 @@ class Metrics:
                 metric.add_metric(list(self._labels.values()), value)
                 yield metric
         yield from self._waiting()
+        states = ("awake", "weights_offloaded", "discard_all")
+        state = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the state of the engine: awake, or asleep with weights on the host or without.",
+            labels=[*self._labels, "sleep_state"],
+        )
+        for level, name in enumerate(states):
+            state.add_metric([*self._labels.values(), name], reading.sleep_level == level)
+        yield state
 
     def _waiting(self) -> Iterator[Metric]:
         """Waiting samples by reason, in vLLM's two words and in those of `Wait`."""
         num_waiting = self.reading.num_waiting_for
         num_deferred = sum(num_waiting[reason] for reason in _DEFERRED)
-        by_reason = {
+        by_reason: dict[str, dict[str, int]] = {
             "vllm:num_requests_waiting_by_reason": {
                 "capacity": num_waiting.total() - num_deferred,
                 "deferred": num_deferred,

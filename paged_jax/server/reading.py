@@ -19,6 +19,7 @@ class Reading:
       num_running: number of samples that hold a slot.
       num_waiting: number of samples that wait for a slot.
       num_waiting_for: how many of them wait for what.
+      sleep_level: 0 while the engine is awake, else the level of its sleep.
       num_used_blocks: number of blocks that samples hold.
       stats: the engine's totals since it was created.
     """
@@ -28,6 +29,7 @@ class Reading:
     num_running: int
     num_waiting: int
     num_waiting_for: Counter[WaitReason]
+    sleep_level: int
     num_used_blocks: int
     stats: EngineStats
 
@@ -38,10 +40,11 @@ class Reading:
         waiting = [sequence for sequence in sequences if sequence.slot is None]
         return cls(
             time=time.perf_counter(),
-            has_unfinished=engine.has_unfinished,
+            has_unfinished=engine.has_unfinished and not engine.is_sleeping,
             num_running=len(sequences) - len(waiting),
             num_waiting=len(waiting),
             num_waiting_for=Counter(sequence.waits_for for sequence in waiting),
+            sleep_level=engine.sleep_level,
             num_used_blocks=round(engine.cache_use * engine.num_blocks),
             stats=engine.stats,
         )

@@ -271,14 +271,14 @@ class Blocks(BaseModel):
 class Probe(BaseModel):
     """The answer of `GET /live` and `GET /ready`: a word, and what a start is doing."""
 
-    status: Literal["ok", "starting", "draining", "full", "stalled", "failed"]
+    status: Literal["ok", "starting", "draining", "sleeping", "full", "stalled", "failed"]
     detail: str | None = _LEFT_OUT
 
 
 class Health(BaseModel):
     """The answer of `GET /health`; only `status` if the client needs an API key and has none."""
 
-    status: Literal["ok", "starting", "stalled", "failed", "draining"]
+    status: Literal["ok", "starting", "stalled", "failed", "draining", "sleeping"]
     detail: str | None = _LEFT_OUT
     model: str | None = _LEFT_OUT
     version: str | None = _LEFT_OUT

@@ -17,6 +17,8 @@ from paged_jax.server.service import Client, Service, shutting_down
 CLIENT = "paged_jax.client"
 IS_KNOWN = "paged_jax.is_known"
 IS_ADMIN = "paged_jax.is_admin"
+# Whether it may change the engine: it names the admin key itself, not a browser for it.
+MAY_CHANGE = "paged_jax.may_change"
 
 # Paths that need no key, and are answered while the server drains.
 _PROBES = ("/health", "/live", "/ready")
@@ -55,12 +57,14 @@ class Security:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
-        given = _given_key(headers.get("authorization", ""))
+        authorization = headers.get("authorization", "")
+        given = _given_key(authorization)
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         # All keys are compared, each in constant time, so that the time reveals nothing.
         is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
         is_known = is_admin or is_tenant or not self._keys
         scope[IS_KNOWN] = is_known
+        scope[MAY_CHANGE] = is_admin and authorization.strip()[:7].lower() == "bearer "
         scope[IS_ADMIN] = is_admin or (not self._keys and self._admin_key is None)
         scope[CLIENT] = _client(scope, given) if self._keys else _client(scope)
         # The part before is the path under which the application is mounted.

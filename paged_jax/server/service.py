@@ -5,14 +5,14 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeVar
 
 from starlette.types import Receive
 
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
-from paged_jax.engine.engine import Engine
+from paged_jax.engine import Engine, EngineAsleepError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.scheduler.request import Request
 from paged_jax.server.cache_recorder import CacheRecorder
@@ -95,7 +95,11 @@ class Service:
         self.max_num_seqs = engine.max_num_seqs
         reading = Reading.of(engine)
         self.metrics = Metrics(settings.model_name, engine.num_blocks, reading)
-        self.stalls = StallDetector(reading, settings.stall_seconds, lambda: engine.is_compiling)
+        self.stalls = StallDetector(
+            reading, settings.stall_seconds, lambda: engine.is_compiling or engine.is_sleeping
+        )
+        self.load_params = engine.load_params
+        self._sleep_level = lambda: engine.sleep_level
         self.cache_recorder = CacheRecorder()
         self.engine = AsyncEngine(engine, on_step=self._on_step)
         self.created = int(time.time())
@@ -126,10 +130,16 @@ class Service:
             await self.engine.close(timeout=_LAST_STEP)
 
     def _on_step(self, engine: Engine, requests: list[Request]) -> None:
+        reading = self.note(engine, requests)
+        if not reading.sleep_level:
+            self.cache_recorder.observe(engine)
+
+    def note(self, engine: Engine, requests: Iterable[Request] = ()) -> Reading:
+        """Read the engine for probes and metrics. Called in its thread, after each change."""
         reading = Reading.of(engine)
         self.stalls.observe(reading)
         self.metrics.observe(reading, requests)
-        self.cache_recorder.observe(engine)
+        return reading
 
     # Shutdown: a signal handler may call both
 
@@ -184,6 +194,8 @@ class Service:
 
     def check_room(self, num_samples: int, client: Client) -> None:
         """Raise an `ApiError` if so many more samples would exceed the batch and the queue."""
+        if self.is_sleeping:
+            raise sleeping()
         if num_samples > self._room:
             raise ApiError(
                 400,
@@ -194,12 +206,21 @@ class Service:
         self._samples.check(client.name, num_samples)
 
     @property
-    def unreadiness(self) -> Literal["failed", "draining", "stalled", "full"] | None:
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._sleep_level() > 0
+
+    @property
+    def unreadiness(
+        self,
+    ) -> Literal["failed", "draining", "sleeping", "stalled", "full"] | None:
         """Why no requests should be sent here for now: a word for probes; None if they should."""
         if self.engine.failure is not None:
             return "failed"
         if self.is_draining:
             return "draining"
+        if self.is_sleeping:
+            return "sleeping"
         if self.stalls.is_stalled:
             return "stalled"
         return "full" if self._samples.is_full else None
@@ -228,6 +249,8 @@ class Service:
             return await self.while_connected(receive, self.engine.call(function))
         except EngineClosedError:
             raise engine_stopped() from None
+        except EngineAsleepError:
+            raise sleeping() from None
 
     async def encode(self, receive: Receive, num_chars: int, function: Callable[[], T]) -> T:
         """Return ``function()``, which turns text into tokens, unless the client leaves before.
@@ -288,6 +311,16 @@ def shutting_down() -> ApiError:
         "The server is shutting down.",
         code="shutting_down",
         headers={"Retry-After": "10", "Connection": "close"},
+    )
+
+
+def sleeping() -> ApiError:
+    """The answer to a request that arrives while the engine sleeps."""
+    return ApiError(
+        503,
+        "The engine sleeps, and takes requests again after POST /wake_up.",
+        code="sleeping",
+        headers={"Retry-After": "10"},
     )
 
 

@@ -13,15 +13,15 @@ class StallDetector:
     Args:
       reading: the engine's counts before its first step.
       stall_seconds: seconds that the engine may have work without finishing a step.
-      is_compiling: function that says whether the engine compiles a program, which is progress
-        however long it takes.
+      is_excused: function that says whether the engine compiles a program, which is progress
+        however long it takes, or sleeps.
     """
 
     def __init__(
-        self, reading: Reading, stall_seconds: float, is_compiling: Callable[[], bool] = bool
+        self, reading: Reading, stall_seconds: float, is_excused: Callable[[], bool] = bool
     ):
         self._stall_seconds = stall_seconds
-        self._is_compiling = is_compiling
+        self._is_excused = is_excused
         self._has_unfinished = reading.has_unfinished
         # Requests on their way to the engine, which takes none while it is stuck in a step.
         self._num_arriving = 0
@@ -47,7 +47,7 @@ class StallDetector:
     @property
     def is_stalled(self) -> bool:
         """Whether there is work, and no step has ended for longer than `stall_seconds`."""
-        if self._is_compiling():
+        if self._is_excused():
             self._last_progress = time.perf_counter()
         seconds = time.perf_counter() - self._last_progress
         return self._has_work and seconds > self._stall_seconds

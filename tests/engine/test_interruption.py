@@ -178,3 +178,26 @@ def test_update_params(tiny_model, stride, is_idle) -> None:
         assert tokens == expected[which]
 
     strike_everywhere(stride, check)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_up(tiny_model, expected, stride, level) -> None:
+    """Asleep or awake: whoever wakes it then finds its requests and its weights."""
+    engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
+    leaves = list(engine.weights)
+
+    def run(interrupter: Interrupter) -> None:
+        add_two(engine)
+        engine.step()
+        with interrupter.armed():
+            engine.sleep(level)
+            if level == 2:
+                engine.update_params(leaves)
+            engine.wake_up()
+        if level == 2:
+            engine.update_params(leaves)
+        engine.wake_up()
+        assert finish(engine) == expected
+
+    strike_everywhere(stride, run)

@@ -13,7 +13,7 @@ from paged_jax import Engine
 from paged_jax.server import Settings
 from paged_jax.server.log_format import JsonFormatter, TextFormatter
 from tests.support import ROOT
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import SIZES
 
 BODY = {"prompt": "the cat sat on", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -42,7 +42,11 @@ class _Lines:
         return (record.fields for record in self._caplog.records if hasattr(record, "fields"))
 
     def of(self, path: str) -> list[dict]:
-        return [fields for fields in self if fields.get("path") == path]
+        def found() -> list[dict]:
+            return [fields for fields in self if fields.get("path") == path]
+
+        wait_until(found)  # the answer comes first
+        return found()
 
 
 # Ids
@@ -130,6 +134,7 @@ def test_probes_are_logged_only_for_debugging(server, caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="paged_jax.server")
     server.get("/live")
     server.get("/v1/models")
+    wait_until(lambda: len(caplog.records) == 2)
     levels = {record.fields["path"]: record.levelname for record in caplog.records}
     assert levels == {"/live": "DEBUG", "/v1/models": "INFO"}
 
@@ -200,7 +205,7 @@ def test_the_dashboard_asks_for_nothing_that_is_not_exported(server) -> None:
         each["definition"] for each in board["templating"]["list"] if "definition" in each
     ]
     asked = {name for expr in exprs for name in re.findall(r"[a-z0-9_]+:?[a-z0-9_]+(?=\{)", expr)}
-    assert len(asked) > 25 and asked <= names(server)
+    assert len(asked) > 26 and asked <= names(server)
 
 
 # Traces

@@ -1,0 +1,140 @@
+"""`Upkeep`: what is done with an engine between its steps."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from paged_jax.checks import ArgumentError
+from paged_jax.engine.compile_bar import compile_bar
+from paged_jax.engine.parts import EngineParts
+from paged_jax.engine.sleep import TAGS
+from paged_jax.engine.weight_swap import load_like, place_like
+from paged_jax.models.llama import Llama
+
+
+class Upkeep(EngineParts):
+    """Compiles, empties the prefix cache, replaces weights, sleeps. `Engine` has it all."""
+
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile every program that requests may need, so that no request waits for it.
+
+        Args:
+          report: function that is called with the number of programs done, the number of all, and
+            the name of the last one done; by default a bar on stderr shows them, on a terminal.
+
+        Raises:
+          RuntimeError: a request is unfinished, or the engine sleeps.
+        """
+        self._sleep.check_awake("warmup")
+        self._requests.check_idle("warmup")
+        if report is not None:
+            self._runner.warmup(report)
+            return
+        with compile_bar() as show:
+            self._runner.warmup(show)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache: later requests find no block of earlier ones."""
+        if not self._sleep.level:  # else there is none
+            self._runner.slots.reset_prefix_cache()
+
+    def update_params(self, params: Llama | Any) -> None:
+        """Replace the weights without compiling anything again, as after a training step.
+
+        What the prefix cache holds is not found any more. Unfinished requests keep the tokens that
+        they have, which are computed again under the new weights. An engine that sleeps has the
+        weights on its device from then on.
+
+        Args:
+          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that, in their order; of
+            the same structure and shapes as the engine's. Copied, in the dtypes and to the places
+            of the old weights.
+
+        Raises:
+          ValueError: structure or shapes differ; nothing has changed then.
+        """
+        weights = place_like(self._runner.layout_model, params)
+        with self._guard.change():
+            # First: from here on nothing is found that the old weights have computed.
+            has_unfinished = self._requests.note_new_weights()
+            self._runner.replace_weights(weights)
+            self._sleep.weights_replaced()
+            if has_unfinished or self._sleep.level:
+                self._restart()
+            else:
+                self._runner.slots.reset_prefix_cache()
+
+    def load_params(self, folder: str | Path) -> Llama:
+        """Load weights for `update_params` from a folder, into host memory.
+
+        It changes nothing, so another thread may call it while the engine runs.
+
+        Args:
+          folder: a Hugging Face folder or a checkpoint of `save_checkpoint`, of the same structure
+            as the engine's model.
+
+        Raises:
+          ValueError: the folder holds another model, or its files are damaged.
+          OSError: files are not there or cannot be read.
+        """
+        return load_like(self._runner.layout_model, folder)
+
+    # Sleep
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps. Other threads may ask."""
+        return bool(self._sleep.level)
+
+    @property
+    def sleep_level(self) -> int:
+        """0 while the engine is awake, else the level of its sleep. Other threads may ask."""
+        return self._sleep.level
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the device until `wake_up`, as for a training step beside it.
+
+        The pool is given up, with all that is cached. Unfinished requests keep the tokens that they
+        have, and continue after `wake_up`; until then nothing runs, and requests are refused.
+        Arrays that others hold, such as those of a `Llama` that the engine was made from, stay.
+
+        Args:
+          level: 1 keeps the weights in host memory; 2 gives them up, so that `update_params` must
+            bring others before the engine can wake.
+
+        Raises:
+          ValueError: there is no such level.
+
+        Example:
+          >>> from paged_jax import Engine
+          >>> engine = Engine(max_num_seqs=2)
+          >>> engine.sleep()
+          >>> engine.is_sleeping
+          True
+          >>> engine.wake_up()
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ArgumentError("Engine.sleep", f"must be 1 or 2, got {level!r}.", "level")
+        with self._guard.change():
+            self._sleep.begin(level)
+            self._restart()
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """End a `sleep`. Nothing is compiled again; what was cached is gone.
+
+        Args:
+          tags: what to bring back: ``"weights"``, ``"kv_cache"`` or, by default, both. The engine
+            sleeps until it has both.
+
+        Raises:
+          ValueError: a tag is neither.
+          RuntimeError: the engine would wake without weights.
+        """
+        if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
+            rule = f"must be of {' and '.join(TAGS)}, got {tags!r}."
+            raise ArgumentError("Engine.wake_up", rule, "tags")
+        if not self._sleep.level:
+            return
+        with self._guard.change():
+            self._sleep.end(tags or TAGS)
+            self._restart()

@@ -1,0 +1,107 @@
+"""The routes for whoever runs the server: sleep, weights, the prefix cache, with vLLM's names.
+
+(``/update_weights_from_disk`` is SGLang's, as vLLM has none.) They need the admin key, as a bearer
+token: a browser that knows it as a password would send it by itself, whichever site has asked it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from paged_jax.engine import Engine
+from paged_jax.server.bodies import Body
+from paged_jax.server.errors import ApiError, bad_request
+from paged_jax.server.receiving import receive
+from paged_jax.server.security import MAY_CHANGE
+from paged_jax.server.service import Service
+
+_Endpoint = Callable[[Service, Request], Awaitable[dict[str, Any]]]
+
+
+class WeightsBody(Body):
+    """Where new weights are: a folder on the server's machine."""
+
+    model_path: str
+
+
+def routes(service: Service) -> list[Route]:
+    """Routes that change the engine; without an admin key they are closed to all."""
+
+    def route(path: str, endpoint: _Endpoint, method: str = "POST") -> Route:
+        async def for_admins(request: Request) -> Response:
+            if not request.scope[MAY_CHANGE]:
+                raise _needs_admin_key(service)
+            return JSONResponse(await endpoint(service, request))
+
+        return Route(path, for_admins, methods=[method])
+
+    return [
+        route("/sleep", _sleep),
+        route("/wake_up", _wake_up),
+        route("/is_sleeping", _is_sleeping, "GET"),
+        route("/reset_prefix_cache", _reset_prefix_cache),
+        route("/update_weights_from_disk", _update_weights),
+    ]
+
+
+def _needs_admin_key(service: Service) -> ApiError:
+    if service.settings.admin_key is None:
+        message = "This route needs a server with an --admin-key."
+    else:
+        message = "This route needs the admin key. Send it as Authorization: Bearer KEY."
+    return ApiError(403, message, code="admin_key_required")
+
+
+async def _change(service: Service, request: Request, change: Callable[[Engine], Any]) -> None:
+    """Change the engine between two steps, and note its state for probes and metrics."""
+
+    def change_and_note(engine: Engine) -> None:
+        try:
+            change(engine)
+        finally:
+            service.note(engine)
+
+    try:
+        await service.call_engine(request.receive, change_and_note)
+    except ValueError as error:
+        raise bad_request(error) from None
+    except RuntimeError as error:
+        raise ApiError(409, str(error), code="engine_state") from None
+
+
+async def _sleep(service: Service, request: Request) -> dict[str, Any]:
+    level = request.query_params.get("level", "1")
+    if level not in ("1", "2"):
+        raise ApiError(400, f"level must be 1 or 2, got {level[:20]!r}.", param="level")
+    await _change(service, request, lambda engine: engine.sleep(int(level)))
+    return {"is_sleeping": service.is_sleeping}
+
+
+async def _wake_up(service: Service, request: Request) -> dict[str, Any]:
+    tags = request.query_params.getlist("tags") or None
+    await _change(service, request, lambda engine: engine.wake_up(tags))
+    return {"is_sleeping": service.is_sleeping}
+
+
+async def _is_sleeping(service: Service, request: Request) -> dict[str, Any]:
+    return {"is_sleeping": service.is_sleeping}
+
+
+async def _reset_prefix_cache(service: Service, request: Request) -> dict[str, Any]:
+    await _change(service, request, lambda engine: engine.reset_prefix_cache())
+    return {"success": True}
+
+
+async def _update_weights(service: Service, request: Request) -> dict[str, Any]:
+    body = await receive(service, request, WeightsBody)
+    try:
+        # Beside the engine, which goes on meanwhile: files take seconds.
+        params = await asyncio.to_thread(service.load_params, body.model_path)
+    except (ValueError, OSError) as error:
+        raise ApiError(400, str(error), param="model_path", code="weights_not_loaded") from None
+    await _change(service, request, lambda engine: engine.update_params(params))
+    return {"success": True, "message": f"The weights are those of {body.model_path}."}

@@ -1,0 +1,120 @@
+"""An engine that sleeps: its memory is free, nothing is lost, and its answers stay right."""
+
+import dataclasses
+import gc
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import Engine, Llama, SamplingParams
+from paged_jax.engine.sleep import EngineAsleepError
+from tests.support.tiny_model import BOS, SIZES
+from tests.support.workload import check_empty, finish
+
+PARAMS = SamplingParams(temperature=1, seed=7, max_tokens=24, ignore_eos=True)
+PROMPT = {"prompt_token_ids": [BOS, *range(5, 15)]}
+
+
+@pytest.fixture
+def engine(tiny_folder) -> Engine:
+    return Engine(tiny_folder, **SIZES)
+
+
+def run(engine: Engine, params: SamplingParams = PARAMS) -> list[int]:
+    request_id = engine.add_request(PROMPT, params)
+    return finish(engine)[request_id]
+
+
+def num_live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_the_memory_back(engine, level) -> None:
+    expected = run(engine)
+    held, compiled = num_live_bytes(), engine.stats.compile_seconds
+    pools = sum(array.nbytes for array in jax.tree.leaves(engine.cache.pools))
+    leaves = [np.array(array) for array in engine.weights]
+    # The host's memory is that of a CPU, where level 1 has nowhere else to keep weights.
+    weights = sum(array.nbytes for array in leaves) if level == 2 else 0
+    assert pools > 10_000
+    engine.sleep(level)
+    assert num_live_bytes() <= held - pools - weights
+    if level == 2:
+        with pytest.raises(RuntimeError, match="must have weights, and those .* were given up"):
+            engine.wake_up()
+        assert engine.is_sleeping
+        engine.update_params(leaves)
+    engine.wake_up()
+    assert num_live_bytes() <= held
+    assert run(engine) == expected
+    assert engine.stats.compile_seconds == compiled
+    check_empty(engine)
+
+
+def test_requests_continue_after_sleep(engine) -> None:
+    params = dataclasses.replace(PARAMS, n=2)
+    request_id = engine.add_request(PROMPT, params)
+    expected = finish(engine)[request_id]
+    request_id = engine.add_request(PROMPT, params)
+    for _ in range(2):
+        [before] = engine.step()
+    assert 0 < len(before.outputs[0].token_ids) < 24
+    engine.sleep()
+    assert engine.has_unfinished and engine.cache_use == 0
+    engine.wake_up()
+    assert finish(engine)[request_id] == expected
+    check_empty(engine)
+
+
+def test_weights_and_pool_come_back_one_after_the_other(engine, tiny_folder) -> None:
+    expected = run(engine)
+    other = Llama(engine.config, rngs=nnx.Rngs(5))
+    engine.sleep(level=2)
+    engine.wake_up(["weights"])  # nothing to bring back
+    engine.update_params(other)
+    assert engine.is_sleeping
+    engine.wake_up(["kv_cache"])
+    changed = run(engine)
+    assert changed == run(Engine(other, **SIZES)) != expected
+    engine.sleep(level=1)
+    engine.wake_up(["weights"])
+    assert engine.is_sleeping and np.asarray(engine.weights[0]).size
+    engine.wake_up(["kv_cache"])
+    assert run(engine) == changed
+    engine.sleep(level=1)
+    with pytest.raises(RuntimeError, match="or are not asked for"):
+        engine.wake_up(["kv_cache"])
+    engine.update_params(Llama.from_pretrained(tiny_folder))
+    engine.wake_up()
+    assert run(engine) == expected  # not those that waited on the host
+
+
+def test_nothing_runs_asleep(engine) -> None:
+    request_id = engine.add_request(PROMPT, PARAMS)
+    engine.step()
+    engine.sleep()
+    for call in (
+        lambda: engine.add_request(PROMPT, PARAMS),
+        engine.step,
+        engine.warmup,
+        lambda: engine.cache,
+        lambda: engine.model,
+        lambda: engine.exclusive("beam_search"),
+    ):
+        with pytest.raises(EngineAsleepError, match="must be awake, got one that sleeps"):
+            call()
+    engine.reset_prefix_cache()
+    engine.sleep(2)
+    engine.sleep(1)
+    assert engine.sleep_level == 2
+    assert engine.abort(request_id).finished and not engine.has_unfinished
+    for level in (0, 3, True, "1"):
+        with pytest.raises(ValueError, match="level must be 1 or 2"):
+            engine.sleep(level)
+    for tags in ("weights", ["pool"]):
+        with pytest.raises(ValueError, match="tags must be of weights and kv_cache"):
+            engine.wake_up(tags)

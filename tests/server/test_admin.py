@@ -1,0 +1,148 @@
+"""The routes that change the engine: who may use them, and what its clients see of them."""
+
+import base64
+import json
+import threading
+import time
+
+import jax
+import pytest
+from flax import nnx
+
+from paged_jax import Engine, Llama
+from paged_jax.server import Settings
+from tests.support.live_server import LiveServer, check_error, wait_until
+from tests.support.tiny_model import CONFIG, SIZES, save_tiny_model
+
+ADMIN = {"authorization": "Bearer admin-key"}
+KEY = {"authorization": "Bearer key"}
+BODY = {"prompt": "the cat sat on", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+ROUTES = ["/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights_from_disk"]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder):
+    settings = Settings(model_name="tiny", api_keys=("key",), admin_key="admin-key")
+    engine = Engine(tiny_folder, **SIZES, steps_per_dispatch=1)
+    with LiveServer(engine, settings) as server:
+        yield server
+
+
+def do(server: LiveServer, path: str, body: object = None, status: int = 200) -> dict:
+    response = server.post(path, body, headers=ADMIN)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def text(server: LiveServer) -> str:
+    response = server.post("/generate", BODY, headers=KEY)
+    assert response.status_code == 200, response.text
+    return response.json()["text"][0]
+
+
+def sleep_state(server: LiveServer) -> list[float]:
+    lines = server.get("/metrics", headers=KEY).text.splitlines()
+    return [float(line.split()[-1]) for line in lines if line.startswith("vllm:engine_sleep")]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_only_the_admin_key_itself_opens_them(server, path) -> None:
+    # A browser that was given the key as a password sends it whichever site has asked it to.
+    password = base64.b64encode(b":admin-key").decode()
+    for headers in (KEY, {"authorization": f"Basic {password}"}):
+        response = server.post(path, {}, headers=headers)
+        error = check_error(response.status_code, response.content, {403})
+        assert error["code"] == "admin_key_required"
+    assert server.post(path, {}).status_code == 401
+    assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+
+
+def test_without_an_admin_key_they_are_closed(tiny_folder) -> None:
+    with LiveServer(Engine(tiny_folder, **SIZES), Settings(model_name="tiny")) as server:
+        response = server.post("/sleep", None)
+        assert "needs a server with an --admin-key" in response.json()["error"]["message"]
+        assert response.status_code == 403 and server.get("/ready").status_code == 200
+
+
+def test_requests_while_it_sleeps_are_answered_and_none_is_lost(server, monkeypatch) -> None:
+    expected, pieces, advance = text(server), [], server.engine.advance
+
+    def advance_slowly() -> list:
+        time.sleep(0.05)
+        return advance()
+
+    monkeypatch.setattr(server.engine, "advance", advance_slowly)
+
+    def read() -> None:
+        body = {**BODY, "stream": True}
+        with server.client(headers=KEY) as client:
+            with client.stream("POST", "/generate", json=body) as response:
+                data = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+                pieces.extend(json.loads(each)["text"][0] for each in data if each != "[DONE]")
+
+    stream = threading.Thread(target=read)
+    stream.start()
+    wait_until(lambda: pieces)
+    used = sum(array.nbytes for array in jax.live_arrays())
+    assert do(server, "/sleep?level=1")["is_sleeping"]
+    assert sum(array.nbytes for array in jax.live_arrays()) < used
+    assert sleep_state(server) == [0, 1, 0]
+    response = server.post("/v1/completions", BODY, headers=KEY)
+    error = check_error(response.status_code, response.content, {503})
+    assert error["code"] == "sleeping" and int(response.headers["retry-after"]) > 0
+    assert server.get("/cache/state", headers=ADMIN).status_code == 503
+    statuses = {path: server.get(path).status_code for path in ("/live", "/ready", "/health")}
+    assert statuses == {"/live": 200, "/ready": 503, "/health": 200}
+    assert server.get("/ready").json()["status"] == "sleeping"
+    assert stream.is_alive()
+    assert not do(server, "/wake_up")["is_sleeping"]
+    stream.join(30)
+    assert "".join(pieces) == expected == text(server)
+    assert sleep_state(server) == [1, 0, 0] and server.get("/ready").status_code == 200
+
+
+def test_weights_from_a_folder(server, tiny_folder, tmp_path) -> None:
+    expected = text(server)
+    other = save_tiny_model(tmp_path)
+    Llama(CONFIG, rngs=nnx.Rngs(3)).save_pretrained(other)
+    do(server, "/update_weights_from_disk", {"model_path": str(other)})
+    changed = text(server)
+    assert changed != expected
+    # As a trainer does it: no room for both at once.
+    do(server, "/sleep?level=2")
+    assert "update_params first" in do(server, "/wake_up", status=409)["error"]["message"]
+    do(server, "/wake_up?tags=weights")
+    do(server, "/update_weights_from_disk", {"model_path": str(tiny_folder)})
+    assert do(server, "/wake_up?tags=kv_cache") == {"is_sleeping": False}
+    assert text(server) == expected
+
+
+def test_weights_that_do_not_fit_change_nothing(server, tiny_folder, tmp_path) -> None:
+    expected = text(server)
+    other = save_tiny_model(tmp_path)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    for folder, message in ((other, "rope_theta must be"), (tmp_path / "none", "must exist")):
+        answer = do(server, "/update_weights_from_disk", {"model_path": str(folder)}, 400)
+        assert message in answer["error"]["message"]
+    do(server, "/update_weights_from_disk", {"folder": "x"}, 400)
+    assert text(server) == expected
+
+
+def test_mistakes_are_named(server) -> None:
+    for path, name in (("/sleep?level=3", "level"), ("/wake_up?tags=all", "tags")):
+        if path.startswith("/wake_up"):
+            do(server, "/sleep")
+        assert do(server, path, status=400)["error"]["param"] == name
+    do(server, "/wake_up")
+
+
+def test_reset_prefix_cache(server) -> None:
+    def num_cached() -> int:
+        usage = server.post("/generate", BODY, headers=KEY).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    num_cached()
+    assert num_cached() > 0
+    do(server, "/reset_prefix_cache")
+    assert num_cached() == 0
