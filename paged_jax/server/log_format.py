@@ -22,17 +22,21 @@ def logs_on_stderr(level: str, log_format: LogFormat) -> Iterator[None]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     # Each by its name: a handler of the root would also write what other libraries log.
-    loggers = [logging.getLogger(name) for name in ("paged_jax", "uvicorn")]
+    number = logging.getLevelName(level.upper())
+    # Which kernel was chosen is told for each platform of each program.
+    calm = number if number == logging.DEBUG else max(number, logging.WARNING)
+    levels = {"paged_jax": number, "uvicorn": number, "paged_jax.kernels": calm}
+    loggers = [logging.getLogger(name) for name in levels]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper())
+        logger.setLevel(levels[logger.name])
     try:
         yield
     finally:
-        for logger, (handlers, propagate, number) in zip(loggers, before, strict=True):
+        for logger, (handlers, propagate, old) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
-            logger.setLevel(number)
+            logger.setLevel(old)
 
 
 class TextFormatter(logging.Formatter):

@@ -1,0 +1,21 @@
+# docker build --tag paged-jax .                              for CPUs
+# docker build --tag paged-jax --build-arg EXTRAS=serve,cuda13 .    for NVIDIA GPUs
+FROM python:3.12-slim
+
+# The kernels for CPUs are compiled on the machine that runs them.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
+ARG EXTRAS=serve
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE ./
+COPY paged_jax paged_jax
+RUN pip install --no-cache-dir ".[$EXTRAS]" && rm -rf /build
+
+RUN useradd --uid 10001 --create-home paged && install --directory --owner paged /cache
+USER paged
+WORKDIR /home/paged
+# Compiled programs; a volume here makes the second start short.
+ENV XDG_CACHE_HOME=/cache
+VOLUME /cache
+EXPOSE 5000
+ENTRYPOINT ["python", "-m", "paged_jax.serve", "--host", "0.0.0.0"]
