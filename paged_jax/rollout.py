@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import sampling
@@ -19,6 +20,7 @@ from paged_jax.cache.sizes import num_cached_tokens_at
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_int32
+from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.llama import Llama
 from paged_jax.runner import DecodeState, decode_steps
 from paged_jax.sampling import SlotSampling
@@ -60,7 +62,8 @@ def rollout(
     Args:
       model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
       prompt_token_ids: integer [B, T], each row padded at its end.
-      num_tokens: integer [B], tokens in each prompt, 1 to T.
+      num_tokens: integer [B], tokens in each prompt, 1 to T; inside `jit`, where it is not known,
+        others count as the nearer of the two.
       max_tokens: N, most tokens to generate in a row (static). T + N is at most
         ``model.config.max_position_embeddings``.
       temperature, top_k, top_p, min_p: see `SamplingParams`; one for all rows or one for each;
@@ -79,7 +82,8 @@ def rollout(
 
     Raises:
       ValueError: shapes or types do not fit together, a size is not positive, or rows may grow
-        longer than the model's positions.
+        longer than the model's positions; outside of `jit` also for a number of tokens out of
+        range, or a token outside of the vocabulary.
 
     Cost: memory for K and V of B * (T + N) tokens; time until the last row has stopped.
 
@@ -96,14 +100,11 @@ def rollout(
       ((2, 6), [6, 6])
     """
     check_positive("rollout", max_tokens=max_tokens, block_size=block_size)
-    prompt_token_ids, num_tokens = _as_prompts(prompt_token_ids, num_tokens)
+    prompt_token_ids, num_tokens = _as_prompts(
+        model.config.vocab_size, prompt_token_ids, num_tokens
+    )
     B, T = prompt_token_ids.shape
-    max_positions = model.config.max_position_embeddings
-    if T + max_tokens > max_positions:
-        raise ValueError(
-            f"rollout: T + max_tokens must be at most max_position_embeddings = {max_positions} "
-            f"of the model, got {T} + {max_tokens}. Pass fewer max_tokens."
-        )
+    _check_fits(model, T, max_tokens)
     # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
     model = jax.tree.map(lax.stop_gradient, model)
     config = model.config
@@ -141,20 +142,37 @@ def rollout(
     return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
 
 
-def _as_prompts(prompt_token_ids: jax.Array, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _check_fits(model: Llama, T: int, max_tokens: int) -> None:
+    most = model.config.max_position_embeddings
+    if T + max_tokens > most:
+        raise ValueError(
+            f"rollout: T + max_tokens must be at most max_position_embeddings = {most} "
+            f"of the model, got {T} + {max_tokens}. Pass fewer max_tokens."
+        )
+
+
+def _as_prompts(
+    vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
     """The prompts i32[B, T] and their lengths i32[B], unless they do not fit together."""
-    prompt_token_ids, num_tokens = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
-    sizes = bind("rollout", prompt_token_ids=(prompt_token_ids, "BT"), num_tokens=(num_tokens, "B"))
+    prompts, lengths = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
+    sizes = bind("rollout", prompt_token_ids=(prompts, "BT"), num_tokens=(lengths, "B"))
     B, T = sizes["B"], sizes["T"]
     if not B or not T:
         raise ValueError(
             f"rollout: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row for "
             "each prompt, of at least one token."
         )
-    prompt_token_ids, num_tokens = as_int32(
-        "rollout", prompt_token_ids=prompt_token_ids, num_tokens=num_tokens
-    )
-    return prompt_token_ids, num_tokens
+    prompts, lengths = as_int32("rollout", prompt_token_ids=prompts, num_tokens=lengths)
+    if not isinstance(num_tokens, Tracer):
+        wrong = [count for count in np.asarray(num_tokens).tolist() if not 1 <= count <= T]
+        if wrong:
+            raise ValueError(
+                f"rollout: num_tokens must be in 1..{T}, the width of prompt_token_ids, got "
+                f"{wrong[0]}."
+            )
+    check_token_ids("rollout", vocab_size, prompt_token_ids, num_tokens, name="prompt_token_ids")
+    return prompts, lengths
 
 
 def _sampling(state: SlotSampling, **values: ArrayLike) -> SlotSampling:

@@ -180,6 +180,12 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
     ("changes", "message"),
     [
         ({"num_tokens": NUM_TOKENS[:2]}, "num_tokens must have B .* = 3"),
+        ({"num_tokens": NUM_TOKENS + 3}, r"num_tokens must be in 1\.\.5, the width of prompt_tok"),
+        ({"num_tokens": NUM_TOKENS * 0}, r"num_tokens must be in 1\.\.5, .* got 0"),
+        (
+            {"prompt_token_ids": PROMPTS + 999},
+            "prompt_token_ids must be in 0..42, the vocabulary, got 999",
+        ),
         ({"prompt_token_ids": PROMPTS[0]}, r"must have shape \[B, T\], got \[5\]"),
         ({"max_tokens": 0}, "max_tokens must be a positive integer, got 0"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),

@@ -63,6 +63,17 @@ def check_switches(function: str, **switches: Any) -> None:
             raise ArgumentError(function, f"must be True or False, got {value!r}.", name)
 
 
+def check_function(function: str, **arguments: Any) -> None:
+    """Check that arguments can be called; None stands for nothing to call.
+
+    Raises:
+      ArgumentError: naming the first that cannot.
+    """
+    for name, value in arguments.items():
+        if value is not None and not callable(value):
+            raise ArgumentError(function, f"must be a function or None, got {value!r}.", name)
+
+
 def check_engine_numbers(function: str, *, seed: int, swap_space: float) -> None:
     """Check the arguments that an engine has and a memory plan has not.
 

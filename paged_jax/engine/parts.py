@@ -12,6 +12,7 @@ from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.engine.arguments import (
     check_arguments,
     check_engine_numbers,
+    check_function,
     check_switches,
     choose_cascade,
     program_sizes,
@@ -100,6 +101,7 @@ class EngineParts:
             cascade_attention=cascade_attention,
         )
         check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
+        check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
         if not isinstance(model, Llama):
             model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)

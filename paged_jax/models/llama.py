@@ -15,6 +15,7 @@ from paged_jax.checks import check_positive
 from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.kernels.rope import rms_norm
 from paged_jax.models import loading
+from paged_jax.models.arguments import Rows, as_rows, as_tokens
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up
 from paged_jax.models.layer import Attend, Layer, causal_attention
@@ -87,12 +88,11 @@ class Llama(nnx.Module):
 
         Returns:
           float32 logits ``[B, T, V]``.
+
+        Raises:
+          ValueError: they are not that or, outside of `jit`, not in the vocabulary.
         """
-        if jnp.ndim(token_ids) != 2:
-            raise ValueError(
-                f"Llama: token_ids must have shape [B, T], got {list(jnp.shape(token_ids))}."
-            )
-        token_ids = jnp.asarray(token_ids)
+        token_ids = as_tokens("Llama", self.config.vocab_size, token_ids)
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x, _ = self._run_layers(
@@ -202,8 +202,14 @@ class Llama(nnx.Module):
         Returns:
           float32 logits ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
           bool ``[]``.
+
+        Raises:
+          ValueError: shapes or types do not fit together or, outside of `jit`, a slot appears twice
+            or a token is outside of the vocabulary. Inside, rows with the same slot spoil each
+            other's tokens, and such a token is taken for the first or the last of the vocabulary.
         """
-        x, cache, ok, num_tokens = self._run_chunks(cache, token_ids, slots, num_tokens, backend)
+        rows = as_rows("Llama.prefill", self.config.vocab_size, token_ids, slots, num_tokens)
+        x, cache, ok, num_tokens = self._run_chunks(cache, rows, backend)
         last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
         logits = self._logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
         return logits, cache, ok
@@ -226,8 +232,12 @@ class Llama(nnx.Module):
         Returns:
           float32 logits ``[B, T, V]`` (of no meaning in the padding), the new cache, and ``ok``,
           bool ``[]``.
+
+        Raises:
+          ValueError: see `prefill`.
         """
-        x, cache, ok, _ = self._run_chunks(cache, token_ids, slots, num_tokens, backend)
+        rows = as_rows("Llama.score", self.config.vocab_size, token_ids, slots, num_tokens)
+        x, cache, ok, _ = self._run_chunks(cache, rows, backend)
         return self._logits(x, backend), cache, ok
 
     def decode(
@@ -258,7 +268,8 @@ class Llama(nnx.Module):
           bool ``[]``.
 
         Raises:
-          ValueError: the model has a sliding window, with which there is no `cascade`.
+          ValueError: see `prefill`; or the model has a sliding window, with which there is no
+            `cascade`.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -272,30 +283,28 @@ class Llama(nnx.Module):
           >>> logits.shape, bool(ok), cache.lengths.tolist()
           ((2, 32), True, [1, 1])
         """
-        cache, ok, rows = append_rows(cache, slots, jnp.ones_like(slots), 1, backend)
+        token_ids, slots, num_tokens = as_rows(
+            "Llama.decode", self.config.vocab_size, token_ids, slots
+        )
+        cache, ok, rows = append_rows(cache, slots, num_tokens, 1, backend)
         logits, pools = decode_rows(
             self, cache.pools, token_ids, rows, cascade=cascade, backend=backend
         )
         return logits, cache.replace_pools(pools), ok
 
     def _run_chunks(
-        self,
-        cache: PagedCache,
-        token_ids: jax.Array,
-        slots: jax.Array,
-        num_tokens: jax.Array,
-        backend: str | None,
+        self, cache: PagedCache, rows: Rows, backend: str | None
     ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
         """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
         and how many tokens of each row were taken ``[B]``."""
+        token_ids, slots, num_tokens = rows
         B, T = token_ids.shape
-        cache, ok, rows = append_rows(cache, slots, num_tokens, T, backend)
-
-        attend = chunk_attention(rows, B, T, self.config.sliding_window, backend=backend)
+        cache, ok, places = append_rows(cache, slots, num_tokens, T, backend)
+        attend = chunk_attention(places, B, T, self.config.sliding_window, backend=backend)
         x, pools = self._run_layers(
-            self._embed(token_ids.reshape(-1)), rows.positions, attend, cache.pools, backend
+            self._embed(token_ids.reshape(-1)), places.positions, attend, cache.pools, backend
         )
-        return x.reshape(B, T, -1), cache.replace_pools(pools), ok, rows.num_tokens
+        return x.reshape(B, T, -1), cache.replace_pools(pools), ok, places.num_tokens
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         return look_up(self.embed_tokens[...], token_ids)

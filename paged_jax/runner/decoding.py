@@ -29,6 +29,7 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels import Pools
+from paged_jax.models.arguments import check_distinct
 from paged_jax.models.llama import Llama, decode_rows
 from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
@@ -95,7 +96,8 @@ def decode_steps(
       The tokens and the new state. A slot that does not exist counts as blocks that do not suffice.
 
     Raises:
-      ValueError: `max_steps` is not positive, `num_top` is out of range, or `slots` is not i32[B].
+      ValueError: `max_steps` is not positive, `num_top` is out of range, `slots` is not i32[B] or,
+        outside of `jit`, has one twice.
 
     Cost: a pass of the model for each decode step. Pools and sampling state are updated in place.
 
@@ -347,8 +349,9 @@ def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
 
 
 def _as_slots(function: str, slots: jax.Array) -> jax.Array:
-    slots = jnp.asarray(slots)
-    bind(function, slots=(slots, "B"))
-    if slots.dtype != jnp.int32:
-        raise ValueError(f"{function}: slots must be int32, got {slots.dtype}. Cast it.")
-    return slots
+    rows = jnp.asarray(slots)
+    bind(function, slots=(rows, "B"))
+    if rows.dtype != jnp.int32:
+        raise ValueError(f"{function}: slots must be int32, got {rows.dtype}. Cast it.")
+    check_distinct(function, slots)
+    return rows

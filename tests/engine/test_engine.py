@@ -465,6 +465,7 @@ def test_automatic_ids_step_aside(engine) -> None:
         ({"swap_space": "4"}, "swap_space must be a finite number of GiB, at least 0, got '4'"),
         ({"swap_space": float("nan")}, "swap_space must be a finite"),
         ({"swap_space": -1}, "swap_space must be .* got -1"),
+        ({"on_compile": 3}, "on_compile must be a function or None, got 3"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
         ({"cascade_attention": 1}, "cascade_attention must be True or False, got 1"),
         ({"memory_fraction": True}, "memory_fraction must be above 0 and at most 1, got True"),

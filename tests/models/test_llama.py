@@ -248,9 +248,40 @@ def test_whole_rollout_is_one_program() -> None:
     np.testing.assert_array_equal(out, expected[4:13])
 
 
-def test_call_refuses_a_wrong_rank() -> None:
-    with pytest.raises(ValueError, match=r"token_ids must have shape \[B, T\], got \[3\]"):
-        random_llama(CONFIG)(jnp.zeros(3, jnp.int32))
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        (jnp.zeros(3, jnp.int32), r"Llama: token_ids must have shape \[B, T\], got \[3\]"),
+        (jnp.zeros((1, 3)), "Llama: token_ids must be an integer array, got float32"),
+        (np.full((1, 3), CONFIG.vocab_size), "must be in 0..60, the vocabulary, got 61"),
+    ],
+)
+def test_call_refuses_what_are_no_tokens(token_ids, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        random_llama(CONFIG)(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": i32(0, 0)}, "slots must be distinct, got 0 more than once"),
+        ({"token_ids": [[3, 4], [5, 61]]}, "token_ids must be in 0..60, the vocabulary, got 61"),
+        ({"token_ids": [[3, 4], [-5, 6]]}, "token_ids must be in 0..60, the vocabulary, got -5"),
+        ({"token_ids": [[3.0, 4.0], [5.0, 6.0]]}, "token_ids must be an integer array"),
+        ({"slots": i32(0)}, r"slots must have B .* = 2 as token_ids has, got shape \[1\]"),
+    ],
+)
+def test_steps_refuse_what_cannot_be_meant(changes, message) -> None:
+    """Where values are known, which they are not inside of `jit`."""
+    model, cache = random_llama(CONFIG), new_cache(num_blocks=8, max_blocks_per_slot=4)
+    arguments = {"token_ids": [[3, 4], [5, 6]], "slots": i32(0, 1), **changes}
+    token_ids = np.array(arguments["token_ids"])
+    for step in (model.prefill, model.score):
+        with pytest.raises(ValueError, match=f"Llama.{step.__name__}: {message}"):
+            step(cache, token_ids, arguments["slots"], i32(2, 2))
+    column = 0 if "-5" in message else 1
+    with pytest.raises(ValueError, match=f"Llama.decode: {message}"):
+        model.decode(cache, token_ids[:, column], arguments["slots"])
 
 
 @functools.cache

@@ -647,11 +647,12 @@ def test_decode_steps_refuses_wrong_shapes(model) -> None:
         decode_steps(model, state, jnp.zeros((2, 1), jnp.int32), 1, max_steps=1)
     with pytest.raises(ValueError, match="slots must be int32, got float32"):
         decode_steps(model, state, jnp.zeros(2), 1, max_steps=1)
+    with pytest.raises(ValueError, match="slots must be distinct, got 1 more than once"):
+        decode_steps(model, state, jnp.array([-1, 1, -1, 1]), 1, max_steps=1)
     with pytest.raises(ValueError, match="num_drafts must have B"):
         verify_steps(
-            model, state, jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32),
-            jnp.zeros(2, jnp.int32),
-        )  # fmt: skip
+            model, state, jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32), jnp.arange(2)
+        )
 
 
 def test_assign_compiles_once(model) -> None:
