@@ -29,6 +29,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.scheduler.outputs import (
     CompletionOutput,
     Explanation,
@@ -61,6 +62,7 @@ __all__ = [
     "RequestOutput",
     "Rollout",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Tokenizer",
     "Wait",
     "cascade_attention",

@@ -23,7 +23,7 @@ from paged_jax.kernels.checks import as_int32
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.llama import Llama
 from paged_jax.runner import DecodeState, decode_steps
-from paged_jax.sampling import SlotSampling
+from paged_jax.sampling import Constraints, SlotSampling
 
 
 class Rollout(NamedTuple):
@@ -107,7 +107,6 @@ def rollout(
     _check_fits(model, T, max_tokens)
     # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
     model = jax.tree.map(lax.stop_gradient, model)
-    config = model.config
     slots = jnp.arange(B, dtype=jnp.int32)
     cache = model.create_cache(
         num_slots=B,
@@ -121,12 +120,12 @@ def rollout(
             cache, prompt_token_ids[:, :-1], slots, num_tokens - 1, backend=backend
         )
     if stop_token_ids is None:
-        stop_token_ids = config.eos_token_ids
+        stop_token_ids = model.config.eos_token_ids
     stop_ids = jnp.array([list(stop_token_ids)], jnp.int32)
     state = DecodeState(
         cache=cache,
         sampling=_sampling(
-            SlotSampling.create(B, config.vocab_size, max_logit_bias=0, max_stop_ids=0),
+            SlotSampling.create(B, model.config.vocab_size, max_logit_bias=0, max_stop_ids=0),
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -137,6 +136,7 @@ def rollout(
         token_ids=prompt_token_ids[slots, num_tokens - 1],
         stop_ids=jnp.broadcast_to(stop_ids, (B, stop_ids.shape[1])),
         max_lengths=num_tokens + max_tokens,
+        constraints=Constraints.create(B, vocab_size=0, max_forced=0),
     )
     tokens, _ = decode_steps(model, state, slots, max_tokens, max_steps=max_tokens, backend=backend)
     return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)

@@ -76,6 +76,9 @@ class Drafter:
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
 
     def _draft(self, sequence: Sequence) -> list[int]:
+        if (grammar := sequence.followed_grammar()) is not None:
+            # Of other guesses it would have to be known what may follow each of them.
+            return grammar.forced[: self._max_drafts]
         index = self._indices.setdefault(sequence, NgramIndex())
         index.extend(sequence.token_ids)
         return index.guess(self._max_drafts)

@@ -47,7 +47,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import parameter_shapes
 from paged_jax.runner import Sizes
-from paged_jax.sampling import SlotSampling
+from paged_jax.sampling import Constraints, SlotSampling
 
 # Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {
@@ -154,7 +154,7 @@ def footprint(
       >>> needs = footprint(config, sizes, weights=weight_bytes(config, "float32"),
       ...                   dtype="float32", kv_dtype="float32", platform="cpu")
       >>> needs.weights, needs.state, needs.block
-      (1171200, 12504, 20480)
+      (1171200, 12920, 20480)
     """
     block = block_bytes(config, sizes.block_size, kv_dtype, platform)
     steps = _step_bytes(config, sizes, block)
@@ -204,7 +204,10 @@ def record_bytes(block_size: int) -> int:
 def state_bytes(vocab_size: int, sizes: Sizes) -> int:
     """Bytes of a `DecodeState` but for what comes with each block."""
     slot = jax.eval_shape(
-        lambda: SlotSampling.create(1, vocab_size, sizes.max_logit_bias, sizes.max_stop_ids)
+        lambda: (
+            SlotSampling.create(1, vocab_size, sizes.max_logit_bias, sizes.max_stop_ids),
+            Constraints.create(1, vocab_size, sizes.max_forced),
+        )
     )
     sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)

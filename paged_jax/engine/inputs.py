@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.checks import ArgumentError, is_int, is_real
+from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler import Completion, Request, Sequence
@@ -33,6 +34,7 @@ class Inputs:
       max_model_len: most tokens of a sequence, prompt included.
       max_length: most tokens of a sequence that names no bound: what the pool can hold.
       seed: the engine's seed, for requests without one.
+      grammars: grammars of the forms that texts must have.
     """
 
     tokenizer: Tokenizer | None
@@ -40,6 +42,7 @@ class Inputs:
     max_model_len: int
     max_length: int
     seed: int
+    grammars: Grammars
 
     def make_request(
         self,
@@ -74,6 +77,8 @@ class Inputs:
         salt = prompt.get("cache_salt", "")
         _check_options(salt, priority, arrival_time, timeout, client)
         self._check_params(params)
+        form = params.structured_outputs
+        grammar = None if form is None else self.grammars.compile(form)
         max_tokens = self._max_tokens(params, len(token_ids))
         # A first word keeps the space before it, unless only a start token precedes it.
         continues_text = self.tokenizer is not None and not all(
@@ -102,6 +107,7 @@ class Inputs:
                 list(token_ids),
                 max_length=len(token_ids) + max_tokens,
                 completion=Completion(params, self.tokenizer, continues_text=continues_text),
+                grammar=None if grammar is None else GrammarCursor(grammar),
             )
             for index in range(params.n)
         ]

@@ -32,6 +32,7 @@ from paged_jax.engine.sleep import Sleep
 from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
+from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
 from paged_jax.scheduler import Preemption, PreemptionCosts, Scheduler, Sequence
@@ -53,6 +54,7 @@ class EngineParts:
       max_num_seqs: S, samples that run at once.
       max_model_len: most tokens of a sequence, prompt included.
       enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
+      grammars: grammars of the forms that texts must have; other threads may compile some.
       delivery: hands on requests that have made progress.
     """
 
@@ -140,6 +142,7 @@ class EngineParts:
         self.num_blocks = choose_num_blocks(
             device, sizes, taken, num_blocks=num_blocks, memory_fraction=memory_fraction
         )
+        self.grammars = Grammars(self.tokenizer, self.config.vocab_size, self._eos_token_ids)
         self._inputs = Inputs(
             tokenizer=self.tokenizer,
             vocab_size=self.config.vocab_size,
@@ -148,6 +151,7 @@ class EngineParts:
                 self.max_model_len, length_with_cached_tokens(self.num_blocks * block_size)
             ),
             seed=seed,
+            grammars=self.grammars,
         )
         self._runner = ModelRunner(
             model,

@@ -99,6 +99,9 @@ class Postprocessor:
         request = sequence.request
         if sequence.is_finished:
             return  # another row of its request has just ended all of them
+        if sequence.grammar is not None and sequence.grammar.failure is not None:
+            self._requests.end(request, "error", sequence.grammar.failure)
+            return
         try:
             num_tokens = self.append_tokens(sequence, row)
         except FloatingPointError as error:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
-from paged_jax.sampling import SamplingParams, SlotSampling
+from paged_jax.sampling import Constraints, SamplingParams, SlotSampling
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +27,7 @@ class DecodeState:
       token_ids: i32[S], the last known token of each slot, the next one to be fed.
       stop_ids: i32[S, X], tokens that end the slot's sequence, filled up with V, which is no token.
       max_lengths: i32[S], known tokens (prompt and generated) at which a sequence is complete.
+      constraints: what grammars allow next in each slot.
 
     Example:
       >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
@@ -42,6 +44,7 @@ class DecodeState:
     token_ids: jax.Array
     stop_ids: jax.Array
     max_lengths: jax.Array
+    constraints: Constraints
 
     @classmethod
     def create(
@@ -51,6 +54,7 @@ class DecodeState:
         *,
         max_stop_ids: int = 16,
         max_logit_bias: int = 32,
+        max_forced: int = 8,
     ) -> "DecodeState":
         """Return the state of slots that no sequence has been assigned to.
 
@@ -59,6 +63,7 @@ class DecodeState:
           vocab_size: V.
           max_stop_ids: X; also the most that a request with ``min_tokens`` may have.
           max_logit_bias: see `SlotSampling.create`.
+          max_forced: see `Constraints.create`.
 
         Raises:
           ValueError: a size is out of range.
@@ -72,6 +77,7 @@ class DecodeState:
             token_ids=jnp.zeros(S, jnp.int32),
             stop_ids=jnp.full((S, max_stop_ids), vocab_size, jnp.int32),
             max_lengths=jnp.zeros(S, jnp.int32),
+            constraints=Constraints.create(S, vocab_size, max_forced),
         )
 
     @property
@@ -147,16 +153,34 @@ def assign(
     stop_ids = np.full(room, state.vocab_size, np.int32)
     wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
     stop_ids[: len(wanted)] = wanted
-    rows = (state.token_ids, state.stop_ids, state.max_lengths)
-    values = (np.int32(token_ids[-1]), stop_ids, np.int32(max_length))
-    token_rows, stop_rows, max_lengths = _write_rows(rows, values, np.int32(slot))
+    rows = (state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts)
+    values = (np.int32(token_ids[-1]), stop_ids, np.int32(max_length), np.int32(-1))
+    token_rows, stop_rows, max_lengths, starts = _write_rows(rows, values, np.int32(slot))
     return DecodeState(
         cache=state.cache,
         sampling=new_sampling,
         token_ids=token_rows,
         stop_ids=stop_rows,
         max_lengths=max_lengths,
+        constraints=dataclasses.replace(state.constraints, starts=starts),
     )
+
+
+def bind_slots(state: DecodeState, rows: Sequence[np.ndarray]) -> DecodeState:
+    """Note what grammars allow next in some slots. Called from the host.
+
+    Args:
+      state: the state to change; its constraints are donated.
+      rows: arguments of `Constraints.write`.
+    """
+    return dataclasses.replace(
+        state, constraints=_write_constraints(state.constraints, tuple(rows))
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_constraints(constraints: Constraints, rows: Any) -> Constraints:
+    return constraints.write(*rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -189,8 +213,9 @@ def fork(
     is_child = ok & (parents >= 0)
     source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
     rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
-    rows = jax.tree.map(lambda x: x[source], rows)
-    keys = jax.vmap(sampling.fold_in)(rows[0].keys, sample_indices)
-    keys = jnp.where(is_child[:, None], keys, rows[0].keys)
-    drawn = dataclasses.replace(rows[0], keys=keys)
-    return DecodeState(cache, drawn, *rows[1:]), ok
+    drawn, token_ids, stop_ids, max_lengths = jax.tree.map(lambda x: x[source], rows)
+    keys = jax.vmap(sampling.fold_in)(drawn.keys, sample_indices)
+    drawn = dataclasses.replace(drawn, keys=jnp.where(is_child[:, None], keys, drawn.keys))
+    starts = jnp.where(is_child, -1, state.constraints.starts)
+    constraints = dataclasses.replace(state.constraints, starts=starts)
+    return DecodeState(cache, drawn, token_ids, stop_ids, max_lengths, constraints), ok

@@ -33,7 +33,7 @@ from paged_jax.models.arguments import check_distinct
 from paged_jax.models.llama import Llama, decode_rows
 from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.sampling import Draws, SlotSampling
+from paged_jax.sampling import Constraints, Draws, SlotSampling
 
 
 class StepTokens(NamedTuple):
@@ -240,6 +240,7 @@ class _Batch:
     """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
 
     sampling: SlotSampling  # of the rows, see `sampling.rows_of`
+    constraints: Constraints | None  # of the rows
     slots: jax.Array  # i32 [B], out of range where there is no row
     token_ids: jax.Array  # i32 [B], the last known token of each row
     stop_ids: jax.Array  # i32 [B, X]
@@ -256,6 +257,7 @@ class _Batch:
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         batch = cls(
             sampling.rows_of(state.sampling, rows),
+            state.constraints.of_rows(rows) if state.constraints.can_bind else None,
             rows,
             *[x.at[rows].get(mode="clip") for x in parts],
             # A slot that does not exist has not stopped.
@@ -272,7 +274,7 @@ class _Batch:
         positions = self.lengths + 1
         draws, new_sampling = sampling.sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
-            num_top=(self.drawn.shape[2] - 3) // 2,
+            self.constraints, num_top=(self.drawn.shape[2] - 3) // 2,
         )  # fmt: skip
         ids = draws.token_ids
         return dataclasses.replace(

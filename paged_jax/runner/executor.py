@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.models.llama import Llama, create_cache
 from paged_jax.runner import decode_state, warmup
+from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.placement import in_auto_mode, placement_beside
@@ -20,6 +21,7 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
+_BINDING = "choice of tokens by grammars"
 # Seconds that the reader of a result leaves to the thread that makes the next call, before both
 # want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for 5 ms, and
 # the device with it. Measured by `python -m benchmarks.host` on 2 busy cores: without this a device
@@ -54,6 +56,7 @@ class Executor:
 
     Attributes:
       sizes: what shapes the programs.
+      vocab_size: V, tokens that the model knows.
       num_blocks: P, blocks in the pool.
       programs: the list of programs.
       weights: the arrays of the model, in the order of its flattened state.
@@ -91,9 +94,10 @@ class Executor:
         )
         self.sizes = sizes
         self.num_blocks = num_blocks
-        num_top = min(MAX_LOGPROBS, model.config.vocab_size)
-        self.programs = list_programs(self._structure, sizes, num_top)
         self._config = model.config
+        self.vocab_size = model.config.vocab_size
+        num_top = min(MAX_LOGPROBS, self.vocab_size)
+        self.programs = list_programs(self._structure, sizes, num_top)
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile or (lambda line: None)
         self._compiled: set[str] = set()
@@ -140,9 +144,10 @@ class Executor:
         )
         return DecodeState.create(
             cache,
-            self._config.vocab_size,
+            self.vocab_size,
             max_logit_bias=self.sizes.max_logit_bias,
             max_stop_ids=self.sizes.max_stop_ids,
+            max_forced=self.sizes.max_forced,
         )
 
     @property
@@ -242,6 +247,12 @@ class Executor:
         with self._compiling(_ASSIGNMENT):
             self._state = decode_state.assign(self.state, slot, params, **arguments)
 
+    def bind(self, bounds: Bounds) -> None:
+        """Write which tokens grammars allow next."""
+        self._join()
+        with self._compiling(_BINDING):
+            self._state = decode_state.bind_slots(self.state, bounds)
+
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile the programs of `warmup.list_calls`. No slot may be in use.
 
@@ -256,6 +267,7 @@ class Executor:
         for call in new:
             self._compiled.add(call.name)
             self.run(call)
+        self.bind(Bounds.create(self.sizes, self.vocab_size))
         # Not one program but two, which no slot can be left out of.
         self._compiled.add(_ASSIGNMENT)
         self.assign(0, SamplingParams(), token_ids=[0], num_prompt_tokens=1, seed=0, max_length=2)

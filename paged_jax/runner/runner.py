@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.models.llama import Llama
+from paged_jax.runner.bounds import find_bounds
 from paged_jax.runner.buckets import no_slots, pack, row_bucket
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
@@ -180,7 +181,7 @@ class ModelRunner:
           is_ahead: whether these are among the sequences of the last call, whose tokens may not
             have been read. Those that it has stopped draw nothing.
         """
-        slots = self._decode_slots(sequences)
+        slots = self._decode_slots(sequences, num_steps)
         limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
         call = self._executor.programs.decode.call(slots, *limits)
         if is_ahead:
@@ -200,7 +201,8 @@ class ModelRunner:
         with_top: bool,
     ) -> StepTokens:
         """As `decode`, for sequences of which drafts guess the next tokens. On the host."""
-        verify, slots = self._executor.programs.verify, self._decode_slots(sequences)
+        verify = self._executor.programs.verify
+        slots = self._decode_slots(sequences, 1 + max(map(len, drafts)))
         self.slots.flush()
         guesses = np.zeros((slots.size, self.sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
@@ -230,10 +232,14 @@ class ModelRunner:
         require_blocks(tokens.ok)
         return tokens
 
-    def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
-        """The slots of the sequences, padded with -1; all of them are assigned on the device."""
+    def _decode_slots(self, sequences: Collection[Sequence], num_steps: int) -> np.ndarray:
+        """The slots of the sequences, padded with -1; the device knows how each one decodes."""
         for sequence in sequences:
             self.slots.assign(sequence)
+        vocab_size = self._executor.vocab_size
+        bounds = find_bounds(sequences, num_steps, self.sizes, vocab_size)
+        if bounds is not None:
+            self._executor.bind(bounds)
         slots = no_slots(row_bucket(len(sequences), self.sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

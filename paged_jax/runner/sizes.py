@@ -63,6 +63,11 @@ class Sizes(NamedTuple):
         return max(MIN_DISPATCH_CAPACITY, 1 << (self.max_steps - 1).bit_length())
 
     @property
+    def max_forced(self) -> int:
+        """Tokens of a sequence, known from its grammar, that one call has room for."""
+        return max(self.dispatch_capacity, self.num_drafts)
+
+    @property
     def score_width(self) -> int:
         """Prompt tokens that one call scores."""
         return min(SCORE_WIDTH, self.max_chunk)

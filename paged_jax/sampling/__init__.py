@@ -1,15 +1,19 @@
 """From logits to tokens: what a user may ask for, the state of each slot, and the draw itself."""
 
+from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.keys import fold_in
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.sample import Draws, ranks, rows_of, sample, top_logprobs
 from paged_jax.sampling.state import SlotSampling, settle, write_slot
+from paged_jax.sampling.structured import StructuredOutputsParams
 
 __all__ = [
     "MAX_LOGPROBS",
+    "Constraints",
     "Draws",
     "SamplingParams",
     "SlotSampling",
+    "StructuredOutputsParams",
     "fold_in",
     "ranks",
     "rows_of",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.checks import ArgumentError, is_int, is_real
+from paged_jax.sampling.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 """Most candidates that are reported with a token."""
@@ -110,6 +111,8 @@ class SamplingParams:
       logit_bias: added to the logits of these tokens, of which there may be 1024.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
+      structured_outputs: the form that the text must have, such as a JSON schema. It ends where
+        that is complete; `max_tokens` may cut it short before.
 
     Raises:
       ValueError: a value is out of bounds; the message names the field and the bound.
@@ -144,6 +147,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -151,6 +155,7 @@ class SamplingParams:
         self._check_tokens()
         self._check_stop()
         self._check_flags()
+        self._check_form()
 
     def _check_numbers(self) -> None:
         for name, number in NUMBERS.items():
@@ -248,6 +253,21 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, "be a bool", value, "Use True or False.")
+
+    def _check_form(self) -> None:
+        form = self.structured_outputs
+        _require(
+            form is None or isinstance(form, StructuredOutputsParams),
+            "structured_outputs",
+            "be StructuredOutputsParams or None",
+            form,
+            "Use None for text of any form.",
+        )
+        if form is not None:  # which alone says where its text ends
+            for name, neutral in (("min_tokens", 0), ("ignore_eos", False)):
+                value = getattr(self, name)
+                rule = f"be {neutral!r} with structured_outputs"
+                _require(value == neutral, name, rule, value, "The form says where a text ends.")
 
 
 def _require(is_ok: bool, name: str, rule: str, value: object, advice: str) -> None:

@@ -6,7 +6,8 @@ other rows of the batch, or on how many decode steps run in one dispatch.
 
 Each row goes through the order that vLLM V1 uses:
 
-    logit bias, held-back stop tokens -> penalties -> [temperature 0: the largest logit]
+    logit bias, held-back stop tokens -> penalties -> mask of a grammar
+    -> [temperature 0: the largest logit]
     -> temperature and filters, see `filter_logits` -> draw
 
 **Ties.** Tokens are ordered by logit, and among equal logits by id, lowest first. So top_k keeps
@@ -29,6 +30,7 @@ from paged_jax.checks import is_int
 from paged_jax.dims import bind
 from paged_jax.kernels import cpu
 from paged_jax.sampling import filters
+from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.keys import as_key, fold_in
 from paged_jax.sampling.state import SlotSampling
 
@@ -54,6 +56,7 @@ def sample(
     active: jax.Array,
     slots: jax.Array | None = None,
     with_top: bool | jax.Array = True,
+    constraints: Constraints | None = None,
     *,
     num_top: int = 0,
 ) -> tuple[Draws, SlotSampling]:
@@ -68,6 +71,7 @@ def sample(
       slots: i32[B], the distinct slots of the active rows; anything for other rows. None is for
         B = S, where row i is slot i.
       with_top: bool[], whether the most probable tokens are looked for.
+      constraints: what grammars allow in each row, see `Constraints.of_rows`; None for anything.
       num_top: N, how many of them (static); 0 reports no ranks either.
 
     Returns:
@@ -91,35 +95,32 @@ def sample(
       >>> draws.token_ids.tolist()
       [1, 0]
     """
-    num_slots, vocab_size = rows.output_counts.shape
-    if slots is None:
-        bind("sample", logits=(logits, "SV"), output_counts=(rows.output_counts, "SV"))
-        slots = jnp.arange(num_slots, dtype=jnp.int32)
-    bind(
-        "sample",
-        logits=(logits, "BV"),
-        prompt_mask=(rows.prompt_mask, "SV"),
-        temperature=(rows.temperature, "B"),
-        positions=(positions, "B"),
-        active=(active, "B"),
-        slots=(slots, "B"),
-    )
+    slots = _check_shapes(logits, rows, positions, active, slots)
     raw = logits.astype(jnp.float32)
-    is_changed = jnp.any(filters.is_changed(rows, positions, active))
+    is_changed = filters.is_changed(rows, positions, active)
+    if constraints is not None:
+        is_changed |= active & constraints.is_masked(positions)
+    is_changed = jnp.any(is_changed)
     is_drawn = active & (rows.temperature > 0)
     is_reported = jnp.any(active) & with_top if num_top else jnp.zeros((), jnp.bool_)
 
+    def change(z):
+        z = filters.change(z, rows, positions, active, slots)
+        return z if constraints is None else constraints.mask(z, positions, active, slots)
+
+    def settle(tokens):
+        tokens = tokens if constraints is None else constraints.force(tokens, positions)
+        return jnp.where(active, tokens, 0)
+
     def choose(raw):
-        z = filters.when(
-            is_changed, lambda z: filters.change(z, rows, positions, active, slots), raw
-        )
-        tokens = jnp.where(active, _choose(_finite_or_dropped(z), rows, positions, is_drawn), 0)
+        z = filters.when(is_changed, change, raw)
+        tokens = settle(_choose(_finite_or_dropped(z), rows, positions, is_drawn))
         if not num_top:
             return tokens, *no_report(raw, tokens)
         return tokens, *lax.cond(is_reported, report, no_report, raw, tokens)
 
     def choose_greedily(raw):
-        tokens = jnp.where(active, _argmax(_finite_or_dropped(raw)), 0)
+        tokens = settle(_argmax(_finite_or_dropped(raw)))
         return tokens, *no_report(raw, tokens)
 
     def report(raw, tokens):
@@ -136,10 +137,33 @@ def sample(
     )
     logprobs = _at(raw, tokens) - log_sum_exp(raw)[:, 0]
     # The slot S of inactive rows is out of range, and dropped.
-    counted = jnp.where(active, slots, num_slots)
+    counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = Draws(tokens, jnp.where(active, logprobs, 0.0), *reported)
     return draws, dataclasses.replace(rows, output_counts=counts)
+
+
+def _check_shapes(
+    logits: jax.Array,
+    rows: SlotSampling,
+    positions: jax.Array,
+    active: jax.Array,
+    slots: jax.Array | None,
+) -> jax.Array:
+    """The slots of the rows, if all shapes agree."""
+    if slots is None:
+        bind("sample", logits=(logits, "SV"), output_counts=(rows.output_counts, "SV"))
+        slots = jnp.arange(rows.output_counts.shape[0], dtype=jnp.int32)
+    bind(
+        "sample",
+        logits=(logits, "BV"),
+        prompt_mask=(rows.prompt_mask, "SV"),
+        temperature=(rows.temperature, "B"),
+        positions=(positions, "B"),
+        active=(active, "B"),
+        slots=(slots, "B"),
+    )
+    return slots
 
 
 def _choose(

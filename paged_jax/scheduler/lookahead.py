@@ -14,7 +14,8 @@ class Lookahead:
     """Plans steps ahead where nothing but decoding the same sequences can follow.
 
     That ends when a request arrives or expires, when one of the sequences ends for which others
-    wait, and when blocks run out: then tokens are read first, and the scheduler plans.
+    wait, and when blocks run out: then tokens are read first, and the scheduler plans. So they are
+    while one of the sequences has a grammar.
 
     Args:
       queue: the waiting line and the slots.
@@ -43,9 +44,11 @@ class Lookahead:
         """
         queue = self._queue
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
+        # What a grammar allows depends on the tokens.
+        is_free = all(sequence.grammar is None for sequence in plan.decodes)
         # What a prompt leaves in the prefix cache may let others in that lack blocks.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
-        self._is_open = self._is_used and is_full and not may_admit_next
+        self._is_open = self._is_used and is_full and is_free and not may_admit_next
 
     def close(self) -> None:
         """Look no further ahead than what is queued, until the scheduler has planned."""

@@ -28,7 +28,8 @@ class StepPlanner:
         self._max_chunk = max_chunk
 
     def num_steps(self, max_steps: int, may_admit_next: bool) -> int:
-        """Decode steps: one while anything but decoding could follow in the next step, else many.
+        """Decode steps: one while anything but decoding could follow in the next step, else many,
+        as far as grammars are known.
 
         Args:
           max_steps: most decode steps in one dispatch.
@@ -40,7 +41,10 @@ class StepPlanner:
         if may_admit_next or len(decodes) < len(self._queue.running):
             return 1
         longest = max(s.max_length - len(s.token_ids) for s in decodes)
-        return min(max_steps, longest)
+        grammars = filter(None, (s.followed_grammar() for s in decodes))
+        # After the tokens that are forced, one is drawn before more can be known.
+        known = min((len(grammar.forced) + 1 for grammar in grammars), default=max_steps)
+        return min(max_steps, longest, known)
 
     @property
     def is_empty(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_jax.cache.digests import PrefixChain
+from paged_jax.models.text.grammar import GrammarCursor
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.history import History
@@ -100,6 +101,8 @@ class Sequence:
       max_length: number of tokens at which it is complete; that of the prompt's or above.
       completion: the text of the generated tokens, and why they ended.
       chain: names the full blocks for the prefix cache; None if they are not cached.
+      grammar: where its text is in its grammar, as of the last `followed_grammar`; None if the text
+        may have any form.
       num_computed: tokens that are in the cache, or in its copy in host memory.
       slot: row of the block tables; None unless the sequence runs.
       is_swapped: whether the blocks are in host memory.
@@ -114,6 +117,7 @@ class Sequence:
     max_length: int
     completion: Completion = field(repr=False)
     chain: PrefixChain | None = field(default=None, repr=False)
+    grammar: GrammarCursor | None = field(default=None, repr=False)
     num_computed: int = 0
     slot: int | None = None
     is_swapped: bool = False
@@ -130,6 +134,7 @@ class Sequence:
         max_length: int,
         completion: Completion,
         chain: PrefixChain | None = None,
+        grammar: GrammarCursor | None = None,
     ):
         self._request = weakref.ref(request)
         self.index = index
@@ -137,6 +142,7 @@ class Sequence:
         self.max_length = max_length
         self.completion = completion
         self.chain = chain
+        self.grammar = grammar
 
     @property
     def request(self) -> Request:
@@ -174,6 +180,12 @@ class Sequence:
     def digests(self) -> list[bytes]:
         """The digests of the full blocks of its tokens, computed when asked for."""
         return [] if self.chain is None else self.chain.digests(self.token_ids)
+
+    def followed_grammar(self) -> GrammarCursor | None:
+        """Its grammar, behind all of its tokens."""
+        if self.grammar is not None:
+            self.grammar.follow(self.token_ids, self.num_prompt_tokens)
+        return self.grammar
 
     @property
     def history(self) -> History | None:
@@ -259,6 +271,8 @@ class Sequence:
         self.is_swapped, self.host_blocks = False, None
         self.is_fork = False
         self.num_preemptions = 0
+        if self.grammar is not None:
+            self.grammar.reset()
 
     def output(self) -> CompletionOutput:
         """What is final so far."""

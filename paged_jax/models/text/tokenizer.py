@@ -122,6 +122,10 @@ class Tokenizer:
         """Whether `apply_chat_template` and `encode_chat` can work."""
         return self._chat_template is not None
 
+    def to_json(self) -> str:
+        """The contents of a ``tokenizer.json``, for other libraries."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids.
 

@@ -1,0 +1,221 @@
+"""Grammars over tokens: which tokens may follow in a text that must have a form.
+
+The work is llguidance's, of the extra ``structured``. Here its matchers follow sequences of tokens.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paged_jax.checks import ArgumentError
+from paged_jax.models.text.closed_schema import close
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.sampling.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Grammars that are kept for the requests that come next.
+_NUM_KEPT = 64
+# How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
+# So the names of properties are forced; and models that know no way on cannot fill the context with
+# white space.
+_LAYOUT: Any = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
+
+
+class Grammars:
+    """Compiles the forms that requests ask for. Several threads may use it.
+
+    Args:
+      tokenizer: the tokenizer; None for a model without one, for which every form is refused.
+      vocab_size: V, tokens that the model knows.
+      eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
+
+    def compile(self, form: StructuredOutputsParams) -> "Grammar":
+        """Make a grammar of the form that a request asks for, or find it.
+
+        Raises:
+          ArgumentError: there is no such grammar, with llguidance's reason; or the model has no
+            tokenizer or no end token, or llguidance is not installed.
+
+        Cost: milliseconds, seconds for a large schema; the first call reads the vocabulary, too.
+        """
+        with self._lock:
+            return self._compiled(form)
+
+    def _compile(self, form: StructuredOutputsParams) -> "Grammar":
+        tokenizer = self._ll_tokenizer
+        from llguidance import LLMatcher
+
+        try:
+            matcher = LLMatcher(tokenizer, _source(form), log_level=0)
+        except ValueError as error:
+            raise _refusal(f"cannot be had: {_reason(error)}") from None
+        if matcher.is_error():
+            raise _refusal(f"cannot be had: {_reason(matcher.get_error())}")
+        return Grammar(matcher, self._eos_token_ids, self._lock)
+
+    @functools.cached_property
+    def _ll_tokenizer(self) -> "LLTokenizer":
+        if self._tokenizer is None:
+            raise _refusal("must be None as the model has no tokenizer, got a form.")
+        if not self._eos_token_ids:
+            raise _refusal("must be None as the model has no end-of-sequence token, got a form.")
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise _refusal(
+                "must be None as llguidance is not installed, got a form. Run: pip install "
+                '"paged-jax[structured]".'
+            ) from None
+        try:
+            return LLTokenizer(
+                self._tokenizer.to_json(),
+                n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
+                eos_token=self._eos_token_ids[0],
+            )
+        except ValueError as error:
+            raise _refusal(
+                f"must be None as llguidance cannot read the model's tokenizer: {_reason(error)}"
+            ) from None
+
+
+class Grammar:
+    """A compiled grammar, from which each sequence that follows it starts anew.
+
+    Args:
+      matcher: the matcher of llguidance before the first token.
+      eos_token_ids: tokens that end a text.
+      lock: held while the matcher is copied.
+    """
+
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: list[int], lock: Any):
+        self._matcher = matcher
+        self.eos_token_ids = eos_token_ids
+        self._lock = lock
+
+    def start(self) -> "LLMatcher":
+        """A matcher before the first token."""
+        with self._lock:
+            return self._matcher.deep_copy()
+
+
+class GrammarCursor:
+    """Where a sequence of tokens is in a grammar. It belongs to one thread.
+
+    Where the text that comes next is known, so are its tokens: those of llguidance's choice, which
+    depends on the tokens before them and on nothing else.
+
+    Args:
+      grammar: the grammar.
+
+    Attributes:
+      forced: tokens that come next, an end token included where nothing else can follow.
+      failure: why nothing more can be said of the grammar, as it is too complex; None if all is
+        well. An end token is forced then.
+    """
+
+    def __init__(self, grammar: Grammar):
+        self._grammar = grammar
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, before the first token."""
+        self.forced: list[int] = []
+        self.failure: str | None = None
+        self._num_followed: int | None = None  # None until the first look
+        self._matcher = self._grammar.start()
+
+    def follow(self, token_ids: Sequence[int], start: int) -> None:
+        """Take the tokens that were generated since the last call.
+
+        Args:
+          token_ids: all tokens of the sequence.
+          start: index of the first one that was generated.
+        """
+        if self._num_followed is None:
+            self._find_forced()
+            self._num_followed = 0
+        for token_id in token_ids[start + self._num_followed :]:
+            self._take(token_id)
+            self._num_followed += 1
+
+    def _take(self, token_id: int) -> None:
+        if not self.forced:  # the one behind them is always drawn
+            self._matcher.consume_token(token_id)
+            self._find_forced()
+        else:
+            assert token_id == self.forced.pop(0), "what comes must be what is forced"
+
+    def _find_forced(self) -> None:
+        """Look what must come next. The matcher is behind that afterwards."""
+        self.forced = self._matcher.compute_ff_tokens()
+        if self.forced:
+            self._matcher.consume_tokens(self.forced)
+        if self._matcher.is_error():
+            self._fail()
+        if self._matcher.is_stopped():
+            self.forced.append(self._grammar.eos_token_ids[0])
+
+    def _fail(self) -> None:
+        reason = _reason(self._matcher.get_error())
+        self.failure = f"the grammar could not be followed: {reason}"
+
+    def write_mask(self, words: np.ndarray) -> None:
+        """Write which tokens may follow the forced ones.
+
+        Args:
+          words: i32[V / 32], rounded up: the lowest bit of the first number is that of token 0.
+        """
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        words[:] = mask[: words.size]
+        if self._matcher.is_error():
+            self._fail()
+            words[:] = 0
+        first, *others = self._grammar.eos_token_ids
+        if self.failure is not None or _has(words, first):
+            for token_id in (first, *others):
+                words[token_id // 32] |= np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+
+
+def _source(form: StructuredOutputsParams) -> str:
+    """What llguidance compiles."""
+    from llguidance import LLMatcher
+
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.grammar is not None:
+        return LLMatcher.grammar_from_lark(form.grammar)
+    if form.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+    schema = {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_LAYOUT)
+
+
+def _has(words: np.ndarray, token_id: int) -> bool:
+    return bool(words[token_id // 32] >> (token_id % 32) & 1)
+
+
+def _reason(error: object) -> str:
+    """A sentence of llguidance's, without its state and in one line."""
+    return " ".join(str(error).partition("\n<state>")[0].split())
+
+
+def _refusal(problem: str) -> ArgumentError:
+    return ArgumentError("request", problem, "structured_outputs")

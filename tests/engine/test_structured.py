@@ -1,0 +1,150 @@
+"""Texts of a form from an engine: they have it, and are the same whatever else the engine does."""
+
+import json
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_jax import Engine, SamplingParams, StructuredOutputsParams
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.scheduler.outputs import RequestOutput
+from tests.support.structured import PERSON, SIZES, schemas
+
+FORMS = [
+    StructuredOutputsParams(json=PERSON),
+    StructuredOutputsParams(regex="(red|green|blue) [0-9]{2,4}!?"),
+    StructuredOutputsParams(choice=["a long way home", "a long way off", "elsewhere"]),
+    None,
+    StructuredOutputsParams(grammar='start: "[" word ("," " " word){8,30} "]"\nword: /[a-z]{1,5}/'),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(**SIZES)
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    check_invariants(engine.cache.tables)
+    return done
+
+
+def params(form: StructuredOutputsParams | None, **others) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 1.0, "max_tokens": 60, "structured_outputs": form, **others}
+    )
+
+
+@settings(max_examples=10)
+@given(st.lists(schemas(), min_size=10, max_size=10))
+def test_samples_are_json_of_their_schemas(engine, drawn) -> None:
+    for index, schema in enumerate(drawn):
+        form = StructuredOutputsParams(json=schema)
+        engine.add_request("It is", params(form, max_tokens=None), request_id=str(index))
+    done = finish(engine)
+    for index, schema in enumerate(drawn):
+        [sample] = done[str(index)].outputs
+        assert sample.finish_reason == "stop", "bounded schemas are soon complete"
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.validate(json.loads(sample.text), schema, format_checker=checker)
+
+
+def run_all(engine: Engine, *, disturb=lambda engine: None) -> list[list[list[int]]]:
+    """The tokens of requests of every form, two samples each."""
+    for index, form in enumerate(FORMS):
+        engine.add_request("It is", params(form, n=2, seed=index), request_id=str(index))
+    disturb(engine)
+    done = finish(engine)
+    return [[s.token_ids for s in done[str(i)].outputs] for i in range(len(FORMS))]
+
+
+@pytest.fixture(scope="module")
+def alone(engine) -> list[list[list[int]]]:
+    """Those of each request by itself."""
+    tokens = []
+    for index, form in enumerate(FORMS):
+        engine.add_request("It is", params(form, n=2, seed=index), request_id=str(index))
+        tokens.append([sample.token_ids for sample in finish(engine)[str(index)].outputs])
+    return tokens
+
+
+def test_tokens_do_not_depend_on_others(engine, alone) -> None:
+    before = engine.stats.num_preemptions
+    assert run_all(engine) == alone
+    assert engine.stats.num_preemptions > before
+
+
+def test_tokens_do_not_depend_on_recovery(engine, alone) -> None:
+    def disturb(engine: Engine) -> None:
+        for _ in range(4):
+            engine.step()
+        engine._guard.recover()
+
+    assert run_all(engine, disturb=disturb) == alone
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"steps_per_dispatch": 1}, {"num_speculative_tokens": 3}],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_engine(alone, changes) -> None:
+    engine = Engine(**{**SIZES, **changes})
+    assert run_all(engine) == alone
+    assert (engine.stats.num_accepted_tokens > 0) is ("num_speculative_tokens" in changes)
+
+
+def test_known_tokens_come_several_a_dispatch(engine) -> None:
+    """Of the two choices all but one token is known."""
+    form = StructuredOutputsParams(choice=["a" * 30, "b" * 30])
+    engine.add_request("It is", params(form))
+    before = engine.stats.num_steps
+    [output] = finish(engine).values()
+    num_steps, num_tokens = engine.stats.num_steps - before, len(output.outputs[0].token_ids)
+    assert num_steps <= 2 + num_tokens / 8 < num_tokens / 2
+
+
+def test_log_probabilities_are_the_models_own(engine) -> None:
+    form = StructuredOutputsParams(choice=["a long way home"])
+    engine.add_request("It is", params(form, logprobs=2))
+    [output] = finish(engine).values()
+    [sample] = output.outputs
+    assert sample.text == "a long way home"
+    forced = {"prompt_token_ids": output.prompt_token_ids + sample.token_ids}
+    engine.add_request(forced, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    [scored] = finish(engine).values()
+    rows = scored.prompt_logprobs[len(output.prompt_token_ids) :]
+    for token_id, row, want in zip(sample.token_ids, sample.logprobs, rows, strict=True):
+        assert row[token_id].logprob == pytest.approx(want[token_id].logprob, abs=1e-4)
+        assert row[token_id].rank == want[token_id].rank and len(row) >= 2
+
+
+def test_a_text_is_cut_short_by_max_tokens(engine) -> None:
+    engine.add_request("It is", params(FORMS[0], max_tokens=3))
+    [output] = finish(engine).values()
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].text == '{"name": "'[: len(output.outputs[0].text)]
+
+
+def test_a_grammar_that_fails_ends_its_request_only(engine, alone) -> None:
+    engine.add_request("It is", params(FORMS[4]), request_id="bad")
+    while not engine.get_request("bad").sequences[0].num_generated:
+        engine.step()
+    # As if it had become too complex.
+    engine.get_request("bad").sequences[0].grammar._matcher.consume_token(1535)
+    engine.add_request("It is", params(FORMS[0], n=2, seed=0), request_id="good")
+    done = finish(engine)
+    [failed] = done["bad"].outputs
+    assert failed.finish_reason == "error" and "could not be followed" in failed.stop_reason
+    assert [sample.token_ids for sample in done["good"].outputs] == alone[0]
+
+
+def test_what_cannot_be_had_is_refused_when_it_arrives(engine) -> None:
+    with pytest.raises(ValueError, match="structured_outputs cannot be had: Invalid type: strin"):
+        engine.add_request("It is", params(StructuredOutputsParams(json={"type": "strin"})))
+    assert not engine.has_unfinished

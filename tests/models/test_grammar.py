@@ -1,0 +1,171 @@
+"""Grammars over the tokens of the bundled model: what may follow, what must, and where it ends."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from paged_jax import StructuredOutputsParams, Tokenizer
+from paged_jax.checks import ArgumentError
+from paged_jax.models.loading import bundled_folder
+from paged_jax.models.text.grammar import GrammarCursor, Grammars
+from tests.support.structured import PERSON
+from tests.support.tiny_model import EOS
+
+V = 1536
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(bundled_folder())
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> Grammars:
+    return Grammars(tokenizer, V, [EOS])
+
+
+@pytest.fixture(scope="module")
+def start(grammars):
+    """A cursor before the first token of a text of a form."""
+    return lambda **form: GrammarCursor(grammars.compile(StructuredOutputsParams(**form)))
+
+
+def allowed(cursor: GrammarCursor) -> list[int]:
+    words = np.zeros(V // 32, np.int32)
+    cursor.write_mask(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(cursor: GrammarCursor, rng: np.random.Generator) -> list[int]:
+    """Tokens chosen blindly where there is a choice, up to the end token, which is left out."""
+    token_ids: list[int] = []
+    while True:
+        cursor.follow(token_ids, 0)
+        token_id = cursor.forced[0] if cursor.forced else int(rng.choice(allowed(cursor)))
+        if token_id == EOS:
+            return token_ids
+        token_ids.append(token_id)
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return list(value) == ["name", "is_old"] and len(value["name"]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("form", "has_form"),
+    [
+        ({"regex": "(red|green) [0-9]{2,4}!?"}, re.compile("(red|green) [0-9]{2,4}!?").fullmatch),
+        ({"choice": ["yes", 'per"haps\n', "caf\u00e9"]}, ["yes", 'per"haps\n', "caf\u00e9"].count),
+        ({"grammar": 'start: "a" b\nb: /[xyz]/ | "(" b ")"'}, re.compile(r"a\(*[xyz]\)*").match),
+        ({"json": PERSON}, is_person),
+        ({"json": json.dumps(PERSON)}, is_person),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_chosen_blindly_has_the_form(start, tokenizer, form, has_form) -> None:
+    rng = np.random.default_rng(0)
+    texts = [tokenizer.decode(walk(start(**form), rng)) for _ in range(12)]
+    assert all(map(has_form, texts)), texts
+    assert len(set(texts)) > 2
+
+
+def test_what_must_come_is_forced_up_to_the_end(start, tokenizer) -> None:
+    cursor = start(json=PERSON)
+    cursor.follow([], 0)
+    assert tokenizer.decode(cursor.forced) == '{"name": "'
+    token_ids = [7, *cursor.forced, *tokenizer.encode("ab", add_special_tokens=False)]
+    cursor.follow(token_ids, 1)  # behind a prompt of one token
+    assert not cursor.forced, "the name may be longer"
+    token_ids += tokenizer.encode('cd"', add_special_tokens=False)
+    cursor.follow(token_ids, 1)
+    assert tokenizer.decode(cursor.forced) == ', "is_old":'
+    token_ids += [*cursor.forced, *tokenizer.encode(" t", add_special_tokens=False)]
+    cursor.follow(token_ids, 1)
+    assert tokenizer.decode(cursor.forced[:-1]) == "rue}" and cursor.forced[-1] == EOS
+    cursor.reset()
+    cursor.follow(token_ids[:1], 1)
+    assert tokenizer.decode(cursor.forced) == '{"name": "'
+
+
+def test_a_text_that_may_end_may_go_on(start, tokenizer) -> None:
+    cursor = start(regex="a(bc)?")
+    cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
+    assert not cursor.forced
+    assert {tokenizer.decode([token_id]) for token_id in allowed(cursor)} == {"", "b"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        ({}, True),
+        ({"required": ["name"]}, True),
+        ({"required": ["other"]}, False),
+        ({"additionalProperties": {"type": "null"}}, False),
+        ({"allOf": [{"properties": {"b": {"type": "null"}}, "required": ["b"]}]}, False),
+    ],
+)
+def test_objects_have_the_properties_that_are_named(start, tokenizer, schema, is_closed) -> None:
+    """Else a model that is unsure writes others without end."""
+    schema = {"type": "object", "properties": {"name": {"const": "x"}}, **schema}
+    cursor = start(json={"type": "array", "items": schema})
+    before = '[{"name": "x"'
+    cursor.follow(tokenizer.encode(before, add_special_tokens=False), 0)
+    texts = [tokenizer.decode([t]) for t in cursor.forced[:1] or allowed(cursor)]
+    assert texts == ["}"] if is_closed else "," in texts
+
+
+def test_all_end_tokens_may_end_a_text(tokenizer) -> None:
+    cursor = GrammarCursor(Grammars(tokenizer, V, [EOS, 77]).compile(_form(regex="a+")))
+    cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
+    assert {EOS, 77} < set(allowed(cursor))
+
+
+def test_equal_forms_are_compiled_once(grammars) -> None:
+    assert grammars.compile(_form(json=PERSON)) is grammars.compile(_form(json=dict(PERSON)))
+
+
+def test_a_grammar_that_fails_ends_its_text(start) -> None:
+    for finds in (lambda cursor: cursor.follow([7], 0), allowed):
+        cursor = start(regex="[ab]+")
+        cursor.follow([], 0)
+        cursor._matcher.consume_token(V - 1)  # as if it had become too complex
+        finds(cursor)
+        assert "fails parse" in cursor.failure
+        assert (cursor.forced or allowed(cursor)) == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": {"type": "string", "not": {}}}, 'Unimplemented keys: ["not"]'),
+        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused_with_the_reason(grammars, form, reason) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(reason)) as refusal:
+        grammars.compile(_form(**form))
+    assert refusal.value.field == "structured_outputs" and "\n" not in str(refusal.value)
+
+
+def test_a_model_that_cannot_follow_refuses(tokenizer, tiny_folder, monkeypatch) -> None:
+    form = _form(regex="a")
+    with pytest.raises(ArgumentError, match="no tokenizer"):
+        Grammars(None, V, [EOS]).compile(form)
+    with pytest.raises(ArgumentError, match="no end-of-sequence token"):
+        Grammars(tokenizer, V, []).compile(form)
+    with pytest.raises(ArgumentError, match="cannot read the model's tokenizer"):
+        Grammars(Tokenizer.from_folder(tiny_folder), 42, [EOS]).compile(form)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ArgumentError, match=r'pip install "paged-jax\[structured\]"'):
+        Grammars(tokenizer, V, [EOS]).compile(form)
+
+
+def _form(**form) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**form)

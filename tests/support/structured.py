@@ -1,0 +1,90 @@
+"""An engine's sizes for texts of a form, and JSON schemas whose texts are soon complete."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+Schema = dict[str, Any]
+
+# Of engines with the bundled model, which can write JSON: what the tests share, so that they share
+# compiled programs too.
+SIZES = {"block_size": 8, "num_blocks": 20, "max_num_seqs": 4, "max_chunk": 16}
+PERSON: Schema = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "is_old": {"type": "boolean"}},
+    "required": ["name", "is_old"],
+    "additionalProperties": False,
+}
+
+_NAMES = st.sampled_from(["a", "name", "colour_of_it", "n 1", "é", 'q"', "x\n"])
+_VALUES = st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from(["", "red", "ñ"])
+
+
+@st.composite
+def _integers(draw: st.DrawFn) -> Schema:
+    low = draw(st.integers(-200, 200))
+    schema = {"type": "integer", "minimum": low, "maximum": low + draw(st.integers(10, 500))}
+    return schema | draw(st.sampled_from([{}, {"multipleOf": 5}]))
+
+
+@st.composite
+def _strings(draw: st.DrawFn) -> Schema:
+    kind = draw(st.sampled_from(["length", "pattern", "format"]))
+    if kind == "length":
+        low = draw(st.integers(0, 3))
+        return {"type": "string", "minLength": low, "maxLength": low + draw(st.integers(0, 4))}
+    if kind == "pattern":
+        return {"type": "string", "pattern": draw(st.sampled_from(["^[a-c]{2,4}$", "^(x|yz)\\d$"]))}
+    return {"type": "string", "format": "ipv4"}
+
+
+_LEAVES = (
+    _integers()
+    | _strings()
+    | st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["boolean", "null"]}])
+    | st.builds(lambda values: {"enum": values}, st.lists(_VALUES, min_size=1, max_size=3))
+    | st.builds(lambda value: {"const": value}, _VALUES)
+)
+
+
+@st.composite
+def _objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
+    properties = draw(st.dictionaries(_NAMES, inner, max_size=3))
+    required = [name for name in properties if draw(st.booleans())]
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+@st.composite
+def _arrays(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
+    if draw(st.booleans()):
+        items = draw(st.lists(inner, min_size=1, max_size=2))
+        count = len(items)
+        return {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
+    low = draw(st.integers(0, 2))
+    return {"type": "array", "items": draw(inner), "minItems": low, "maxItems": low + 1}
+
+
+def _nested(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
+    either = st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1, max_size=2))
+    return _objects(inner) | _arrays(inner) | either
+
+
+def _named(schema: Schema) -> Schema:
+    """A pair of what a name stands for."""
+    reference = {"$ref": "#/$defs/it"}
+    return {
+        "type": "array",
+        "prefixItems": [reference, reference],
+        "minItems": 2,
+        "maxItems": 2,
+    } | {"$defs": {"it": schema}}
+
+
+def schemas() -> st.SearchStrategy[Schema]:
+    """Schemas of a few kinds, nested in each other."""
+    return st.recursive(_LEAVES, _nested, max_leaves=4) | st.builds(_named, _LEAVES)
