@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
@@ -94,6 +95,8 @@ class Answer(ABC):
             given["seed"] = self.body.seed % 2**63  # OpenAI allows negative seeds
         if self.body.logit_bias is not None:
             given["logit_bias"] = _as_token_ids(self.body.logit_bias)
+        if self.body.structured_outputs is not None:
+            given["structured_outputs"] = _form(self.body.structured_outputs)
         return {name: value for name, value in given.items() if value is not None}
 
     @abstractmethod
@@ -157,6 +160,10 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
         total_tokens=num_prompt + num_new,
         prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
     )
+
+
+def _form(asked: bodies.StructuredOutputs) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**asked.model_dump(by_alias=True, exclude_none=True))
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:

@@ -82,6 +82,19 @@ def _add_neutral(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = {"type": "null"}
 
 
+class StructuredOutputs(Body):
+    """The form that a text must have: exactly one of the fields."""
+
+    # Under these names pydantic has methods.
+    json_schema_: str | dict[str, Any] | None = Field(
+        None, alias="json", description="A JSON schema, as an object or as a text."
+    )
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = Field(None, description="A grammar of llguidance, a variant of Lark.")
+    json_object: bool | None = None
+
+
 class SamplingBody(_SamplingNumbers):
     """Fields that all endpoints take; null stands for the default of the model or the endpoint."""
 
@@ -104,6 +117,7 @@ class SamplingBody(_SamplingNumbers):
         "text; by default to texts, and not to chats, whose template has them.",
     )
     include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     cache_salt: str | None = Field(
         None, description="Requests share cached blocks only if their salts are equal."
@@ -135,6 +149,30 @@ class GenerateBody(SamplingBody):
     prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
 
 
+class NamedSchema(Body):
+    """A JSON schema and its name. It always binds, whether `strict` or not."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The format of an answer: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            word = "without" if self.json_schema is None else "with"
+            rule = "{type} {word} a json_schema says nothing"
+            raise PydanticCustomError("response_format", rule, {"type": self.type, "word": word})
+        return self
+
+
 class OpenAiBody(SamplingBody):
     """Fields that both of OpenAI's endpoints take."""
 
@@ -147,6 +185,7 @@ class OpenAiBody(SamplingBody):
     )
     stream_options: StreamOptions | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
     # Fields that clients often send: accepted with the values that change nothing.
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
@@ -217,12 +256,6 @@ class DetokenizeBody(Body):
     tokens: Items[TokenId]
 
 
-class ResponseFormat(Body):
-    """The format of a chat's answer: text, which is the only one supported."""
-
-    type: Literal["text"]
-
-
 class ChatBody(OpenAiBody):
     """The body of `POST /v1/chat/completions`."""
 
@@ -230,7 +263,6 @@ class ChatBody(OpenAiBody):
     max_completion_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the model's chat template, such as enable_thinking."
     )

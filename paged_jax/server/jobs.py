@@ -41,6 +41,9 @@ def make_job(answer: Answer) -> Job:
         params = _sampling_params(answer)
         token_ids = [_encode(answer, prompt) for prompt in answer.prompts()]
         params = _bounded(service, params, token_ids)
+        if params.structured_outputs is not None:
+            # Here, where streams need not wait for it; the engine finds it.
+            service.grammars.compile(params.structured_outputs)
     except ValueError as error:
         raise bad_request(error) from None
     options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import Answer, by_token_id, finite, usage
@@ -29,17 +30,25 @@ class OpenAiAnswer(Answer):
     chunk_type: type[BaseModel]
 
     def params(self) -> dict[str, Any]:
-        """The fields that the body gives, the log-probabilities of the prompt among them."""
-        params, asked = super().params(), self.body.prompt_logprobs
-        if asked is None:
-            return params
-        if self.body.stream:
-            raise ApiError(
-                400,
-                "prompt_logprobs must be null in a stream. Ask for the whole answer.",
-                param="prompt_logprobs",
-            )
-        return params | {"prompt_logprobs": asked}
+        """The fields that the body gives, the prompt's log-probabilities and a response format."""
+        params, body = super().params(), self.body
+        if body.prompt_logprobs is not None:
+            if body.stream:
+                raise ApiError(
+                    400,
+                    "prompt_logprobs must be null in a stream. Ask for the whole answer.",
+                    param="prompt_logprobs",
+                )
+            params["prompt_logprobs"] = body.prompt_logprobs
+        if body.response_format is not None and body.response_format.type != "text":
+            if "structured_outputs" in params:
+                raise ApiError(
+                    400,
+                    "give response_format or structured_outputs, not both.",
+                    param="response_format",
+                )
+            params["structured_outputs"] = _form(body.response_format)
+        return params
 
     @property
     def head(self) -> dict[str, Any]:
@@ -327,6 +336,12 @@ def _top(token_id: int, row: dict[int, Logprob] | None, count: int) -> dict[int,
     if row is None:
         return None
     return {other: each for other, each in row.items() if each.rank <= count or other == token_id}
+
+
+def _form(asked: bodies.ResponseFormat) -> StructuredOutputsParams:
+    if asked.json_schema is None:
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=asked.json_schema.schema_)
 
 
 def _chat_logprobs(delta: SampleDelta, num_top: int) -> schemas.ChatLogprobs | None:

@@ -86,6 +86,7 @@ class Service:
         self.settings = settings
         self.limits = settings.limits
         self.tokenizer: Tokenizer | None = engine.tokenizer
+        self.grammars = engine.grammars
         self.max_token_chars = (
             math.inf if engine.tokenizer is None else engine.tokenizer.max_token_chars
         )

@@ -24,7 +24,6 @@ _UNSUPPORTED = {
     "modalities": f'be null or ["text"], {_NO_AUDIO}',
     "annotations": "be null or empty, as this server does not support annotations",
     "refusal": "be null, as this server does not support refusals",
-    "response_format": 'be null or {"type": "text"}, as this server does not support other formats',
     "suffix": "be null or empty, as this server does not support text after the completion",
     "best_of": "be null or 1, as this server returns every sample",
     "store": "be null or false, as this server stores no answers",

@@ -356,12 +356,6 @@ def test_what_would_change_the_answer_is_refused(server, change, param, message)
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}], "does not support tools"),
         ("tool_choice", "required", "does not support tools"),
-        ("response_format", {"type": "json_object"}, 'must be null or {"type": "text"}'),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {}},
-            "not support other formats",
-        ),
         ("modalities", ["text", "audio"], "does not support audio"),
     ],
 )

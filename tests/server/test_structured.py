@@ -1,0 +1,139 @@
+"""Texts of a form over HTTP, and the clients that ask for them."""
+
+import asyncio
+import json
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from paged_jax import Engine
+from paged_jax.server import Settings
+from tests.server.test_serve import error_of, events
+from tests.support.live_server import LiveServer
+from tests.support.structured import PERSON, SIZES
+
+MESSAGES = [{"role": "user", "content": "Who is it?"}]
+
+
+class Person(pydantic.BaseModel):
+    """What frameworks make a schema of; some leave the lengths of texts out."""
+
+    name: Literal["Ann", "Bob"]
+    is_old: bool
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LiveServer(Engine(**SIZES), Settings(model_name="bundled")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_openai_parses(client) -> None:
+    answer = client.chat.completions.parse(
+        model="bundled", messages=MESSAGES, response_format=Person, n=2, temperature=1
+    )
+    people = [choice.message.parsed for choice in answer.choices]
+    assert all(isinstance(person, Person) for person in people)
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+
+
+def test_openai_streams_what_it_parses(client) -> None:
+    with client.chat.completions.stream(
+        model="bundled", messages=MESSAGES, response_format=Person, temperature=1
+    ) as stream:
+        kinds = {event.type for event in stream}
+        assert "content.delta" in kinds
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+
+
+def test_instructor_gets_objects(client) -> None:
+    instructor = pytest.importorskip("instructor")
+    ask = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    person = ask.chat.completions.create(
+        model="bundled", messages=MESSAGES, response_model=Person, max_retries=0
+    )
+    assert isinstance(person, Person)
+
+
+def test_pydantic_ai_gets_objects(server) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run() -> object:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
+            model = OpenAIChatModel("bundled", provider=OpenAIProvider(openai_client=client))
+            agent = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Person))
+            return (await agent.run("Who is it?")).output
+
+    assert isinstance(asyncio.run(run()), Person)
+
+
+def test_response_formats_of_openai(server) -> None:
+    """Of both endpoints, as vLLM's."""
+    body = {"temperature": 1, "seed": 1, "max_tokens": 60}
+    body["response_format"] = {"type": "json_object"}
+    [choice] = server.post("/v1/chat/completions", {**body, "messages": MESSAGES}).json()["choices"]
+    assert choice["message"]["content"].startswith("{")
+    schema = {"name": "person", "schema": PERSON}
+    body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    [choice] = server.post("/v1/completions", {**body, "prompt": "It is"}).json()["choices"]
+    assert set(json.loads(choice["text"])) == set(PERSON["required"])
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ({"choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"regex": "[ab]"}, {"a", "b"}),
+        ({"grammar": 'start: "a" | "b"'}, {"a", "b"}),
+        ({"json": {"type": "boolean"}}, {"true", "false"}),
+        ({"json": '{"type": "boolean"}'}, {"true", "false"}),
+    ],
+)
+def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
+    body = {"prompt": "It is", "structured_outputs": form, "temperature": 1}
+    assert server.post("/v1/completions", body).json()["choices"][0]["text"] in texts
+    pieces = events(server.post("/generate", {**body, "stream": True}))
+    assert "".join(text for piece in pieces for text in piece["text"]) in texts
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        (
+            {"structured_outputs": {"json": {"type": "strin"}}},
+            "structured_outputs",
+            "structured_outputs cannot be had: Invalid type: strin",
+        ),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of json, "),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "Did you mean regex?"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "Input should be 'text', "),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format: json_schema without a json_schema says nothing.",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            "give response_format or structured_outputs, not both.",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "min_tokens": 2},
+            "min_tokens",
+            "min_tokens must be 0 with structured_outputs",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_a_400(server, change, param, message) -> None:
+    error = error_of(server.post("/v1/chat/completions", {"messages": MESSAGES, **change}), 400)
+    assert message in error["message"] and error["param"] == param
