@@ -1,7 +1,8 @@
 // x @ w.T of a few rows: x f32 [M, K], w [N, K], the result f32 [M, N].
 //
 // A part of the work is some rows of the weights, which are read from memory once and meet all rows of
-// x, a few at a time.
+// x, a few at a time. All of these blocks fetch the weights that come next, each some of them, so that
+// memory is busy as long as arithmetic is.
 
 #include "frame.h"
 #include "products.h"
@@ -28,6 +29,11 @@ constexpr int INPUTS = 4;
 constexpr int ROWS_OF_ONE = 4;
 constexpr int64_t PART_BYTES = 64 * 1024;
 
+// Lines of 64 bytes in a step of some rows of weights, for each of a few blocks.
+constexpr int lines(int rows, int blocks) {
+  return (rows * STEP * sizeof(Form::Weight) + 64 * blocks - 1) / (64 * blocks);
+}
+
 struct Product {
   const Form::Weight* w;
   const Form::Input* x;
@@ -37,37 +43,42 @@ struct Product {
   ptrdiff_t x_stride;
   int64_t rows_of_part;
 
-  // Weights n to n + R, inputs m to m + M_; the first to come to weights fetches the next ones.
-  template <int R, int M_, int AHEAD>
+  // Weights n to n + R, inputs m to m + M_.
+  template <int R, int M_, int LINES>
   void block(int64_t n, int64_t m) const {
     const Form::Weight* rows[R];
     for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
     float sums[R][M_];
-    multiply<Form, R, M_, AHEAD>(rows, x + m * x_stride, x_stride, K, sums);
+    const char* next = (const char*)(w + (n + 2 * R) * K) + m / INPUTS * (K / STEP) * LINES * 64;
+    multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
     for (int j = 0; j < M_; j++)
       for (int r = 0; r < R; r++) out[(m + j) * N + n + r] = sums[r][j];
   }
 
-  template <int R, int M_>
+  template <int R, int M_, int LINES>
   void rest(int64_t n, int64_t m) const {
-    if (m + M_ == M) return m ? block<R, M_, 0>(n, m) : block<R, M_, 2 * R>(n, m);
-    if constexpr (M_ > 1) rest<R, M_ - 1>(n, m);
+    if (m + M_ == M) return block<R, M_, LINES>(n, m);
+    if constexpr (M_ > 1) rest<R, M_ - 1, LINES>(n, m);
+  }
+
+  template <int R, int LINES>
+  void blocks(int64_t n) const {
+    int64_t m = 0;
+    for (; m + INPUTS < M; m += INPUTS) block<R, INPUTS, LINES>(n, m);
+    rest<R, INPUTS, LINES>(n, m);
   }
 
   template <int R>
   void rows(int64_t n) const {
-    int64_t m = 0;
-    if (M > INPUTS) {
-      block<R, INPUTS, 2 * R>(n, m);
-      for (m = INPUTS; m + INPUTS < M; m += INPUTS) block<R, INPUTS, 0>(n, m);
-    }
-    rest<R, INPUTS>(n, m);
+    if (M <= INPUTS) return blocks<R, lines(R, 1)>(n);
+    if (M <= 2 * INPUTS) return blocks<R, lines(R, 2)>(n);
+    return blocks<R, lines(R, 3)>(n);
   }
 
   void run(int64_t part) {
     int64_t n = part * rows_of_part, end = n + rows_of_part < N ? n + rows_of_part : N;
     if (M == 1)
-      for (; n + ROWS_OF_ONE <= end; n += ROWS_OF_ONE) block<ROWS_OF_ONE, 1, ROWS_OF_ONE>(n, 0);
+      for (; n + ROWS_OF_ONE <= end; n += ROWS_OF_ONE) block<ROWS_OF_ONE, 1, lines(ROWS_OF_ONE, 1)>(n, 0);
     for (; n + ROWS <= end; n += ROWS) rows<ROWS>(n);
     for (; n < end; n++)
       for (int64_t m = 0; m < M; m++) block<1, 1, 0>(n, m);

@@ -152,7 +152,11 @@ using Float8 = SmallFloat<uint8_t, 4, 3, false>;
 // Copies numbers into the order of `Type`'s halves, with zeros up to a multiple of STEP.
 template <class Type>
 inline void arrange(float* to, const float* from, int count, float scale) {
-  for (int i = 0; i < count; i += STEP)
+  int i = 0;
+  for (; Type::IN_ORDER && i + STEP <= count; i += STEP)
+    for (int half = 0; half < STEP; half += LANES)
+      store(to + i + half, load<Floats>(from + i + half) * scale);
+  for (; i < count; i += STEP)
     for (int j = 0; j < STEP; j++) {
       int source = Type::IN_ORDER ? i + j : i + 2 * (j % LANES) + j / LANES;
       to[i + j] = source < count ? from[source] * scale : 0.0f;
