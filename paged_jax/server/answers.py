@@ -79,6 +79,11 @@ class Answer(ABC):
         """Characters of the longest prompt's text, before a template adds to it."""
 
     @property
+    def has_form(self) -> bool:
+        """Whether its text must have a form, which takes time to compile as a long prompt does."""
+        return self.body.structured_outputs is not None
+
+    @property
     def max_tokens(self) -> int | None:
         """Most tokens of each sample, where the body says so."""
         return self.body.max_tokens

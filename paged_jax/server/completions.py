@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
@@ -53,7 +54,8 @@ async def complete(
     with contextlib.ExitStack() as stack:
         num_samples = answer.num_prompts * (body.n or 1)
         stack.enter_context(service.admit(num_samples, client, is_stream=bool(body.stream)))
-        job = await service.encode(request.receive, answer.num_chars, lambda: make_job(answer))
+        size = math.inf if answer.has_form else answer.num_chars
+        job = await service.encode(request.receive, size, lambda: make_job(answer))
         if body.stream:
             events = _events(service, answer, job)
             # The first event is made before the status is sent, so that an error can have its own.

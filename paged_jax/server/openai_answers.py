@@ -51,6 +51,11 @@ class OpenAiAnswer(Answer):
         return params
 
     @property
+    def has_form(self) -> bool:
+        """Whether its text must have a form."""
+        return super().has_form or self.body.response_format is not None
+
+    @property
     def head(self) -> dict[str, Any]:
         """The fields at the top of each answer and event."""
         return {

@@ -253,14 +253,14 @@ class Service:
         except EngineAsleepError:
             raise sleeping() from None
 
-    async def encode(self, receive: Receive, num_chars: int, function: Callable[[], T]) -> T:
+    async def encode(self, receive: Receive, num_chars: float, function: Callable[[], T]) -> T:
         """Return ``function()``, which turns text into tokens, unless the client leaves before.
 
         In one of two threads: those with short texts do not wait for long ones.
 
         Args:
           receive: the ASGI channel of the client.
-          num_chars: characters of the text.
+          num_chars: characters of the text; infinity for other work that may take long.
           function: a function that shares no mutable state with other requests.
         """
         lane = self._encoders[num_chars > _SHORT]

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Literal
 
 import openai
@@ -137,3 +140,20 @@ def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
 def test_what_cannot_be_had_is_a_400(server, change, param, message) -> None:
     error = error_of(server.post("/v1/chat/completions", {"messages": MESSAGES, **change}), 400)
     assert message in error["message"] and error["param"] == param
+
+
+def test_a_form_that_takes_long_holds_up_no_other_request(server, monkeypatch) -> None:
+    may_end, compile_form = threading.Event(), server.service.grammars.compile
+
+    def compile_slowly(form):
+        assert may_end.wait(30)
+        return compile_form(form)
+
+    monkeypatch.setattr(server.service, "grammars", SimpleNamespace(compile=compile_slowly))
+    body = {"prompt": "It is", "structured_outputs": {"choice": ["yes"]}}
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(server.post, "/v1/completions", body)
+        others = [server.post("/v1/completions", {"prompt": "It is", "max_tokens": 2})]
+        may_end.set()
+        answers = [slow.result(), *others]
+    assert [answer.status_code for answer in answers] == [200, 200]

@@ -5,7 +5,6 @@ The work is llguidance's, of the extra ``structured``. Here its matchers follow 
 
 import functools
 import json
-import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,6 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._lock = threading.Lock()
         self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
 
     def compile(self, form: StructuredOutputsParams) -> "Grammar":
@@ -56,8 +54,8 @@ class Grammars:
 
         Cost: milliseconds, seconds for a large schema; the first call reads the vocabulary, too.
         """
-        with self._lock:
-            return self._compiled(form)
+        # Without a lock: what takes seconds for one must not hold up who finds theirs.
+        return self._compiled(form)
 
     def _compile(self, form: StructuredOutputsParams) -> "Grammar":
         tokenizer = self._ll_tokenizer
@@ -69,7 +67,7 @@ class Grammars:
             raise _refusal(f"cannot be had: {_reason(error)}") from None
         if matcher.is_error():
             raise _refusal(f"cannot be had: {_reason(matcher.get_error())}")
-        return Grammar(matcher, self._eos_token_ids, self._lock)
+        return Grammar(matcher, self._eos_token_ids)
 
     @functools.cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
@@ -102,18 +100,15 @@ class Grammar:
     Args:
       matcher: the matcher of llguidance before the first token.
       eos_token_ids: tokens that end a text.
-      lock: held while the matcher is copied.
     """
 
-    def __init__(self, matcher: "LLMatcher", eos_token_ids: list[int], lock: Any):
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: list[int]):
         self._matcher = matcher
         self.eos_token_ids = eos_token_ids
-        self._lock = lock
 
     def start(self) -> "LLMatcher":
         """A matcher before the first token."""
-        with self._lock:
-            return self._matcher.deep_copy()
+        return self._matcher.deep_copy()
 
 
 class GrammarCursor:
