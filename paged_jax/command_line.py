@@ -5,12 +5,15 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jax
 
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading import bundled_folder
 from paged_jax.scheduler.scheduler import Preemption
 from paged_jax.user_cache import keep_compiled_programs
 from paged_jax.version import __version__
@@ -193,6 +196,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not keep compiled programs for the next start; by default they are kept in the "
         "user's cache folder, or where JAX_COMPILATION_CACHE_DIR says",
     )
+    group.add_argument(
+        "--contiguous",
+        action="store_true",
+        help="one block of --max-model-len tokens for each sequence, and no sharing: the same "
+        "engine with a cache that is not paged, to compare with",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -201,14 +210,29 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     Compiled programs are kept from here on, unless an argument says not to.
 
     Raises:
-      ValueError: ``--model`` is empty.
+      ValueError: ``--model`` is empty, or ``--contiguous`` comes with sizes of blocks.
     """
     if args.model == "":
         raise ValueError("--model must not be empty. Leave it out for the bundled model.")
     if not args.no_compilation_cache:
         keep_compiled_programs()
     options = size_options(args) | _given(args, _OTHERS)
+    if args.contiguous:
+        return options | _one_block_a_slot(args)
     return options | {"enable_prefix_caching": not args.no_prefix_caching}
+
+
+def _one_block_a_slot(args: argparse.Namespace) -> dict[str, Any]:
+    for name in ("block_size", "num_blocks", "memory_fraction"):
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise ValueError(f"--contiguous must be given without --{option}: it means a block.")
+    length = args.max_model_len
+    if length is None:
+        folder = bundled_folder() if args.model is None else Path(args.model)
+        length = LlamaConfig.from_file(folder).max_position_embeddings
+    # The pool gets what the slots can use by default: a block each.
+    return {"block_size": length, "max_model_len": length, "enable_prefix_caching": False}
 
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from paged_jax.cache.picture import draw_tables
+from paged_jax.cache_map import changes, snapshot
 from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
@@ -17,11 +18,14 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.inputs import Prompt
 from paged_jax.llm import LLM
+from paged_jax.profiling import check_profile_folder, profiled
 from paged_jax.progress import Progress
 from paged_jax.sampling.params import NUMBERS, SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_NUM_SEQS = 16
+# Events that --show-blocks tells.
+_MAX_EVENTS = 50
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +57,15 @@ def _parser() -> Parser:
     )
     output.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
     output.add_argument(
-        "--show-blocks", action="store_true", help="draw the block tables as they change"
+        "--show-blocks",
+        action="store_true",
+        help="draw the block tables before, at their fullest and after, and say what happened to "
+        "blocks; with --n and a prompt of more than a block, samples share blocks until they write",
+    )
+    output.add_argument(
+        "--profile",
+        metavar="DIR",
+        help="write a profile of the generation to this folder, for TensorBoard, XProf or Perfetto",
     )
     return parser
 
@@ -91,6 +103,8 @@ def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
     # Checks the parameters before the model is loaded.
     given = _given_params(args)
     SamplingParams(**given)
+    if args.profile is not None:
+        check_profile_folder(args.profile)
     progress.say("loading the model")
     is_stream = len(prompts) == args.n == 1
     options.setdefault("max_num_seqs", min(_MAX_NUM_SEQS, args.n * len(prompts)))
@@ -101,16 +115,17 @@ def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
     params = _recommended_params(llm, given)
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
-    draw = _BlockPictures(llm, progress).draw if args.show_blocks else None
+    pictures = _BlockPictures(llm, progress) if args.show_blocks else None
     progress.clear()
     # Several prompts get a bar, on a terminal; one prompt needs none, as its text appears.
     with (
+        profiled(args.profile),
         Progress(llm, len(prompts), disable=True if len(prompts) == 1 else None) as bar,
         contextlib.closing(llm.stream(prompts, params)) as outputs,
     ):
         progress.use(bar)
-        outputs = _counted(outputs, bar)
-        for output in _in_order(outputs, partial=write is not _write_json and is_stream, draw=draw):
+        outputs = _counted(outputs, bar, pictures)
+        for output in _in_order(outputs, partial=write is not _write_json and is_stream):
             progress.clear()
             _raise_error(output)
             write(output, llm)
@@ -118,8 +133,8 @@ def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
                 progress.mute()  # the terminal's current line now holds text
     progress.use(None)
     progress.unmute()
-    if draw:
-        draw("after")
+    if pictures is not None:
+        pictures.finish()
     progress.clear()
     print(_summary(llm), file=sys.stderr)
 
@@ -200,29 +215,24 @@ def _raise_error(output: RequestOutput) -> None:
 
 
 def _counted(
-    outputs: Iterator[tuple[int, RequestOutput]], bar: Progress
+    outputs: Iterator[tuple[int, RequestOutput]],
+    bar: Progress,
+    pictures: "_BlockPictures | None",
 ) -> Iterator[tuple[int, RequestOutput]]:
     for index, output in outputs:
+        if pictures is not None:
+            pictures.look()
         bar.update(output.finished)
         yield index, output
 
 
 def _in_order(
-    outputs: Iterator[tuple[int, RequestOutput]],
-    *,
-    partial: bool,
-    draw: Callable[[str], None] | None,
+    outputs: Iterator[tuple[int, RequestOutput]], *, partial: bool
 ) -> Iterator[RequestOutput]:
     """Finished outputs in the order of the prompts; unfinished ones too if ``partial``."""
     done: dict[int, RequestOutput] = {}
-    started: set[int] = set()
     following = 0
     for index, output in outputs:
-        if draw and index not in started:
-            draw(f"during, prompt {index} is read")
-        if draw and output.finished:
-            draw(f"during, prompt {index} is finished")
-        started.add(index)
         if partial:
             yield output
         elif output.finished:
@@ -281,16 +291,40 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 
 
 class _BlockPictures:
-    """Draws the block tables on stderr."""
+    """Draws the block tables on stderr: before, at their fullest, and after."""
 
     def __init__(self, llm: LLM, progress: "_StatusLine"):
         self._llm = llm
         self._progress = progress
-        self.draw("before")
+        self._last = snapshot(llm)
+        self._most, self._fullest = 0, ""
+        self._events: list[str] = []
+        self._print(self._draw("before"))
 
-    def draw(self, title: str) -> None:
+    def look(self) -> None:
+        """Note what happened since the last look, and how full the pool is. Writes nothing."""
+        now = snapshot(self._llm)
+        self._events += [event.text for event in changes(self._last, now)]
+        self._last = now
+        if now.num_used >= self._most:
+            self._most, self._fullest = now.num_used, self._draw("at its fullest")
+
+    def finish(self) -> None:
+        """Write the fullest picture, what happened, and the last picture."""
+        self.look()
+        num_left = len(self._events) - _MAX_EVENTS
+        rest = [f"and {num_left} more"] if num_left > 0 else []
+        events = [f"  {event}" for event in (*self._events[:_MAX_EVENTS], *rest)]
+        self._print(self._fullest)
+        self._print("\n".join(["what happened to blocks:", *events]))
+        self._print(self._draw("after"))
+
+    def _draw(self, title: str) -> str:
+        return draw_tables(self._llm.cache.tables, title)
+
+    def _print(self, text: str) -> None:
         self._progress.clear()
-        print("\n" + draw_tables(self._llm.cache.tables, title), file=sys.stderr)
+        print(f"\n{text}", file=sys.stderr)
 
 
 class _StatusLine:

@@ -23,6 +23,7 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import in_units
+from paged_jax.profiling import check_profile_folder
 
 try:
     from paged_jax.server import Limits, Service, Settings
@@ -231,6 +232,12 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
         "default: 60",
     )
     server.add_argument(
+        "--profile",
+        metavar="DIR",
+        help="folder for profiles, which POST /start_profile and /stop_profile record; both need "
+        "the --admin-key",
+    )
+    server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
@@ -256,6 +263,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--api-key and --admin-key must not be empty.")
     if admin_key in keys:
         raise ValueError("--admin-key must differ from each --api-key.")
+    if args.profile is not None:
+        if admin_key is None:
+            raise ValueError("--profile must be given with --admin-key, whose holder records.")
+        check_profile_folder(args.profile)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be in 0..65535, got {args.port}.")
     for name in ("drain_timeout", "grace", "keep_alive", "stall_seconds"):
@@ -305,6 +316,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         admin_key=_admin_key(args),
         allowed_hosts=None if hosts is None else tuple(sorted({h.lower() for h in hosts})),
         stall_seconds=args.stall_seconds,
+        profile_folder=args.profile,
     )
 
 

@@ -1,5 +1,6 @@
 """The command line: text on stdout, everything else on stderr, mistakes in one line."""
 
+import gzip
 import io
 import json
 import os
@@ -191,29 +192,40 @@ def test_chat_puts_the_prompt_into_the_template(run, tmp_path, llm) -> None:
 # The block table
 
 
-def test_show_blocks_draws_before_during_and_after(run) -> None:
+def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
     args = ["--prompt", "one day", "--n", "4", "--temperature", "1", "--max-tokens", "8"]
     status, plain, _ = run(*args, *SHAPES)
     assert run(*args, "--show-blocks", *SHAPES)[:2] == (0, plain) == (status, plain)
     err = run(*args, "--show-blocks", *SHAPES)[2]
     titles = re.findall(r"^(.*): (\d+) of 20 blocks in use, (\d+) free$", err, re.MULTILINE)
-    assert [title for title, *_ in titles] == [
-        "before",
-        "during, prompt 0 is read",
-        "during, prompt 0 is finished",
-        "after",
-    ]
-    assert all(int(used) + int(free) == 20 for _, used, free in titles)
-    used = [int(used) for _, used, _ in titles]
-    # 8 tokens of prompt: a full block, which four samples share, and the block into which each has
-    # written the last of them; and one for its own token, as the device is a step ahead. Samples
-    # that have finished hold none.
-    assert used == [0, 1 + 2 * 4, 0, 0]
-    read = err[err.index("is read") : err.index("is finished")]
-    assert len(re.findall(r"sequence in slot \d, 9 tokens", read)) == 4
-    assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", read)) == 4
-    places = re.findall(r"token 8: logical block 2, physical block (\d), offset 0", read)
-    assert sorted(places) == ["5", "6", "7", "8"]
+    # 16 tokens: a full block of the prompt, which four samples share, and three of each sample.
+    assert titles == [("before", "0", "20"), ("at its fullest", "13", "7"), ("after", "0", "20")]
+    fullest = err[err.index("at its fullest") : err.index("what happened")]
+    assert len(re.findall(r"sequence in slot \d, 1[3-6] tokens", fullest)) == 4
+    assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", fullest)) == 4
+    assert "\n       0  4" + "1" * 12 + "." * 7 + "\n" in fullest
+    events = err[err.index("what happened") : err.index("after: ")]
+    assert events.count("as a copy of another sample's") == 3
+    # The last block of the prompt is not full: all but one sample write into a copy of it.
+    assert len(re.findall(r"got a copy of block 1 to write into, block \d", events)) == 3
+    assert events.count("has ended and gave") == 4
+
+
+def test_a_contiguous_cache_gives_the_same_text(run) -> None:
+    args = ["--prompt", "one day", "--n", "2", "--temperature", "1", "--max-tokens", "8"]
+    _, plain, _ = run(*args, *SHAPES)
+    options = ["--contiguous", "--max-model-len", "32", "--max-chunk", "16", "--show-blocks"]
+    status, out, err = run(*args, *options)
+    assert (status, out) == (0, plain)
+    assert "at its fullest: 2 of 2 blocks in use" in err and "shared" not in err
+
+
+def test_a_profile_has_ranges_with_names(run, tmp_path) -> None:
+    assert run("--prompt", "one", "--max-tokens", "3", *SHAPES, "--profile", str(tmp_path))[0] == 0
+    [profile] = tmp_path.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"engine step", "schedule", "decode", "postprocess", "decode of 1 samples"} <= names
 
 
 # Mistakes
@@ -233,8 +245,7 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
     ("args", "message"),
     [
         (["--prompt", ""], "--prompt must not be empty"),
-        (["--prompt", "ab", "--max-tokens", "0"], "max_tokens must be an integer >= 1.*got 0"),
-        (["--prompt", "ab", "--max-tokens", "-1"], "max_tokens must be an integer >= 1.*got -1"),
+        (["--prompt", "ab", "--max-tokens", "-1"], "max_tokens must be an integer >= 0.*got -1"),
         (["--prompt", "ab", "--temperature", "-1"], "temperature must be finite and >= 0"),
         (["--prompt", "ab", "--temperature", "nan"], "temperature must be finite and >= 0"),
         (["--prompt", "ab", "--top-p", "0"], r"top_p must be in \(0, 1\], got 0"),
@@ -245,6 +256,8 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
         (["--prompt", "ab", "--n", "0"], "n must be an integer >= 1, got 0"),
         (["--prompt", "ab", "--stop", ""], "stop must be a non-empty string"),
         (["--prompts-file", "/nowhere/prompts.txt"], "readable text file.*No such file"),
+        (["--prompt", "ab", "--contiguous", "--num-blocks", "4"], "without --num-blocks"),
+        (["--prompt", "ab", "--profile", "/dev/null/x"], "--profile must be a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from paged_jax.checks import ArgumentError
 from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
@@ -234,7 +236,8 @@ class Engine(Upkeep):
         """As `step`, but returns all requests that were touched, and makes no outputs."""
         self._sleep.check_awake("step")
         clock = self._clock
-        with self._guard.change():
+        step = jax.profiler.StepTraceAnnotation("engine step", step_num=self._stats.num_steps)
+        with self._guard.change(), step:
             clock.start_step()
             plan, tokens = self._pipeline.run()
             with clock.postprocessing:

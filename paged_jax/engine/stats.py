@@ -3,6 +3,8 @@
 import dataclasses
 import time
 
+import jax
+
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner import ModelRunner, StepTokens
 from paged_jax.scheduler import Scheduler, Sequence, StepPlan
@@ -77,14 +79,21 @@ def totals(stats: EngineStats, runner: ModelRunner, scheduler: Scheduler) -> Eng
 class Stopwatch:
     """Measures `with` blocks, of which a step may have several.
 
+    Each block is a range in profiles of `jax.profiler`.
+
+    Args:
+      runner: reports how long it compiled and waited.
+      name: the name of the range.
+
     Attributes:
       seconds: seconds that the blocks took since `reset`; 0 for those that compiled.
       waited: seconds in which the host waited for the device to prefill.
       has_compiled: whether a program was compiled in any of them.
     """
 
-    def __init__(self, runner: ModelRunner):
+    def __init__(self, runner: ModelRunner, name: str):
         self._runner = runner
+        self._name = name
         self.reset()
 
     def reset(self) -> None:
@@ -94,11 +103,14 @@ class Stopwatch:
 
     def __enter__(self) -> "Stopwatch":
         self._compiled, self._waited = self._runner.compile_seconds, self._runner.wait_seconds
+        self._range = jax.profiler.TraceAnnotation(self._name)
+        self._range.__enter__()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *exception: object) -> None:
         elapsed = time.perf_counter() - self._start
+        self._range.__exit__(*exception)
         if self._runner.compile_seconds > self._compiled:
             self.has_compiled = True
         else:
@@ -122,11 +134,11 @@ class StepClock:
         self._stats = stats
         self._runner = runner
         self._num_prefilled = 0  # tokens that took the prefill_seconds of the stats
-        self.scheduling = Stopwatch(runner)
-        self.running = Stopwatch(runner)
-        self.prefilling = Stopwatch(runner)
-        self.decoding = Stopwatch(runner)
-        self.postprocessing = Stopwatch(runner)
+        self.scheduling = Stopwatch(runner, "schedule")
+        self.running = Stopwatch(runner, "run")
+        self.prefilling = Stopwatch(runner, "prefill")
+        self.decoding = Stopwatch(runner, "decode")
+        self.postprocessing = Stopwatch(runner, "postprocess")
 
     def start_step(self) -> None:
         """Measure a new step."""

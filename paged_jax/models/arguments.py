@@ -13,7 +13,6 @@ from jax.core import Tracer
 from paged_jax.dims import bind
 from paged_jax.kernels.checks import as_arrays, as_int32
 
-
 Rows = tuple[jax.Array, jax.Array, jax.Array]
 
 

@@ -220,7 +220,7 @@ class Executor:
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:
-        with self._compiling(call.name):
+        with self._compiling(call.name), jax.profiler.TraceAnnotation(call.name):
             self._state, result = call.program(self.weights, self._state, *call.args, **call.static)
         return result
 

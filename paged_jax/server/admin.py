@@ -8,11 +8,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import jax
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paged_jax.engine import Engine
+from paged_jax.profiling import start_profile
 from paged_jax.server.bodies import Body
 from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.receiving import receive
@@ -45,6 +47,8 @@ def routes(service: Service) -> list[Route]:
         route("/is_sleeping", _is_sleeping, "GET"),
         route("/reset_prefix_cache", _reset_prefix_cache),
         route("/update_weights_from_disk", _update_weights),
+        route("/start_profile", _start_profile),
+        route("/stop_profile", _stop_profile),
     ]
 
 
@@ -105,3 +109,29 @@ async def _update_weights(service: Service, request: Request) -> dict[str, Any]:
         raise ApiError(400, str(error), param="model_path", code="weights_not_loaded") from None
     await _change(service, request, lambda engine: engine.update_params(params))
     return {"success": True, "message": f"The weights are those of {body.model_path}."}
+
+
+async def _start_profile(service: Service, request: Request) -> dict[str, Any]:
+    folder = _profile_folder(service)
+    await _record(lambda: start_profile(folder))
+    return {"success": True}
+
+
+async def _stop_profile(service: Service, request: Request) -> dict[str, Any]:
+    folder = _profile_folder(service)
+    await _record(jax.profiler.stop_trace)
+    return {"success": True, "message": f"The profile is in {folder}."}
+
+
+def _profile_folder(service: Service) -> str:
+    folder = service.settings.profile_folder
+    if folder is None:
+        raise ApiError(404, "Profiles need a server with --profile DIR.", code="no_profiles")
+    return folder
+
+
+async def _record(change: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(change)  # to write it takes seconds
+    except RuntimeError as error:
+        raise ApiError(409, str(error), code="profile_state") from None

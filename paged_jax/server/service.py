@@ -64,6 +64,7 @@ class Settings:
       allowed_hosts: accepted names in the ``Host`` header; None accepts any.
       stall_seconds: seconds without a finished step, in spite of work, that make ``/health`` report
         a stalled engine.
+      profile_folder: where profiles are written; None closes the routes that record them.
     """
 
     model_name: str
@@ -72,6 +73,7 @@ class Settings:
     admin_key: str | None = None
     allowed_hosts: tuple[str, ...] | None = None
     stall_seconds: float = 60.0
+    profile_folder: str | None = None
 
 
 class Service:

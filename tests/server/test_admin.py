@@ -4,6 +4,7 @@ import base64
 import json
 import threading
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -21,8 +22,13 @@ ROUTES = ["/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights_from_dis
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder):
-    settings = Settings(model_name="tiny", api_keys=("key",), admin_key="admin-key")
+def server(tiny_folder, tmp_path_factory):
+    settings = Settings(
+        model_name="tiny",
+        api_keys=("key",),
+        admin_key="admin-key",
+        profile_folder=str(tmp_path_factory.mktemp("profiles")),
+    )
     engine = Engine(tiny_folder, **SIZES, steps_per_dispatch=1)
     with LiveServer(engine, settings) as server:
         yield server
@@ -59,6 +65,7 @@ def test_only_the_admin_key_itself_opens_them(server, path) -> None:
 
 def test_without_an_admin_key_they_are_closed(tiny_folder) -> None:
     with LiveServer(Engine(tiny_folder, **SIZES), Settings(model_name="tiny")) as server:
+        assert server.post("/start_profile", None).status_code == 403
         response = server.post("/sleep", None)
         assert "needs a server with an --admin-key" in response.json()["error"]["message"]
         assert response.status_code == 403 and server.get("/ready").status_code == 200
@@ -146,3 +153,15 @@ def test_reset_prefix_cache(server) -> None:
     assert num_cached() > 0
     do(server, "/reset_prefix_cache")
     assert num_cached() == 0
+
+
+def test_profiles_are_recorded_from_start_to_stop(server) -> None:
+    folder = Path(server.service.settings.profile_folder)
+    assert do(server, "/stop_profile", status=409)["error"]["code"] == "profile_state"
+    do(server, "/start_profile")
+    do(server, "/start_profile", status=409)
+    text(server)
+    assert not list(folder.rglob("*.pb"))
+    do(server, "/stop_profile")
+    [profile] = folder.rglob("*.xplane.pb")
+    assert b"engine step" in profile.read_bytes()

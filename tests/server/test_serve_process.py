@@ -235,6 +235,7 @@ def test_mistakes_end_the_process_in_one_line(tmp_path) -> None:
         (("--port", "70000"), "--port", 1),
         (("--drain-timeout", "nan"), "--drain-timeout", 1),
         (("--api-key", ""), "--api-key", 1),
+        (("--profile", "profiles"), "--admin-key", 1),
         (("--port", "http"), "--port", 2),
     ],
 )
