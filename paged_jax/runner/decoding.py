@@ -248,7 +248,7 @@ class _Batch:
     lengths: jax.Array  # i32 [B], tokens in the cache, all that are known but the last
     is_running: jax.Array  # bool [B]
     num_steps: jax.Array  # i32 []
-    drawn: jax.Array  # i32 [N, B, ...], what was drawn, see `_pack`
+    drawn: jax.Array  # i32 [N, B, ...], what was drawn, see `Draws.pack`
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
@@ -284,7 +284,7 @@ class _Batch:
             lengths=self.lengths + self.is_running.astype(jnp.int32),
             is_running=self.is_running & ~self._is_stop(ids, positions),
             num_steps=self.num_steps + 1,
-            drawn=self.drawn.at[self.num_steps].set(_pack(draws)),
+            drawn=self.drawn.at[self.num_steps].set(draws.pack()),
         )
 
     def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -317,32 +317,13 @@ class _Batch:
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         tokens = StepTokens(
-            **_unpack(self.drawn)._asdict(),
+            **Draws.unpack(self.drawn)._asdict(),
             num_new=self.lengths - starts,
             num_steps=self.num_steps,
             num_free=cache.tables.pool.num_free,
             ok=ok,
         )
         return tokens, new_state
-
-
-def _pack(draws: Draws) -> jax.Array:
-    """One row of numbers for each row of a batch, i32[B, 3 + 2 * num_top]: one write, not five."""
-    token_ids, logprobs, ranks, top_ids, top_logprobs = (
-        x if x.dtype == jnp.int32 else lax.bitcast_convert_type(x, jnp.int32) for x in draws
-    )
-    columns = [x[:, None] for x in (token_ids, logprobs, ranks)]
-    return jnp.concatenate([*columns, top_ids, top_logprobs], axis=1)
-
-
-def _unpack(drawn: jax.Array) -> Draws:
-    """The `Draws` of i32[N, B, 3 + 2 * num_top], whose fields have N for a first axis."""
-    token_ids, logprobs, ranks = (drawn[..., i] for i in range(3))
-    top_ids, top_logprobs = jnp.split(drawn[..., 3:], 2, axis=-1)
-    logprobs, top_logprobs = (
-        lax.bitcast_convert_type(x, jnp.float32) for x in (logprobs, top_logprobs)
-    )
-    return Draws(token_ids, logprobs, ranks, top_ids, top_logprobs)
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

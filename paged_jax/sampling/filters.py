@@ -1,6 +1,7 @@
 """From raw logits to the distribution that is drawn from: biases, penalties, and filters."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +10,6 @@ from jax import lax
 
 from paged_jax.dims import bind
 from paged_jax.sampling.state import SlotSampling
-
-
-def is_changed(rows: SlotSampling, positions: jax.Array, active: jax.Array) -> jax.Array:
-    """Which active rows have a bias or a penalty, or hold stop tokens back, bool[B]."""
-    vocab_size = rows.output_counts.shape[1]
-    is_biased = jnp.any(rows.bias_ids < vocab_size, axis=1)
-    is_held = (positions < rows.held_until) & jnp.any(rows.held_ids < vocab_size, axis=1)
-    is_penalised = (
-        (rows.repetition_penalty != 1)
-        | (rows.frequency_penalty != 0)
-        | (rows.presence_penalty != 0)
-    )
-    return active & (is_biased | is_held | is_penalised)
 
 
 def change(
@@ -107,32 +95,67 @@ def filter_logits(
     z = jnp.where(scaled >= jnp.log(min_p)[:, None], z, -jnp.inf)
     # The cuts are searched among the logits: temperature does not change their order, but its
     # rounding could merge neighbours.
-    z = when(jnp.any(top_k > 0), lambda z: _keep_top_k(z, top_k), z)
-    z = when(jnp.any(top_p < 1), lambda z: _keep_top_p(z, scaled, top_p), z)
-    return jnp.where(z == -jnp.inf, -jnp.inf, scaled)
+    cuts = (_no_cut, _top_k_cut, _top_p_cut, _both_cuts)
+    which = jnp.any(top_k > 0) + 2 * jnp.any(top_p < 1).astype(jnp.int32)
+    cut = lax.switch(which, cuts, z, scaled, top_k, top_p)
+    return jnp.where((z > -jnp.inf) & cut.is_kept(z), scaled, -jnp.inf)
 
 
-def _keep_top_k(z: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Set all but the top_k largest of each row to -inf; where top_k is 0, nothing."""
-    cut = _highest_cut(z, None, top_k)
-    cut = jnp.where(top_k > 0, cut, -jnp.inf)[:, None]
-    return _keep_above(z, cut, top_k - count(z > cut))
+class _Cut(NamedTuple):
+    """What each row keeps: all above a logit, and of those that equal it the first.
+
+    Attributes:
+      logit: f32[S]; -inf keeps all.
+      last: i32[S], the id of the last of the equal ones that is kept.
+    """
+
+    logit: jax.Array
+    last: jax.Array
+
+    def is_kept(self, z: jax.Array) -> jax.Array:
+        """Which entries of f32[S, V] are kept, bool[S, V]."""
+        ids = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        logit, last = self.logit[:, None], self.last[:, None]
+        return (z > logit) | ((z == logit) & (ids <= last))
 
 
-def _keep_top_p(z: jax.Array, scaled: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Set all but the smallest set with mass top_p to -inf; where top_p is 1, nothing."""
+def _no_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
+    num_rows, vocab_size = z.shape
+    return _Cut(
+        jnp.full(num_rows, -jnp.inf, jnp.float32), jnp.full(num_rows, vocab_size, jnp.int32)
+    )
+
+
+def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
+    """Keep the top_k largest of each row; where top_k is 0, all."""
+    logit = jnp.where(top_k > 0, _highest_cut(z, None, top_k), -jnp.inf)
+    num_ties = top_k - count(z > logit[:, None])
+    return _Cut(logit, _place_of(z == logit[:, None], num_ties))
+
+
+def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
+    """Keep the smallest set with mass top_p of each row; where top_p is 1, all."""
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
-    cut = _highest_cut(z, weights, goal)
+    logit = _highest_cut(z, weights, goal)
     # A goal that rounds to 0 is reached by the empty set: one token stays even so.
-    cut = jnp.minimum(cut, jnp.max(z, axis=1))
-    cut = jnp.where(top_p < 1, cut, -jnp.inf)[:, None]
+    logit = jnp.minimum(logit, jnp.max(z, axis=1))
+    logit = jnp.where(top_p < 1, logit, -jnp.inf)
+    is_tie = z == logit[:, None]
     # Equal logits have equal weights, so the number of them that is needed is a quotient.
-    weight = jnp.max(jnp.where(z == cut, weights, 0.0), axis=1)
-    missing = jnp.ceil(
-        (goal - jnp.sum(_above(z > cut, weights), axis=1)) / jnp.where(weight > 0, weight, 1.0)
-    )
-    return _keep_above(z, cut, jnp.maximum(missing, 1.0).astype(jnp.int32))
+    weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
+    above = jnp.sum(_above(z > logit[:, None], weights), axis=1)
+    missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
+    num_ties = jnp.maximum(missing, 1.0).astype(jnp.int32)
+    return _Cut(logit, _place_of(is_tie, num_ties))
+
+
+def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
+    """What top_p keeps of what top_k keeps."""
+    by_k = _top_k_cut(z, scaled, top_k, top_p)
+    by_p = _top_p_cut(jnp.where(by_k.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
+    is_cut = by_p.logit > -jnp.inf
+    return _Cut(*(jnp.where(is_cut, p, k) for p, k in zip(by_p, by_k, strict=True)))
 
 
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
@@ -159,6 +182,8 @@ def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> ja
 _MINUS_INFINITY, _INFINITY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)
 # Entries that one thread block of a GPU sums.
 _GROUP = 2048
+# Entries of which one is looked for at once; most vocabularies are multiples of it.
+_TIE_GROUP = 256
 
 
 def search_cut(
@@ -203,25 +228,33 @@ def _above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
     return is_above.astype(jnp.int32) if weights is None else jnp.where(is_above, weights, 0.0)
 
 
-def _keep_above(z: jax.Array, cut: jax.Array, num_ties: jax.Array) -> jax.Array:
-    """Keep what exceeds cut f32[S, 1], and the first num_ties i32[S] of what equals it.
+def _place_of(mask: jax.Array, number: jax.Array) -> jax.Array:
+    """The id of the number-th True of each row of bool[S, V], i32[S]; at least V without it.
 
-    The cumulative sum (2.4 ms, as much as the search) is only made if a tie has to be broken.
+    Which group of ids it lies in, and where in that group: a cumulative sum over whole rows would
+    take as long as the search for the cut.
     """
-    # Rows that are not cut have no tie to break, which would cost the others that sum.
-    is_tie = (z == cut) & (cut > -jnp.inf)
+    num_rows, vocab_size = mask.shape
+    groups = jnp.pad(mask, ((0, 0), (0, -vocab_size % _TIE_GROUP)))
+    groups = groups.reshape(num_rows, -1, _TIE_GROUP)
+    number = number[:, None]
+    ends = jnp.cumsum(jnp.sum(groups, axis=2, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    group = count(ends < number)
+    num_before = jnp.max(jnp.where(ends < number, ends, 0), axis=1, keepdims=True)
+    members = jnp.take_along_axis(groups, group[:, None, None], axis=1, mode="clip")[:, 0]
+    ends = num_before + jnp.cumsum(members, axis=1, dtype=jnp.int32)
+    return group * _TIE_GROUP + count(ends < number)
 
-    def first_ties(is_tie):
-        rank = jnp.cumsum(is_tie, axis=1, dtype=jnp.int32)
-        return is_tie & (rank <= num_ties[:, None])
 
-    is_kept_tie = when(jnp.any(count(is_tie) > num_ties), first_ties, is_tie)
-    return jnp.where((z > cut) | is_kept_tie, z, -jnp.inf)
+def when(
+    is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+    """function(x), which must be x where it is not needed; then it is skipped at run time.
 
-
-def when(is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array):
-    """function(x) if is_needed, else x; decided at run time."""
-    return lax.cond(is_needed, function, lambda x: x, x)
+    Not on GPUs, where the host waits for each condition, for longer than these functions take.
+    """
+    is_cheap = lax.platform_dependent(cuda=lambda: True, rocm=lambda: True, default=lambda: False)
+    return lax.cond(is_needed | is_cheap, function, lambda x: x, x)
 
 
 def count(mask: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ how the caller notices. A row without a single usable logit yields token 0.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -47,6 +49,19 @@ class Draws(NamedTuple):
     ranks: jax.Array  # i32 [B], of the tokens, 1 is the most probable; 0 where not asked for
     top_ids: jax.Array  # i32 [B, N], the most probable tokens; 0 where not asked for
     top_logprobs: jax.Array  # f32 [B, N], theirs; 0 where not asked for
+
+    def pack(self) -> jax.Array:
+        """All of them in one array i32[B, 3 + 2 * N], which is one kernel to write, not five."""
+        columns = [x if x.ndim > 1 else x[:, None] for x in self]
+        bits = [lax.bitcast_convert_type(x, jnp.int32) for x in columns]
+        return jnp.concatenate(bits, axis=1)
+
+    @classmethod
+    def unpack(cls, packed: jax.Array) -> "Draws":
+        """The draws of i32[..., B, 3 + 2 * N]; the fields have the same first axes."""
+        token_ids, logprobs, ranks = (packed[..., i] for i in range(3))
+        top_ids, top_logprobs = jnp.split(packed[..., 3:], 2, axis=-1)
+        return cls(token_ids, _as_float(logprobs), ranks, top_ids, _as_float(top_logprobs))
 
 
 def sample(
@@ -83,9 +98,11 @@ def sample(
       ValueError: shapes disagree, or `num_top` is out of range (at trace time).
 
     Cost: what no active row asks for is skipped at run time, by ``lax.cond``: of a greedy batch one
-    condition is looked at, and it makes no noise, looks for no cut-off and reads no counts. Do not
-    ``vmap`` this: it turns every cond into both of its branches. On 2 CPU cores at B = 16,
-    V = 49152: greedy 1 ms, drawn 2 ms, top_k or top_p 6 to 9 ms, both 13 to 16 ms.
+    condition is looked at, and it makes no noise, looks for no cut-off and reads no counts. Where
+    the host waits for each condition, on GPUs, a batch that is drawn looks at two more: for
+    filters, and for the most probable tokens. Do not ``vmap`` this: it turns every cond into both
+    of its branches. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, drawn 2 ms, top_k or top_p 6
+    to 9 ms, both 13 to 16 ms.
 
     Example:
       >>> from paged_jax.sampling import SamplingParams, write_slot
@@ -97,10 +114,10 @@ def sample(
     """
     slots = _check_shapes(logits, rows, positions, active, slots)
     raw = logits.astype(jnp.float32)
-    is_changed = filters.is_changed(rows, positions, active)
+    is_changed = positions < rows.changed_until
     if constraints is not None:
-        is_changed |= active & constraints.is_masked(positions)
-    is_changed = jnp.any(is_changed)
+        is_changed |= constraints.is_masked(positions)
+    is_changed &= active
     is_drawn = active & (rows.temperature > 0)
     is_reported = jnp.any(active) & with_top if num_top else jnp.zeros((), jnp.bool_)
 
@@ -112,34 +129,35 @@ def sample(
         tokens = tokens if constraints is None else constraints.force(tokens, positions)
         return jnp.where(active, tokens, 0)
 
-    def choose(raw):
-        z = filters.when(is_changed, change, raw)
-        tokens = settle(_choose(_finite_or_dropped(z), rows, positions, is_drawn))
+    def choose(raw, tokens):
+        z = _finite_or_dropped(filters.when(jnp.any(is_changed), change, raw))
+        draw = functools.partial(_draw, z, rows, positions, is_drawn)
+        tokens = settle(_choose(z, tokens, is_changed, is_drawn, draw))
         if not num_top:
-            return tokens, *no_report(raw, tokens)
-        return tokens, *lax.cond(is_reported, report, no_report, raw, tokens)
-
-    def choose_greedily(raw):
-        tokens = settle(_argmax(_finite_or_dropped(raw)))
-        return tokens, *no_report(raw, tokens)
+            return unreported(raw, tokens)
+        return lax.cond(is_reported, report, unreported, raw, tokens)
 
     def report(raw, tokens):
-        return _report(raw, tokens, active, num_top)
+        return _report(raw, tokens, active, num_top).pack()
 
-    def no_report(raw, tokens):
-        shape = tokens.shape + (num_top,)
-        return jnp.zeros_like(tokens), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    def unreported(raw, tokens):
+        return _unreported(tokens, num_top).pack()
 
+    # Two passes over the logits give the largest, its first id and the denominator.
+    finite = _finite_or_dropped(raw)
+    largest = jnp.max(finite, axis=1, keepdims=True)
+    greedy = settle(_first(finite == largest))
     # All in one branch: each cond that returns logits costs a copy of them, and on a GPU the host
     # waits for each condition.
-    tokens, *reported = lax.cond(
-        is_changed | jnp.any(is_drawn) | is_reported, choose, choose_greedily, raw
-    )
-    logprobs = _at(raw, tokens) - log_sum_exp(raw)[:, 0]
+    is_special = jnp.any(is_changed | is_drawn) | is_reported
+    chosen = lax.cond(is_special, choose, unreported, raw, greedy)
+    draws = Draws.unpack(chosen)
+    tokens = draws.token_ids
+    logprobs = jnp.where(active, _at(raw, tokens) - log_sum_exp(raw, largest)[:, 0], 0.0)
     # The slot S of inactive rows is out of range, and dropped.
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
-    draws = Draws(tokens, jnp.where(active, logprobs, 0.0), *reported)
+    draws = draws._replace(logprobs=logprobs)
     return draws, dataclasses.replace(rows, output_counts=counts)
 
 
@@ -167,25 +185,38 @@ def _check_shapes(
 
 
 def _choose(
-    z: jax.Array, rows: SlotSampling, positions: jax.Array, is_drawn: jax.Array
+    z: jax.Array,
+    greedy: jax.Array,
+    is_changed: jax.Array,
+    is_drawn: jax.Array,
+    draw: Callable[[], jax.Array],
 ) -> jax.Array:
-    """The largest logit, or a draw where `is_drawn`, i32[B]."""
+    """The largest of the logits f32[B, V], or a draw where `is_drawn`, i32[B].
+
+    `greedy` i32[B] are the largest ones before some rows were changed.
+    """
+    tokens = filters.when(
+        jnp.any(is_changed), lambda tokens: jnp.where(is_changed, _argmax(z), tokens), greedy
+    )
     return filters.when(
-        jnp.any(is_drawn),
-        lambda tokens: jnp.where(is_drawn, _draw(z, rows, positions, is_drawn), tokens),
-        _argmax(z),
+        jnp.any(is_drawn), lambda tokens: jnp.where(is_drawn, draw(), tokens), tokens
     )
 
 
-def _report(
-    raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _unreported(tokens: jax.Array, num_top: int) -> Draws:
+    """Tokens i32[B] of which no more is asked."""
+    zeros = jnp.zeros((*tokens.shape, num_top), jnp.int32)
+    none = jnp.zeros_like(tokens)
+    return Draws(tokens, _as_float(none), none, zeros, _as_float(zeros))
+
+
+def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) -> Draws:
     """Ranks, and the most probable tokens, of each active row; 0 for other rows."""
     values, ids = top_logprobs(raw, num_top)
-    return (
-        jnp.where(active, ranks(raw, tokens), 0),
-        jnp.where(active[:, None], ids, 0),
-        jnp.where(active[:, None], values, 0.0),
+    return _unreported(tokens, num_top)._replace(
+        ranks=jnp.where(active, ranks(raw, tokens), 0),
+        top_ids=jnp.where(active[:, None], ids, 0),
+        top_logprobs=jnp.where(active[:, None], values, 0.0),
     )
 
 
@@ -237,16 +268,18 @@ def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values - log_sum_exp(logits), ids
 
 
-def log_sum_exp(logits: jax.Array) -> jax.Array:
+def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
     """The logarithm of the softmax's denominator, f32 ``[S, 1]`` of logits f32 ``[S, V]``.
 
-    As `jax.nn.logsumexp`, but that few rows on a CPU are summed alike in batches of any size.
+    As `jax.nn.logsumexp`, but that few rows on a CPU are summed alike in batches of any size. The
+    largest logits may be given as `peak`, f32 ``[S, 1]``.
 
     Example:
       >>> round(float(log_sum_exp(jnp.log(jnp.array([[0.5, 1.0, 1.5]])))[0, 0]), 4)
       1.0986
     """
-    peak = jnp.max(logits, axis=-1, keepdims=True)
+    if peak is None:
+        peak = jnp.max(logits, axis=-1, keepdims=True)
     peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
     weights = jnp.exp(logits - peak)
     if cpu.is_few(logits.shape[0]):
@@ -279,9 +312,13 @@ def _argmax(z: jax.Array) -> jax.Array:
     Two plain reductions: at S = 16, V = 49152 on 2 cores they take 0.4 ms, where jnp.argmax, one
     reduction over pairs that XLA does not vectorise on CPU, takes 1.8 ms.
     """
-    vocab_size = z.shape[1]
-    ids = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    return jnp.min(jnp.where(z == jnp.max(z, axis=1, keepdims=True), ids, vocab_size), axis=1)
+    return _first(z == jnp.max(z, axis=1, keepdims=True))
+
+
+def _first(mask: jax.Array) -> jax.Array:
+    """The first id that is True in each row of bool[S, V], i32[S]; V where there is none."""
+    ids = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
+    return jnp.min(jnp.where(mask, ids, mask.shape[1]), axis=1)
 
 
 def _draw(
@@ -316,6 +353,10 @@ def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
     within = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
     member = jnp.argmax(within + noise[:, num_groups:], axis=1)
     return (group * _DRAW_GROUP + member).astype(jnp.int32)
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _at(values: jax.Array, ids: jax.Array) -> jax.Array:

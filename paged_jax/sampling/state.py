@@ -16,6 +16,8 @@ from paged_jax.sampling.params import SamplingParams
 # vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
 # denormal floats, which some backends flush to zero.
 SMALLEST_TEMPERATURE = 1e-5
+# Past all positions.
+_ALWAYS = 2**31 - 1
 
 
 @functools.partial(
@@ -33,6 +35,7 @@ SMALLEST_TEMPERATURE = 1e-5
         "bias_values",
         "held_ids",
         "held_until",
+        "changed_until",
         "prompt_mask",
         "output_counts",
     ),
@@ -55,6 +58,8 @@ class SlotSampling:
       bias_values: f32[S, max_logit_bias].
       held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, filled up with V.
       held_until: i32[S], the first position at which they may.
+      changed_until: i32[S], the first position at which logits are left as they are, without bias,
+        penalty or held-back token; follows from the fields above, see `settle`.
       prompt_mask: bool[S, V], the tokens that are in the prompt.
       output_counts: i32[S, V], how often each token was generated.
 
@@ -78,6 +83,7 @@ class SlotSampling:
     bias_values: jax.Array
     held_ids: jax.Array
     held_until: jax.Array
+    changed_until: jax.Array
     prompt_mask: jax.Array
     output_counts: jax.Array
 
@@ -117,6 +123,7 @@ class SlotSampling:
             bias_values=jnp.zeros((num_slots, max_logit_bias), jnp.float32),
             held_ids=jnp.full((num_slots, max_stop_ids), vocab_size, jnp.int32),
             held_until=jnp.zeros(num_slots, jnp.int32),
+            changed_until=jnp.zeros(num_slots, jnp.int32),
             prompt_mask=jnp.zeros((num_slots, vocab_size), jnp.bool_),
             output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
         )
@@ -193,7 +200,8 @@ def write_slot(
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
-        held_until=_row(min(len(prompt) + params.min_tokens, 2**31 - 1), np.int32),
+        held_until=_row(min(len(prompt) + params.min_tokens, _ALWAYS), np.int32),
+        changed_until=_row(0, np.int32),
         prompt_mask=_row(np.bincount(prompt, minlength=vocab_size) > 0, np.bool_),
         output_counts=_row(np.bincount(output, minlength=vocab_size), np.int32),
     )
@@ -216,8 +224,15 @@ def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
       sample_index: u32[], which of the ``n`` samples this is.
     """
     is_greedy = row.temperature < SMALLEST_TEMPERATURE
+    vocab_size = row.output_counts.shape[0]
+    is_penalised = (
+        (row.repetition_penalty != 1) | (row.frequency_penalty != 0) | (row.presence_penalty != 0)
+    )
+    is_changed = is_penalised | jnp.any(row.bias_ids < vocab_size)
+    held_until = jnp.where(jnp.any(row.held_ids < vocab_size), row.held_until, 0)
     return dataclasses.replace(
         row,
+        changed_until=jnp.where(is_changed, _ALWAYS, held_until),
         temperature=jnp.where(is_greedy, 0.0, row.temperature),
         top_k=jnp.maximum(row.top_k, 0),
         keys=fold_in(row.keys, sample_index),

@@ -6,6 +6,7 @@
 import importlib.util
 import itertools
 import statistics
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -97,7 +98,13 @@ def test_chunks_take_few_instructions_on_h200(results) -> None:
 # instruction a cycle, each for one of the four warps of a program.
 @pytest.mark.parametrize(
     ("name", "step_tokens", "most"),
-    [("decode", 64, 420), ("decode, int8", 128, 440), ("decode, fp8", 128, 380)],
+    [
+        ("decode", 64, 420),
+        # Here the registers leave room for more programs, at the price of instructions.
+        ("decode of one sequence of 128K", 64, 440),
+        ("decode, int8", 128, 440),
+        ("decode, fp8", 128, 380),
+    ],
 )
 def test_decode_takes_few_instructions_on_h200(results, name, step_tokens, most) -> None:
     program = compiled(results, name)
@@ -181,6 +188,25 @@ def test_layer_of_a_decode_step_has_few_launches_on_h200(results, name, fewest, 
     # From one layer's write to the next one's.
     numbers = [end - begin for begin, end in itertools.pairwise(layers)]
     assert min(numbers) <= fewest and statistics.median_low(numbers) <= usual
+
+
+def test_step_of_an_engine_launches_little_beside_its_layers_on_h200(results) -> None:
+    """Nothing is allocated in the loop over tokens, and few conditions keep the host waiting."""
+    program = compiled(results, "engine with full pools")
+    loop = [x for x in program["launches"] if x["within"][:1] == ["body"]]
+    step = [launch["name"] for launch in loop if len(launch["within"]) == 1]
+    products = [i for i, name in enumerate(step) if "gemm" in name]
+    # Whether all rows are greedy, embeddings, rotations; the first norm, product and its sum.
+    assert step.index("paged_rope_write") <= 6
+    # Two passes over the logits; what was drawn is counted, noted and looked at.
+    assert len(step) - 1 - products[-1] <= 12
+    # Of the two branches, greedy rows take the short one.
+    in_branches = Counter(launch["within"][1] for launch in loop if len(launch["within"]) > 1)
+    assert len(in_branches) == 2 and min(in_branches.values()) == 1
+    # Besides greedy or not: which filters, and whether the most probable tokens are reported.
+    assert program["num_conditionals"] <= 3
+    # Whether the loop goes on is known from the step before.
+    assert not [x for x in program["launches"] if x["within"][:1] == ["condition"]]
 
 
 @pytest.mark.parametrize("name", GPU_STEPS)

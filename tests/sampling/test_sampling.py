@@ -211,7 +211,7 @@ def test_gpus_find_cuts_in_few_passes(platform, num_passes):
 
     text = lower(function, logits, *options.values(), platform=platform).as_text()
     loops = re.findall(r"cond \{\s*%\w+ = stablehlo.constant dense<(\d+)>", text)
-    assert loops == 2 * [str(num_passes)], "for top_k and for top_p"
+    assert loops == 4 * [str(num_passes)], "for top_k, for top_p, and for both"
 
 
 def test_filter_logits_refuses_shapes_that_disagree():

@@ -110,27 +110,57 @@ def compile_case(name: str, device: Any) -> dict[str, Any]:
     options = dict(GPU_COMPILER_OPTIONS.get(name, {}))
     compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
+    launches, num_conditionals = read_launches()
     return {
-        "launches": read_launches(),
+        "launches": launches,
+        "num_conditionals": num_conditionals,
         "kernels": [examine_kernel(path) for path in DUMP.glob("*.ptx") if is_ours(path)],
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }
 
 
-def read_launches() -> list[dict[str, Any]]:
-    """Everything that XLA starts on the GPU, in order; once what it starts in a loop."""
+def read_launches() -> tuple[list[dict[str, Any]], int]:
+    """Everything that XLA starts on the GPU, in order; once what it starts in a loop.
+
+    Each with what it is part of, outermost first: the ``"body"`` or ``"condition"`` of a loop, a
+    branch of a conditional. And the number of conditionals.
+    """
     listings = list(DUMP.glob("*.thunk_sequence.txt"))
     if len(listings) != 1:
         raise RuntimeError(f"XLA was to dump one sequence of launches, got {listings}.")
-    thunk = re.compile(r"^ *\d+: k(\w+) +\[[^]]*\] *(\w*)(.*)$", re.MULTILINE)
-    launches = []
-    for kind, name, rest in thunk.findall(listings[0].read_text()):
+    thunk = re.compile(r" *\d+: k(\w+) +\[[^]]*\] *(\w*)(.*)")
+    launches, num_conditionals = [], 0
+    parts: list[tuple[int, str]] = []  # what the next line is in, and how far that is indented
+    for line in listings[0].read_text().splitlines():
+        indent, text = len(line) - len(line.lstrip()), line.strip().removeprefix("No thunks.")
+        if text.endswith(":"):
+            name = text.strip(" :")
+            if name == "body":  # its loop is the last one whose condition came before
+                loop = max(i for i, part in enumerate(parts) if part[1] == "condition")
+                indent = parts[loop][0]
+            elif name == "condition":  # directly behind its loop, and not always indented
+                indent = parts[-1][0]
+            parts = [part for part in parts if part[0] < indent] + [(indent, name)]
+            continue
+        if not (found := thunk.match(line)):
+            continue
+        kind, name, rest = found.groups()
+        parts = [part for part in parts if part[0] <= indent]
+        if kind == "While":
+            parts.append((indent + 1, "condition"))
+        num_conditionals += kind == "Conditional"
         if kind in ("While", "Conditional", "Sequential", "CommandBuffer", "DynamicSliceFusion"):
             continue  # what these start is listed below them
         shared = re.search(r"shared_memory: (\d+) bytes", rest)
-        launches.append({"name": name, "shared_memory_bytes": int(shared[1]) if shared else 0})
-    return launches
+        launches.append(
+            {
+                "name": name,
+                "shared_memory_bytes": int(shared[1]) if shared else 0,
+                "within": [name for _, name in parts],
+            }
+        )
+    return launches, num_conditionals
 
 
 def is_ours(path: Path) -> bool:
