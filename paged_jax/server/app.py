@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paged_jax.server import admin, bodies, cache_page, openapi, schemas
+from paged_jax.server import admin, bodies, cache_page, openapi, router_info, schemas
 from paged_jax.server.answers import Answer
 from paged_jax.server.completions import complete
 from paged_jax.server.errors import ApiError
@@ -55,6 +55,7 @@ def create_app(service: Service) -> Starlette:
         route("/tokenize", tokenize, "POST"),
         route("/detokenize", detokenize, "POST"),
         route("/tokenizer_info", tokenizer_info),
+        *router_info.routes(service),
         *admin.routes(service),
         *cache_page.routes(service),
     ]

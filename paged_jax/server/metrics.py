@@ -5,9 +5,9 @@ Names and labels are as dashboards made for vLLM expect them.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import get_args
+from typing import NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -62,12 +62,28 @@ class _Observed:
     num_tokens: int
 
 
+class CacheConfig(NamedTuple):
+    """The cache, by the names of vLLM's ``cache_config_info``.
+
+    Attributes:
+      block_size: C, tokens in a block.
+      num_gpu_blocks: P, blocks in the pool, on whatever device.
+      cache_dtype: the dtype of K and V.
+      enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
+    """
+
+    block_size: int
+    num_gpu_blocks: int
+    cache_dtype: str
+    enable_prefix_caching: bool
+
+
 class Metrics:
     """Histograms and counters of requests, and the engine's own counts as of the last step.
 
     Args:
       model_name: the label of every metric.
-      num_blocks: number of blocks in the pool.
+      cache_config: what is said once of the cache, by vLLM's names.
       reading: the engine's counts before its first step.
 
     Attributes:
@@ -75,12 +91,12 @@ class Metrics:
       http: what is counted of requests whether they reach the engine or not.
     """
 
-    def __init__(self, model_name: str, num_blocks: int, reading: Reading):
+    def __init__(self, model_name: str, cache_config: CacheConfig, reading: Reading):
         self.reading = reading
         self._registry = CollectorRegistry(auto_describe=False)
         # vLLM numbers the engines of a server; here there is one.
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._num_blocks = num_blocks
+        self._num_blocks = cache_config.num_gpu_blocks
         self._histograms = {
             name: Histogram(
                 f"vllm:{name}", text, list(self._labels), registry=self._registry, buckets=buckets
@@ -107,6 +123,9 @@ class Metrics:
         self.http = HttpMetrics(self._registry)
         ProcessCollector(registry=self._registry)
         self._registry.register(_EngineCollector(self))
+        config = self._labels | {k: str(v) for k, v in cache_config._asdict().items()}
+        name, text = "vllm:cache_config_info", "What the cache is, in labels."
+        Gauge(name, text, list(config), registry=self._registry).labels(**config).set(1)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

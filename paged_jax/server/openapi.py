@@ -24,6 +24,8 @@ _ANSWERS = (
     schemas.TokenizerInfo,
     schemas.ModelList,
     schemas.Model,
+    schemas.ModelInfo,
+    schemas.ServerInfo,
     schemas.Probe,
     schemas.Health,
     schemas.Error,
@@ -73,6 +75,8 @@ def document(limits: Limits) -> dict[str, Any]:
             "/v1/models": _get("listModels", schemas.ModelList, 400, 401, 503),
             "/v1/models/{model}": _get("getModel", schemas.Model, 400, 401, 404, 503)
             | {"parameters": [_path_parameter("model")]},
+            "/get_model_info": _get("getModelInfo", schemas.ModelInfo, 400, 401, 503),
+            "/get_server_info": _get("getServerInfo", schemas.ServerInfo, 400, 401, 503),
             "/live": _get("live", schemas.Probe, 400) | {"security": []},
             "/ready": _get("ready", schemas.Probe, 400) | {"security": []},
             "/health": _get("health", schemas.Health, 400) | {"security": []},

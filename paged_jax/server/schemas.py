@@ -252,6 +252,25 @@ class Model(BaseModel):
     max_model_len: int
 
 
+class ModelInfo(BaseModel):
+    """The answer of `GET /get_model_info`, by which SGLang's router knows what is served."""
+
+    model_path: str
+    served_model_name: str
+    is_generation: bool = True
+    max_context_length: int
+    vocab_size: int
+
+
+class ServerInfo(BaseModel):
+    """The answer of `GET /get_server_info`, by which SGLang's router knows the model's name."""
+
+    served_model_name: str
+    version: str
+    max_running_requests: int
+    max_total_num_tokens: int
+
+
 class ModelList(BaseModel):
     """The answer of `GET /v1/models`."""
 

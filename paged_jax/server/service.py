@@ -18,7 +18,7 @@ from paged_jax.scheduler.request import Request
 from paged_jax.server.cache_recorder import CacheRecorder
 from paged_jax.server.errors import ApiError
 from paged_jax.server.limits import Limits
-from paged_jax.server.metrics import Metrics
+from paged_jax.server.metrics import CacheConfig, Metrics
 from paged_jax.server.reading import Reading
 from paged_jax.server.shares import Shares
 from paged_jax.server.stalls import StallDetector
@@ -93,11 +93,18 @@ class Service:
             math.inf if engine.tokenizer is None else engine.tokenizer.max_token_chars
         )
         self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.config.vocab_size
         self.num_blocks = engine.num_blocks
         self.block_size = engine.block_size
         self.max_num_seqs = engine.max_num_seqs
         reading = Reading.of(engine)
-        self.metrics = Metrics(settings.model_name, engine.num_blocks, reading)
+        cache_config = CacheConfig(
+            engine.block_size,
+            engine.num_blocks,
+            str(engine.cache.k.dtype),
+            engine.enable_prefix_caching,
+        )
+        self.metrics = Metrics(settings.model_name, cache_config, reading)
         self.stalls = StallDetector(
             reading, settings.stall_seconds, lambda: engine.is_compiling or engine.is_sleeping
         )

@@ -187,6 +187,9 @@ def test_each_metric_moves(server) -> None:
     key = 'http_requests_total{"handler": "%s", "method": "%s", "status": "%s"}'
     for parts in (("/v1/completions", "POST", "2xx"), ("none", "GET", "4xx")):
         assert after[key % parts] == before.get(key % parts, 0) + 1
+    [config] = [name for name in after if name.startswith("vllm:cache_config_info")]
+    assert '"block_size": "4"' in config and '"num_gpu_blocks": "20"' in config
+    assert after[config] == 1
     reasons = [name for name in after if name.startswith("vllm:num_requests_waiting_by_reason")]
     assert len(reasons) == 2 and all('"engine": "0"' in name for name in reasons)
 

@@ -22,7 +22,7 @@ OPERATIONS = [
     ("POST", "/generate"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/metrics"),
     ("GET", "/live"), ("GET", "/ready"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/tokenizer_info"),
+    ("GET", "/tokenizer_info"), ("GET", "/get_model_info"), ("GET", "/get_server_info"),
 ]  # fmt: skip
 # Of each operation, right ones and wrong ones.
 NUM_EXAMPLES = 50
