@@ -54,7 +54,8 @@ class PlanRunner:
 
     def queue(self, plan: StepPlan) -> Dispatch:
         """Queue all of a plan."""
-        self._note_start(plan)
+        if not plan.is_ahead:  # else all of its sequences run already
+            self._note_start(plan)
         with self._clock.prefilling:
             self._prefill(plan)
             self._runner.slots.fork(plan.forks)

@@ -22,8 +22,8 @@ from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
 _BINDING = "choice of tokens by grammars"
-# Seconds that the reader of a result leaves to the thread that makes the next call, before both
-# want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for 5 ms, and
+# Seconds, at most, that the reader of a result leaves to the thread that makes the next call, before
+# both want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for 5 ms, and
 # the device with it. Measured by `python -m benchmarks.host` on 2 busy cores: without this a device
 # of 4.5 ms a step waits 0.6 to 1.8 ms for each dispatch, with it 0.5 to 0.6.
 _HEAD_START = 3e-4
@@ -206,8 +206,8 @@ class Executor:
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
             result = result.result()
-            if self._latest is not pending:
-                time.sleep(_HEAD_START)
+            if self._ahead is not None and self._latest is not pending:
+                concurrent.futures.wait([self._ahead], timeout=_HEAD_START)
         result = jax.device_get(result)
         if self._ahead is pending.result:
             self._ahead = None
@@ -236,6 +236,8 @@ class Executor:
         Raises:
           RuntimeError: they did not, so the state is not what the host takes it for.
         """
+        if not self._oks:
+            return
         start, oks = time.perf_counter(), self._oks
         self._oks = []
         require_blocks(*jax.device_get(oks))

@@ -96,8 +96,8 @@ def filter_logits(
     # The cuts are searched among the logits: temperature does not change their order, but its
     # rounding could merge neighbours.
     cuts = (_no_cut, _top_k_cut, _top_p_cut, _both_cuts)
-    which = jnp.any(top_k > 0) + 2 * jnp.any(top_p < 1).astype(jnp.int32)
-    cut = lax.switch(which, cuts, z, scaled, top_k, top_p)
+    has_k, has_p = (jnp.any(x).astype(jnp.int32) for x in (top_k > 0, top_p < 1))
+    cut = lax.switch(has_k + 2 * has_p, cuts, z, scaled, top_k, top_p)
     return jnp.where((z > -jnp.inf) & cut.is_kept(z), scaled, -jnp.inf)
 
 

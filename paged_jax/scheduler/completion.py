@@ -29,6 +29,8 @@ class Completion:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._params = params
+        self._stops = tuple(params.stop or ())
+        self._most_held = max(map(len, self._stops), default=1) - 1
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
@@ -130,9 +132,11 @@ class Completion:
             if peeked is None:
                 return False
             text = peeked
-            recent = self._text[self._num_final :] + text if params.stop else ""
-            if any(stop in recent for stop in params.stop or ()):
-                return False
+            if self._stops:
+                recent = self._text[self._num_final :] + text
+                for stop in self._stops:  # `any` of a generator would show
+                    if stop in recent:
+                        return False
             self._detokenizer.accept()
         self.cumulative_logprob = total
         self._text += text
@@ -154,7 +158,7 @@ class Completion:
             raise
 
     def _find_stop_string(self) -> None:
-        found = [(self._text.find(s, self._num_final), s) for s in self._params.stop or ()]
+        found = [(self._text.find(s, self._num_final), s) for s in self._stops]
         found = [(at, s) for at, s in found if at >= 0]
         if found:
             at, stop = min(found, key=lambda pair: pair[0])
@@ -164,16 +168,15 @@ class Completion:
 
     def _release_text(self) -> None:
         """Count as final what is not the beginning of a stop string."""
-        held = 0
-        if self.finish_reason is None:
-            for stop in self._params.stop or ():
-                longest = min(len(stop) - 1, len(self._text) - self._num_final)
-                held = max(held, _num_begun(stop, self._text[len(self._text) - longest :]))
-        self._num_final = max(self._num_final, len(self._text) - held)
+        num_final = len(self._text)
+        if self._stops and self.finish_reason is None:
+            tail = self._text[max(self._num_final, num_final - self._most_held) :]
+            num_final -= max([_num_begun(stop, tail) for stop in self._stops])
+        self._num_final = max(self._num_final, num_final)
 
 
 def _num_begun(stop: str, tail: str) -> int:
-    """How many characters at the end of a text, which is longer, are the beginning of `stop`."""
+    """How many characters at the end of a text, in which it is not, are the beginning of `stop`."""
     at = tail.find(stop[0])
     while at >= 0:
         if stop.startswith(tail[at:]):
