@@ -80,6 +80,7 @@ class CacheMap:
       ref_counts: number of samples that hold each block.
       is_cached: whether each block can be found in the prefix cache.
       digests: name of each block's content there, 16 hex digits; ``""`` if not cached.
+      free_order: blocks that no sample holds, in the order in which they will be taken.
       sequences: samples that have a slot, the most senior first.
       waiting: the others that have not finished, the most senior first.
       num_free: blocks that no sample holds, cached ones included.
@@ -98,6 +99,7 @@ class CacheMap:
     ref_counts: list[int]
     is_cached: list[bool]
     digests: list[str]
+    free_order: list[int]
     sequences: list[RunningSample]
     waiting: list[WaitingSample]
     num_free: int
@@ -166,8 +168,9 @@ def snapshot(engine: Engine) -> CacheMap:
     """
     tables = engine.cache.tables
     pool = tables.pool
-    counts, is_cached, digests, rows, lengths = jax.device_get(
-        (pool.ref_counts, pool.is_cached, pool.digests, tables.block_tables, tables.lengths)
+    ring = (pool.free_queue, pool.head)
+    counts, is_cached, digests, rows, lengths, (queue, head) = jax.device_get(
+        (pool.ref_counts, pool.is_cached, pool.digests, tables.block_tables, tables.lengths, ring)
     )
     names = np.ascontiguousarray(digests[:, :2], "<u4").tobytes().hex()
     stats = engine.stats
@@ -185,6 +188,7 @@ def snapshot(engine: Engine) -> CacheMap:
             names[16 * block : 16 * block + 16] if found else ""
             for block, found in enumerate(is_cached.tolist())
         ],
+        free_order=np.roll(queue, -head)[: (counts == 0).sum()].tolist(),
         sequences=[running(s, s.slot) for s in engine.sequences if s.slot is not None],
         waiting=[_waiting(s) for s in engine.sequences if s.slot is None],
         num_free=int((counts == 0).sum()),

@@ -57,6 +57,11 @@ def check(engine: Engine, cache_map: CacheMap) -> None:
         found and not count
         for found, count in zip(cache_map.is_cached, cache_map.ref_counts, strict=True)
     )
+    free = [block for block, count in enumerate(cache_map.ref_counts) if not count]
+    assert sorted(cache_map.free_order) == free
+    # What can be found goes last.
+    found = [cache_map.is_cached[block] for block in cache_map.free_order]
+    assert found == sorted(found)
     for sample in cache_map.sequences:
         assert len(sample.block_ids) == -(-sample.num_computed // C)
         assert (sample.state == "decode") == (sample.num_computed == sample.num_tokens - 1)

@@ -65,11 +65,14 @@ async def _state(service: Service, request: Request) -> Response:
             request.receive, lambda engine: service.cache_recorder.state(engine, number)
         )
 
+    generated = service.metrics.reading.stats.num_generated_tokens
+
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
             # Shows the page when the server was restarted, which resets the numbers of events.
             "started": service.created,
+            "num_generated_tokens": generated,
             **dataclasses.asdict(cache_map),
             "events": events,
         }

@@ -138,6 +138,19 @@ def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     counts = [int(page.locator(f"#num-{kind}").inner_text()) for kind in ("free", "cached")]
     assert sum(counts) == num_blocks
     assert page.locator("#events", has_text="copy on write").count() > 0
+    # Beside the map, at its top: what happens is seen without scrolling.
+    events, canvas = (page.locator(name).bounding_box() for name in ("#events", "#map"))
+    assert events["x"] >= canvas["x"] + canvas["width"] and events["y"] < canvas["y"] + 50
+    curves = page.locator("#rates polyline")
+    assert curves.count() == 4
+    for index in (0, 3):  # tokens a second, and blocks in use, which both rose and fell
+        points = curves.nth(index).get_attribute("points").split()
+        assert len({point.split(",")[1] for point in points}) > 2
+
+    # What goes next is fainter than what goes last.
+    order = [b for b in state(server)["free_order"] if state(server)["is_cached"][b]]
+    alpha = "x => Number(recency()[x])"
+    assert page.evaluate(alpha, order[0]) < page.evaluate(alpha, order[-1]) == 1
 
     block = state(server)["is_cached"].index(True)
     page.locator("#map").focus()

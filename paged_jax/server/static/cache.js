@@ -5,6 +5,31 @@
 const INTERVAL = 300; // milliseconds between an answer and the next question
 const GAP = 1;
 const MAX_EVENTS = 200;
+const HISTORY = 120; // seconds that the curves show, at most
+const SHORTEST = 15; // and at least
+const WINDOW = 3; // seconds over which a rate is taken
+
+// What a sample waits for, in the words of the table, and what is meant.
+const WAITS = {
+  turn: ["its turn", "Others stand before it in line."],
+  slots: ["a slot", "All slots of the batch are taken."],
+  blocks: ["blocks", "The pool has too few free blocks for its next tokens."],
+  budget: ["room in a step", "A step reads only so many tokens."],
+  "same prefix": ["the same prefix", "A running sequence is computing its next block."],
+  fork: ["its prompt", "Another sample computes the prompt that it shares."],
+  preempted: ["to come back", "It lost its blocks to others."],
+};
+
+const percent = (x) => `${(100 * x).toFixed(0)}%`;
+
+// The curves: a name, the value at a moment from the samples of now and of some seconds before (null
+// if there is none), how it is written, and the value at the top, by default the greatest of all.
+const CURVES = [
+  ["tokens/s", (now, then) => (now.generated - then.generated) / (now.time - then.time), (x) => x.toFixed(0)],
+  ["cache hits", (now, then) => (now.queried > then.queried ? (now.cached - then.cached) / (now.queried - then.queried) : null), percent, 1],
+  ["waiting", (now) => now.waiting, (x) => x],
+  ["blocks in use", (now) => now.used, percent, 1],
+];
 
 const byId = (id) => document.getElementById(id);
 const canvas = byId("map");
@@ -13,6 +38,7 @@ let state = null;
 let lastEvent = 0;
 let pointed = null; // the block under the pointer
 let described = null; // what it held when it was described
+let samples = []; // counts of the last minutes, the oldest first
 let columns = 1;
 let cell = 10;
 
@@ -46,6 +72,14 @@ function layOut() {
   canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
 }
 
+// How strongly each cached block is drawn: the next one to be given up is the faintest.
+function recency() {
+  const cached = state.free_order.filter((block) => state.is_cached[block]);
+  const shades = {};
+  cached.forEach((block, rank) => (shades[block] = 0.25 + (0.75 * (rank + 1)) / cached.length));
+  return shades;
+}
+
 function draw() {
   layOut();
   const context = canvas.getContext("2d");
@@ -55,11 +89,17 @@ function draw() {
     // A custom property keeps its light-dark(); the legend's swatch has it resolved.
     colors[kind] = getComputedStyle(document.querySelector(`#legend .${kind}`)).backgroundColor;
   }
+  const shades = recency();
   for (let block = 0; block < state.num_blocks; block++) {
     const kind = kindOf(block);
     const x = (block % columns) * cell;
     const y = Math.floor(block / columns) * cell;
     context.globalAlpha = 1;
+    if (kind === "cached") {
+      context.fillStyle = colors.free;
+      context.fillRect(x, y, cell - GAP, cell - GAP);
+      context.globalAlpha = shades[block];
+    }
     context.fillStyle = colors[kind];
     context.fillRect(x, y, cell - GAP, cell - GAP);
     if (kind === "shared") {
@@ -84,22 +124,35 @@ function count() {
   for (const kind of Object.keys(counts)) byId(`num-${kind}`).textContent = counts[kind];
 }
 
-function rowOf(sequence, slot, what, blocks) {
+// The kind of the answer is left out, and the middle of a long name.
+function shortName(requestId) {
+  const name = requestId.replace(/^(cmpl|chatcmpl|gen)-/, "");
+  return name.length > 14 ? `${name.slice(0, 8)}…${name.slice(-3)}` : name;
+}
+
+function rowOf(sequence, middle, blocks) {
   const row = element("tr");
-  const cells = [sequence.request_id, sequence.sample, slot, what, sequence.num_tokens, blocks];
-  row.append(...cells.map((text) => element("td", text)));
-  row.firstChild.title = sequence.request_id; // where it is too long to be shown
+  const name = element("td", shortName(sequence.request_id));
+  name.title = sequence.request_id; // where it is too long to be shown
+  row.append(name, element("td", sequence.sample, "number"), ...middle);
+  row.append(element("td", sequence.num_tokens, "number"), element("td", blocks, "number"));
   return row;
 }
 
+function waitingCell(sequence) {
+  const [what, meaning] = WAITS[sequence.reason] ?? [sequence.reason, ""];
+  const cell = element("td", `waits for ${what}${sequence.is_swapped ? ", swapped out" : ""}`);
+  cell.colSpan = 2;
+  cell.title = meaning;
+  return cell;
+}
+
 function list() {
-  const running = state.sequences.map((sequence) =>
-    rowOf(sequence, sequence.slot, sequence.state, sequence.block_ids.length),
-  );
-  const waiting = state.waiting.map((sequence) => {
-    const why = `waits: ${sequence.reason}${sequence.is_swapped ? ", swapped out" : ""}`;
-    return rowOf(sequence, "", why, "");
+  const running = state.sequences.map((sequence) => {
+    const middle = [element("td", sequence.slot, "number"), element("td", sequence.state)];
+    return rowOf(sequence, middle, sequence.block_ids.length);
   });
+  const waiting = state.waiting.map((sequence) => rowOf(sequence, [waitingCell(sequence)], ""));
   byId("sequences").replaceChildren(...running, ...waiting);
   const used = state.ref_counts.filter((n) => n > 0).length;
   byId("totals").textContent =
@@ -107,15 +160,76 @@ function list() {
     `${used} of ${state.num_blocks} blocks of ${state.block_size} tokens`;
 }
 
+// The curves
+
+function sample() {
+  const time = performance.now() / 1000;
+  samples.push({
+    time,
+    generated: state.num_generated_tokens,
+    queried: state.num_queried_tokens,
+    cached: state.num_cached_tokens,
+    waiting: state.waiting.length,
+    used: state.num_used / state.num_blocks,
+  });
+  samples = samples.filter((each) => each.time > time - HISTORY);
+}
+
+// The values of a curve at the samples; [time, value] each.
+function valuesOf(value) {
+  const found = [];
+  let before = 0;
+  samples.forEach((now, index) => {
+    while (samples[before].time < now.time - WINDOW) before++;
+    if (index === before) return;
+    const number = value(now, samples[before]);
+    if (number !== null) found.push([now.time, number]);
+  });
+  return found;
+}
+
+function figureOf(name) {
+  const figure = element("figure");
+  const caption = element("figcaption", name);
+  const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  picture.setAttribute("viewBox", "0 0 100 100");
+  picture.setAttribute("preserveAspectRatio", "none");
+  picture.append(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
+  caption.append(element("b", "–"));
+  figure.append(caption, picture);
+  byId("rates").append(figure);
+  return figure;
+}
+
+const figures = CURVES.map(([name]) => figureOf(name));
+
+function plot() {
+  const end = samples.at(-1).time;
+  const span = Math.max(SHORTEST, end - samples[0].time);
+  CURVES.forEach(([, value, written, top], index) => {
+    const values = valuesOf(value);
+    const most = Math.max(...values.map(([, number]) => number), 0);
+    const scale = 94 / (top ?? (most || 1));
+    const points = values.map(([time, number]) => `${100 - (100 * (end - time)) / span},${97 - scale * number}`);
+    const [number] = figures[index].getElementsByTagName("b");
+    const [line] = figures[index].getElementsByTagName("polyline");
+    line.setAttribute("points", points.join(" "));
+    number.textContent = values.length ? written(values.at(-1)[1]) : "–";
+    figures[index].title = values.length ? `at most ${written(most)} in the last two minutes` : "";
+  });
+}
+
 function log(events) {
   for (const event of events) {
     lastEvent = Math.max(lastEvent, event.number);
     const row = element("li");
+    const name = event.request_id ?? "";
     row.append(
       element("time", new Date(event.time * 1000).toLocaleTimeString()),
       element("span", event.kind.replaceAll("_", " "), "kind"),
-      event.text,
+      name ? event.text.replaceAll(name, shortName(name)) : event.text,
     );
+    row.title = event.text;
     byId("events").prepend(row);
   }
   while (byId("events").childElementCount > MAX_EVENTS) byId("events").lastElementChild.remove();
@@ -140,13 +254,18 @@ async function refresh() {
   }
   try {
     const answer = await ask(`cache/state?since=${lastEvent}`);
-    if (state !== null && state.started !== answer.started) lastEvent = 0;
+    if (state !== null && state.started !== answer.started) {
+      lastEvent = 0;
+      samples = [];
+    }
     state = answer;
     byId("model").textContent = state.model;
     say("live");
     draw();
     count();
     list();
+    sample();
+    plot();
     log(state.events);
     if (pointed !== null && contentOf(pointed) !== described) describe(pointed);
   } catch (error) {
