@@ -19,9 +19,9 @@ constexpr int HEADS = 4;      // query heads that meet a tile together
 constexpr int MAX_D = 512;
 constexpr float LOWEST = -1e30f;  // finite, for differences
 
-// A softmax in progress over some tokens, for one query head; the weighted sum of values follows it.
-struct Softmax {
-  float peak, total;
+struct Tile {
+  int count;
+  int64_t rows[TILE];  // of its tokens, in the pools' scales and numbers
 };
 
 struct Segment {
@@ -37,18 +37,11 @@ struct Decode {
   int H, G, D, stride;
   float soft_cap;  // 0 for none
   Segment* segments;
-  float* partial;  // [segments, H, 2 + stride]
+  float* partial;  // [segments, H, 2 + stride]: softmaxes in progress, peak, total, and sum of values
   float *out, *lse;
 
   float* partial_of(int64_t segment, int64_t head) const {
     return partial + (segment * H + head) * (2 + stride);
-  }
-
-  // Row of the pools' scales, and of their numbers, that holds a token of a sequence.
-  int64_t row(const int32_t* table, int64_t head, int token) const {
-    int64_t block = table[token / C];
-    block = block < 0 ? 0 : block < P ? block : P - 1;  // what is no block must not end the process
-    return ((layer * P + block) * K + head) * C + token % C;
   }
 
   void run(int64_t part) {
@@ -60,56 +53,85 @@ struct Decode {
       memset(state, 0, (2 + stride) * sizeof *state);
       state[0] = LOWEST;
     }
-    int64_t rows[TILE];
+    Tile tile = find(table, head, its.begin, its.end);
+    for (int t = 0; t < tile.count; t++) {  // later ones are fetched while others are computed
+      fetch(k + tile.rows[t] * lanes, D);
+      fetch(v + tile.rows[t] * lanes, D);
+    }
     for (int token = its.begin; token < its.end; token += TILE) {
-      int count = its.end - token < TILE ? its.end - token : TILE;
-      for (int i = 0; i < count; i++) rows[i] = row(table, head, token + i);
+      Tile next = find(table, head, token + TILE, its.end);
       for (int g = 0; g < G; g += HEADS) {
         const float* queries = q + (its.sequence * (int64_t)H + head * G + g) * stride;
         float* state = partial_of(segment, head * G + g);
-        fold_heads<HEADS>(G - g, queries, rows, count, state);
+        fold_heads<HEADS>(G - g, queries, tile, g ? tile : next, state);
       }
+      tile = next;
     }
   }
 
-  template <int HEADS_>
-  void fold_heads(int left, const float* queries, const int64_t* rows, int count, float* state) {
-    if (left >= HEADS_) return fold<HEADS_>(queries, rows, count, state);
-    if constexpr (HEADS_ > 1) fold_heads<HEADS_ - 1>(left, queries, rows, count, state);
+  // The tile that begins with a token, empty at the end.
+  Tile find(const int32_t* table, int64_t head, int token, int end) const {
+    Tile tile = {};
+    if (token < end) tile.count = end - token < TILE ? end - token : TILE;
+    int64_t column = token / C, offset = token % C;
+    for (int i = 0; i < tile.count; column++, offset = 0) {
+      int64_t block = table[column];
+      block = block < 0 ? 0 : block < P ? block : P - 1;  // what is no block must not end the process
+      int64_t first = ((layer * P + block) * K + head) * C;
+      for (; offset < C && i < tile.count; offset++) tile.rows[i++] = first + offset;
+    }
+    return tile;
   }
 
-  // Folds a tile into the softmaxes of a few query heads.
   template <int HEADS_>
-  void fold(const float* queries, const int64_t* rows, int count, float* state) {
+  void fold_heads(
+      int left, const float* queries, const Tile& tile, const Tile& next, float* state) const {
+    if (left >= HEADS_) return fold<HEADS_>(queries, tile, next, state);
+    if constexpr (HEADS_ > 1) fold_heads<HEADS_ - 1>(left, queries, tile, next, state);
+  }
+
+  // Folds a tile into the softmaxes of a few query heads, while the next one is fetched from memory.
+  template <int HEADS_>
+  void fold(const float* queries, const Tile& tile, const Tile& next, float* state) const {
     float weights[HEADS_][TILE], rescale[HEADS_];
-    score<HEADS_>(queries, rows, count, weights);
+    score<HEADS_>(queries, tile, next, weights);
     for (int h = 0; h < HEADS_; h++) {
       float* softmax = state + h * (2 + stride);
-      rescale[h] = weigh(weights[h], rows, count, softmax[0], softmax[1]);
+      rescale[h] = weigh(weights[h], tile, softmax[0], softmax[1]);
     }
     for (int d = 0; d < stride; d += STEP) {
       if (D - d >= STEP)
-        add_values<HEADS_, true>(weights, rescale, rows, count, d, state + 2 + d);
+        add_values<HEADS_, true>(weights, rescale, tile, next, d, state + 2 + d);
       else
-        add_values<HEADS_, false>(weights, rescale, rows, count, d, state + 2 + d);
+        add_values<HEADS_, false>(weights, rescale, tile, next, d, state + 2 + d);
     }
+  }
+
+  // Into the second cache: in the first one, what is on its way keeps others waiting.
+  static void fetch(const Element* numbers, int count) {
+    for (int i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(numbers + i, 0, 2);
   }
 
   // Scores of a tile; LOWEST past its tokens.
   template <int HEADS_>
-  void score(const float* queries, const int64_t* rows, int count, float scores[HEADS_][TILE]) {
+  void score(
+      const float* queries, const Tile& tile, const Tile& next, float scores[HEADS_][TILE]) const {
     const Element* keys[TILE];
-    for (int t = 0; t < count; t++) keys[t] = k + rows[t] * lanes;
+    for (int t = 0; t < tile.count; t++) keys[t] = k + tile.rows[t] * lanes;
     constexpr int TOKENS = (LANES == 16 ? 16 : 8) / (HEADS_ == 3 ? 4 : HEADS_);
     int t = 0;
-    for (; t + TOKENS <= count; t += TOKENS) score_tokens<HEADS_, TOKENS>(queries, keys, t, scores);
-    for (; t < count; t++) score_tokens<HEADS_, 1>(queries, keys, t, scores);
+    for (; t + TOKENS <= tile.count; t += TOKENS) {
+      for (int i = t; i < t + TOKENS; i++) fetch(k + next.rows[i] * lanes, D);
+      score_tokens<HEADS_, TOKENS>(queries, keys, t, scores);
+    }
+    for (; t < tile.count; t++) score_tokens<HEADS_, 1>(queries, keys, t, scores);
     for (; t < TILE; t++)
       for (int h = 0; h < HEADS_; h++) scores[h][t] = LOWEST;
   }
 
   template <int HEADS_, int TOKENS_>
-  void score_tokens(const float* queries, const Element** keys, int t, float scores[HEADS_][TILE]) {
+  void score_tokens(
+      const float* queries, const Element** keys, int t, float scores[HEADS_][TILE]) const {
     float sums[TOKENS_][HEADS_];
     multiply<InFloats<Type>, TOKENS_, HEADS_>(keys + t, queries, stride, D, sums);
     for (int h = 0; h < HEADS_; h++)
@@ -118,9 +140,10 @@ struct Decode {
 
   // Turns the scores of a tile into weights of its values, relative to the new peak; returns what
   // weights relative to the old one are multiplied by.
-  float weigh(float* weights, const int64_t* rows, int count, float& peak, float& total) {
+  float weigh(float* weights, const Tile& tile, float& peak, float& total) const {
+    int count = tile.count;
     if (k_scale)
-      for (int t = 0; t < count; t++) weights[t] *= k_scale[rows[t]];
+      for (int t = 0; t < count; t++) weights[t] *= k_scale[tile.rows[t]];
     if (soft_cap != 0)
       for (int t = 0; t < TILE; t += LANES)
         store(weights + t, soft_cap * hyperbolic_tangent(load<Floats>(weights + t) / soft_cap));
@@ -136,23 +159,24 @@ struct Decode {
     float rescale = exponential(fill(old_peak - peak))[0];
     total = total * rescale + sum(sums);
     if (v_scale)
-      for (int t = 0; t < count; t++) weights[t] *= v_scale[rows[t]];
+      for (int t = 0; t < count; t++) weights[t] *= v_scale[tile.rows[t]];
     return rescale;
   }
 
   // Adds a step of the weighted values of a tile to the sums of a few heads.
   template <int HEADS_, bool IS_WHOLE>
   void add_values(
-      const float weights[HEADS_][TILE], const float* rescale, const int64_t* rows, int count, int d,
-      float* sums) {
+      const float weights[HEADS_][TILE], const float* rescale, const Tile& tile, const Tile& next,
+      int d, float* sums) const {
     Floats total[HEADS_][2];
 #pragma GCC unroll 8
     for (int h = 0; h < HEADS_; h++)
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++)
         total[h][half] = load<Floats>(sums + h * (2 + stride) + half * LANES) * rescale[h];
-    for (int t = 0; t < count; t++) {
-      const Element* values = v + rows[t] * lanes + d;
+    for (int t = 0; t < tile.count; t++) {
+      fetch(v + next.rows[t] * lanes + d, STEP);
+      const Element* values = v + tile.rows[t] * lanes + d;
       Element last[STEP] = {};
       if (!IS_WHOLE) values = (Element*)memcpy(last, values, (D - d) * sizeof *values);
 #pragma GCC unroll 2

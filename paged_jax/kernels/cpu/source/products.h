@@ -76,8 +76,5 @@ inline void multiply(
     for (int r = 0; r < R; r++) row[r] = (Weight*)memcpy(last[r], w[r] + i, (count - i) * sizeof(Weight));
     add_step<Form, R, M>(total, row, x + i, x_stride);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) out[r][m] = sum(total[r][m]);
+  sum_each<R * M>(total[0], out[0]);
 }

@@ -40,16 +40,45 @@ inline void add_product(Floats& sum, Floats x, Floats y) {
 #endif
 }
 
-// A fixed tree: the same numbers give the same sum, whoever asks.
-inline float sum(Floats vector) {
-  typedef float Quarter __attribute__((vector_size(16)));
+typedef float Quarter __attribute__((vector_size(16)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t Places __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+#endif
+
+inline Quarter add_quarters(Floats vector) {
   Quarter part[LANES / 4];
   memcpy(part, &vector, sizeof part);
 #pragma GCC unroll 2
   for (int width = LANES / 8; width > 0; width /= 2)
 #pragma GCC unroll 2
     for (int i = 0; i < width; i++) part[i] += part[i + width];
-  return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
+  return part[0];
+}
+
+// A fixed tree: the same numbers give the same sum, whoever asks, and however many at once.
+inline float sum(Floats vector) {
+  Quarter part = add_quarters(vector);
+  return (part[0] + part[2]) + (part[1] + part[3]);
+}
+
+// to[i] = sum(vectors[i]), four at a time.
+template <int COUNT>
+inline void sum_each(const Floats* vectors, float* to) {
+#pragma GCC unroll 8
+  for (int i = 0; i + 4 <= COUNT; i += 4) {
+    Quarter a = add_quarters(vectors[i]), b = add_quarters(vectors[i + 1]);
+    Quarter c = add_quarters(vectors[i + 2]), d = add_quarters(vectors[i + 3]);
+    Quarter ab = SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
+    Quarter cd = SHUFFLE(c, d, 0, 1, 4, 5) + SHUFFLE(c, d, 2, 3, 6, 7);
+    Quarter sums = SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
+    memcpy(to + i, &sums, sizeof sums);
+  }
+#pragma GCC unroll 4
+  for (int i = COUNT / 4 * 4; i < COUNT; i++) to[i] = sum(vectors[i]);
 }
 
 // e**x to 2 units in the last place, 0 below -87; x is at most 88. After Cephes' expf.
