@@ -11,8 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paged_jax.server.records import RECORD, RequestRecord
 from paged_jax.server.tracing import span
 
-# What is asked every few seconds would bury all else in the log.
-_FREQUENT = ("/live", "/ready", "/health", "/metrics", "/cache/state")
+# What is asked every few seconds would bury all else in the log: of probes each answer is as
+# expected, of the others those that are no errors.
+_PROBES = ("/live", "/ready", "/health")
+_FREQUENT = ("/metrics", "/cache/state")
 
 _logger = logging.getLogger("paged_jax.server")
 
@@ -76,10 +78,8 @@ class Observer:
 
 
 def _log(record: RequestRecord) -> None:
-    if record.status >= 500:
-        level = logging.WARNING
-    elif record.handler in _FREQUENT and record.status < 400:
+    if record.path in _PROBES or (record.path in _FREQUENT and record.status < 400):
         level = logging.DEBUG
     else:
-        level = logging.INFO
+        level = logging.WARNING if record.status >= 500 else logging.INFO
     _logger.log(level, "request", extra={"fields": record.fields()})

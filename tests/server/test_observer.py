@@ -130,13 +130,16 @@ def test_a_client_that_leaves_is_told_apart(server, lines) -> None:
     assert line["client_gone"] is True and 0 < line["generated_tokens"] < 45
 
 
-def test_probes_are_logged_only_for_debugging(server, caplog) -> None:
+def test_probes_are_logged_only_for_debugging(server, caplog, monkeypatch) -> None:
     caplog.set_level(logging.DEBUG, logger="paged_jax.server")
     server.get("/live")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(server.service), "unreadiness", "full")
+        assert server.get("/ready").status_code == 503
     server.get("/v1/models")
-    wait_until(lambda: len(caplog.records) == 2)
+    wait_until(lambda: len(caplog.records) == 3)
     levels = {record.fields["path"]: record.levelname for record in caplog.records}
-    assert levels == {"/live": "DEBUG", "/v1/models": "INFO"}
+    assert levels == {"/live": "DEBUG", "/ready": "DEBUG", "/v1/models": "INFO"}
 
 
 def test_lines_cannot_be_forged() -> None:
