@@ -11,7 +11,7 @@ from paged_jax.cache import blocks as blocks
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import EngineStats
 from paged_jax.kernels import (

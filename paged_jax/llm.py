@@ -5,7 +5,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from paged_jax.engine.beam_search import beam_search
+from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
 from paged_jax.progress import Progress

@@ -8,111 +8,30 @@ Each beam of W has a slot, and the beams of a prompt share the blocks of all the
 
 A step on the device is one program: every slot becomes what the slot of its beam's parent was (in
 the tables only), takes the beam's last token, with a copy of the block where that is shared still,
-and answers with the most probable next tokens. The host chooses among those of all beams:
-
-    each beam brings its 2 W most probable continuations
-    those that end with an end-of-sequence token are complete; the best W others continue
-    in the end, the best W of all beams are returned, complete or not
-
-An outcome is ranked by ``cum_logprob / length**length_penalty``, as in vLLM: the length is that of
-the whole sequence, its prompt included and an end token left out.
+and answers with the most probable next tokens. The host chooses among those of all beams: `beams`.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
-from paged_jax.checks import is_int, is_real
+from paged_jax.engine.beams import (
+    Beam,
+    BeamChoice,
+    BeamSearchOutput,
+    BeamSearchParams,
+    num_candidates,
+)
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
-from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import slot_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler import Completion, Request
 from paged_jax.scheduler import Sequence as SlotUser
-
-# Lengths to this power stay far within the range of float.
-_MAX_LENGTH_PENALTY = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class BeamSearchParams:
-    """What to search for, with vLLM's names and meanings.
-
-    Attributes:
-      beam_width: W, beams that continue at each step, and sequences that are returned.
-      max_tokens: most tokens to generate; fewer where the context ends before.
-      ignore_eos: whether end-of-sequence tokens are treated as any other.
-      temperature: only 0 is possible, as nothing is drawn: log-probabilities are the model's own.
-      length_penalty: the power of the length by which the log-probability is divided: above 0
-        favours long sequences, below 0 short ones. From -10 to 10.
-      include_stop_str_in_output: whether the text keeps the end-of-sequence token.
-
-    Raises:
-      ValueError: a value is out of bounds; the message names the field and the bound.
-
-    Example:
-      >>> BeamSearchParams(beam_width=0, max_tokens=8)
-      Traceback (most recent call last):
-      ...
-      ValueError: BeamSearchParams: beam_width must be an integer >= 1, got 0.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            _require(is_int(value) and value >= 1, name, "be an integer >= 1", value)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            _require(isinstance(getattr(self, name), bool), name, "be a bool", getattr(self, name))
-        is_zero = is_real(self.temperature) and self.temperature == 0
-        _require(is_zero, "temperature", "be 0, because nothing is drawn", self.temperature)
-        bound, penalty = _MAX_LENGTH_PENALTY, self.length_penalty
-        is_power = is_real(penalty) and abs(penalty) <= bound
-        _require(is_power, "length_penalty", f"be in [-{bound:g}, {bound:g}]", penalty)
-
-
-@dataclasses.dataclass(frozen=True)
-class BeamSearchSequence:
-    """One of the best sequences.
-
-    Attributes:
-      tokens: token ids of the prompt, then the generated ones, an end-of-sequence token included.
-      cum_logprob: the sum of the log-probabilities of the generated tokens, in nats.
-      text: the text of all tokens, the prompt's included, without special tokens; empty without
-        a tokenizer.
-      finish_reason: ``"stop"`` (an end-of-sequence token) or ``"length"``.
-      stop_reason: the end-of-sequence token; None where the length ended it.
-    """
-
-    tokens: list[int]
-    cum_logprob: float
-    text: str
-    finish_reason: str
-    stop_reason: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class BeamSearchOutput:
-    """What was found for one prompt.
-
-    Attributes:
-      sequences: the best `beam_width` sequences or, if there are fewer, all; the best first.
-    """
-
-    sequences: list[BeamSearchSequence]
 
 
 def beam_search(
@@ -186,38 +105,13 @@ def _check_fits(engine: Engine, search: "_Search") -> None:
         )
 
 
-class _Beam(NamedTuple):
-    """A continuation of a prompt: all of its tokens but the last are in the cache."""
-
-    token_ids: tuple[int, ...]  # generated
-    cum_logprob: float
-    parent: int = 0  # the rank, a step ago, of the beam that it continues
-    is_complete: bool = False
-
-
-class _Search:
-    """The beams of one prompt: the choice among continuations, in plain Python.
-
-    Args:
-      request: the prompt as a request.
-      params: parameters of the search.
-      end_ids: token ids that complete a sequence.
-    """
+class _Search(BeamChoice):
+    """The beams of one prompt, and the slots that they have while it runs."""
 
     def __init__(self, request: Request, params: BeamSearchParams, end_ids: frozenset[int]):
+        super().__init__(request.prompt_token_ids, request.max_tokens, params, end_ids)
         self.request = request
-        self.params = params
-        self.prompt_token_ids = request.prompt_token_ids
-        self.max_tokens = request.max_tokens
-        self._end_ids = end_ids
-        self.beams = [_Beam((), 0.0)]
-        self._completed: list[_Beam] = []  # the best W, the best first
-        self.slot_users: list[SlotUser] = []  # of beam 0, 1, ... while it runs
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens of each beam that are in the cache once its last one is fed."""
-        return len(self.prompt_token_ids) + len(self.beams[0].token_ids)
+        self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
 
     def most_blocks(self, block_size: int) -> int:
         """Most blocks that the beams hold: they share full ones of the prompt, maybe no others."""
@@ -226,87 +120,9 @@ class _Search:
         num_each = num_blocks_needed(num_cached_tokens_at(num_prompt + self.max_tokens), block_size)
         return num_common + self.params.beam_width * (num_each - num_common)
 
-    def last_token(self, beam: _Beam) -> int:
-        """The token to be fed next."""
+    def last_token(self, beam: Beam) -> int:
+        """The token to be fed next: all others of the beam are in the cache."""
         return beam.token_ids[-1] if beam.token_ids else self.prompt_token_ids[-1]
-
-    def advance(self, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
-        """Choose the beams that continue, from the continuations of the present ones.
-
-        Args:
-          top_ids: i32 [number of beams, N], the N most probable tokens, the most probable first.
-          top_logprobs: f32 [number of beams, N], their log-probabilities.
-
-        Raises:
-          FloatingPointError: a log-probability is NaN.
-        """
-        if np.isnan(top_logprobs).any():
-            raise FloatingPointError(
-                f"beam_search: the model gave NaN after {self.num_cached} tokens. Its weights may "
-                "be damaged, or overflow in their dtype."
-            )
-        candidates = sorted(
-            (
-                (beam.cum_logprob + logprob, parent, token_id)
-                for parent, beam in enumerate(self.beams)
-                for token_id, logprob in zip(
-                    top_ids[parent].tolist(), top_logprobs[parent].tolist(), strict=True
-                )
-            ),
-            # Stable: of equals, the continuation of the better beam comes first.
-            key=lambda candidate: -candidate[0],
-        )
-        width, continued, ended = self.params.beam_width, [], []
-        for cum_logprob, parent, token_id in candidates:
-            is_end = token_id in self._end_ids
-            chosen = ended if is_end else continued
-            if len(chosen) < width:
-                token_ids = (*self.beams[parent].token_ids, token_id)
-                chosen.append(_Beam(token_ids, cum_logprob, parent, is_end))
-        self._completed = self._best(self._completed + ended)
-        self.beams = continued
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no beam may continue, or none that does can still end among the best."""
-        if not self.beams or len(self.beams[0].token_ids) == self.max_tokens:
-            return True
-        if len(self._completed) < self.params.beam_width:
-            return False
-        # Log-probabilities only fall, and the score is monotonic in the length.
-        num_prompt, best = len(self.prompt_token_ids), self.beams[0].cum_logprob
-        lengths = self.num_cached, num_prompt + self.max_tokens
-        hope = max(best / length**self.params.length_penalty for length in lengths)
-        return hope <= self._score(self._completed[-1])
-
-    def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """The best sequences."""
-        best = self._best(self._completed + self.beams)
-        return BeamSearchOutput([self._sequence(beam, tokenizer) for beam in best])
-
-    def _best(self, beams: list[_Beam]) -> list[_Beam]:
-        # Stable: of equals, the one that was complete first comes first.
-        return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
-
-    def _score(self, beam: _Beam) -> float:
-        length = len(self.prompt_token_ids) + len(beam.token_ids) - beam.is_complete
-        return beam.cum_logprob / length**self.params.length_penalty
-
-    def _sequence(self, beam: _Beam, tokenizer: Tokenizer | None) -> BeamSearchSequence:
-        token_ids = [*self.prompt_token_ids, *beam.token_ids]
-        end = [token_ids[-1]] if beam.is_complete else []
-        text = ""
-        if tokenizer is not None:
-            text = tokenizer.decode(token_ids[: len(token_ids) - len(end)])
-            if self.params.include_stop_str_in_output:
-                text += tokenizer.decode(end, skip_special_tokens=False, continues_text=True)
-        return BeamSearchSequence(
-            tokens=token_ids,
-            cum_logprob=beam.cum_logprob,
-            text=text,
-            finish_reason="stop" if end else "length",
-            stop_reason=end[0] if end else None,
-        )
 
 
 class _SearchBatch:
@@ -319,8 +135,7 @@ class _SearchBatch:
         self._parts = parts
         self._runner = parts.runner
         self._width = width = params.beam_width
-        # As many more than W as may be end tokens, so that W others continue, and at least 2 W.
-        self._num_top = min(width + max(width, num_end_ids), engine.config.vocab_size)
+        self._num_top = min(num_candidates(width, num_end_ids), engine.config.vocab_size)
         self._free_slots = list(range(engine.max_num_seqs))
         self._running: list[_Search] = []
 
@@ -383,14 +198,14 @@ class _SearchBatch:
         start = 0
         for search in self._running:
             end = start + len(search.beams)
-            search.advance(top_ids[start:end], top_logprobs[start:end])
+            search.advance(top_ids[start:end].tolist(), top_logprobs[start:end].tolist())
             start = end
 
     def _note_blocks(self) -> None:
         """Count blocks that are held, and that would be if beams shared none, as a step does."""
         block_size = self._engine.block_size
         num_unshared = sum(
-            len(search.beams) * num_blocks_needed(search.num_cached, block_size)
+            len(search.beams) * num_blocks_needed(search.num_tokens, block_size)
             for search in self._running
         )
         self._parts.count_step(num_unshared)
@@ -400,8 +215,3 @@ class _SearchBatch:
             self._runner.slots.release(user)
             self._free_slots.append(slot_of(user))
         self._running.remove(search)
-
-
-def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
-    if not is_ok:
-        raise ValueError(f"BeamSearchParams: {name} must {rule}, got {value!r}.")

@@ -22,10 +22,10 @@ from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
 _BINDING = "choice of tokens by grammars"
-# Seconds, at most, that the reader of a result leaves to the thread that makes the next call, before
-# both want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for 5 ms, and
-# the device with it. Measured by `python -m benchmarks.host` on 2 busy cores: without this a device
-# of 4.5 ms a step waits 0.6 to 1.8 ms for each dispatch, with it 0.5 to 0.6.
+# Seconds, at most, that the reader of a result leaves to the thread that makes the next call,
+# before both want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for
+# 5 ms, and the device with it. Measured by `python -m benchmarks.host` on 2 busy cores: without
+# this a device of 4.5 ms a step waits 0.6 to 1.8 ms for each dispatch, with it 0.5 to 0.6.
 _HEAD_START = 3e-4
 
 

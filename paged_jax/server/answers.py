@@ -84,6 +84,11 @@ class Answer(ABC):
         return self.body.structured_outputs is not None
 
     @property
+    def num_samples(self) -> int:
+        """Samples to draw of each prompt."""
+        return self.body.n or 1
+
+    @property
     def max_tokens(self) -> int | None:
         """Most tokens of each sample, where the body says so."""
         return self.body.max_tokens

@@ -180,6 +180,12 @@ class OpenAiBody(SamplingBody):
     prompt_logprobs: Annotated[int | None, Field(ge=0)] = Field(
         None, description="Most probable tokens to report at each position of the prompt."
     )
+    use_beam_search: bool | None = Field(
+        None, description="Whether the answer has the `n` most probable samples, found by beams."
+    )
+    length_penalty: Annotated[float | None, Field(ge=-10, le=10)] = Field(
+        None, description="Of beam search: above 0 favours long samples, below 0 short ones."
+    )
     return_token_ids: bool | None = Field(
         None, description="Whether the answer has the token ids of the prompt and of each sample."
     )
@@ -204,7 +210,9 @@ class CompletionBody(OpenAiBody):
     logprobs: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
     suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int | None, Field(ge=1)] = Field(
+        None, description="Samples to draw, of which the answer has the `n` most probable ones."
+    )
 
 
 class TextPart(Body):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies
 from paged_jax.server.answers import Answer
+from paged_jax.server.beam_answers import check_beams, search
 from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
 from paged_jax.server.generation import generate
 from paged_jax.server.jobs import Job, check_sizes, make_job
@@ -51,8 +52,12 @@ async def complete(
     answer = answer_type(service, body, client)
     answer.belong_to(request.scope[RECORD])
     check_sizes(answer)
+    run = generate
+    if isinstance(body, bodies.OpenAiBody) and body.use_beam_search:
+        check_beams(answer)
+        run = functools.partial(search, length_penalty=body.length_penalty)
     with contextlib.ExitStack() as stack:
-        num_samples = answer.num_prompts * (body.n or 1)
+        num_samples = answer.num_prompts * answer.num_samples
         stack.enter_context(service.admit(num_samples, client, is_stream=bool(body.stream)))
         size = math.inf if answer.has_form else answer.num_chars
         job = await service.encode(request.receive, size, lambda: make_job(answer))
@@ -61,12 +66,20 @@ async def complete(
             # The first event is made before the status is sent, so that an error can have its own.
             first = await service.while_connected(request.receive, anext(events))
             return EventStream(service, first, events, stack.pop_all())
-        return await service.while_connected(request.receive, _collect(service, answer, job))
+        outputs = run(service, answer, job)
+        return await service.while_connected(
+            request.receive, _collect(service, answer, job, outputs)
+        )
 
 
-async def _collect(service: Service, answer: Answer, job: Job) -> Response:
+async def _collect(
+    service: Service,
+    answer: Answer,
+    job: Job,
+    outputs: AsyncGenerator[tuple[int, RequestOutput]],
+) -> Response:
     done: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(generate(service, answer, job)) as outputs:
+    async with contextlib.aclosing(outputs):
         async for index, output in outputs:
             done[index] = output
     ordered = [done[index] for index in range(len(job.prompts))]

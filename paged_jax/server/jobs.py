@@ -62,7 +62,8 @@ def check_sizes(answer: Answer) -> None:
     """
     body, limits = answer.body, answer.service.limits
     limits.check("max_prompts", answer.num_prompts, param="the number of prompts")
-    limits.check("max_n", body.n, param="n")
+    given = "n" if answer.num_samples == (body.n or 1) else "best_of"
+    limits.check("max_n", answer.num_samples, param=given)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     limits.check("max_stop", len(stop), param="the number of stop strings")
     longest = max(map(len, stop), default=0)

@@ -30,14 +30,12 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "length_penalty": (1,),
     "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paged_jax.sampling.structured import StructuredOutputsParams
-from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import Answer, by_token_id, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
@@ -136,9 +136,20 @@ class CompletionAnswer(OpenAiAnswer):
         """Characters of the longest prompt that is a text."""
         return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts())
 
+    @property
+    def num_samples(self) -> int:
+        """Samples to draw of each prompt, of which the answer may have fewer."""
+        return self.body.best_of or super().num_samples
+
     def params(self) -> dict[str, Any]:
         """The fields that the body gives; with ``echo``, the prompt's log-probabilities too."""
         params = super().params()
+        if self.body.best_of is not None:
+            if self.body.best_of < (self.body.n or 1):
+                raise ApiError(400, "best_of must be at least n.", param="best_of")
+            if self.body.stream and self.num_samples > (self.body.n or 1):
+                raise ApiError(400, "best_of must be null in a stream.", param="best_of")
+            params["n"] = self.num_samples
         if self.body.logprobs is not None:
             params["logprobs"] = self.body.logprobs
             if self.body.echo:
@@ -148,9 +159,10 @@ class CompletionAnswer(OpenAiAnswer):
 
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """The whole answer: the samples of the first prompt, then those of the next."""
+        kept = [_best(output, self.body.n or 1) for output in outputs]
         choices = [
             self._choice(prompt, output, delta)
-            for prompt, output in enumerate(outputs)
+            for prompt, output in enumerate(kept)
             for delta in whole(output)
         ]
         return schemas.Completion(**self.head, choices=choices, **self._end(outputs))
@@ -334,6 +346,19 @@ class ChatAnswer(OpenAiAnswer):
         return schemas.ChatCompletionChunk(
             **self.head, choices=[choice], usage=usage, prompt_token_ids=prompt_token_ids
         )
+
+
+def _best(output: RequestOutput, count: int) -> RequestOutput:
+    """An output with the samples whose tokens are most probable in the mean, the best first."""
+    if len(output.outputs) <= count:
+        return output
+
+    def mean_logprob(sample: CompletionOutput) -> float:
+        return sample.cumulative_logprob / max(1, len(sample.token_ids))
+
+    best = sorted(output.outputs, key=mean_logprob, reverse=True)[:count]
+    samples = [dataclasses.replace(sample, index=index) for index, sample in enumerate(best)]
+    return dataclasses.replace(output, outputs=samples)
 
 
 def _top(token_id: int, row: dict[int, Logprob] | None, count: int) -> dict[int, Logprob] | None:

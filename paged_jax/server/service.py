@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine import Engine, EngineAsleepError
+from paged_jax.engine.loading import find_eos_token_ids
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.scheduler.request import Request
 from paged_jax.server.cache_recorder import CacheRecorder
@@ -94,6 +95,7 @@ class Service:
         )
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.config.vocab_size
+        self.eos_token_ids = find_eos_token_ids(engine.config, engine.tokenizer)
         self.num_blocks = engine.num_blocks
         self.block_size = engine.block_size
         self.max_num_seqs = engine.max_num_seqs

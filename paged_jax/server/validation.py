@@ -25,7 +25,6 @@ _UNSUPPORTED = {
     "annotations": "be null or empty, as this server does not support annotations",
     "refusal": "be null, as this server does not support refusals",
     "suffix": "be null or empty, as this server does not support text after the completion",
-    "best_of": "be null or 1, as this server returns every sample",
     "store": "be null or false, as this server stores no answers",
     "service_tier": 'be null, "auto" or "default", as this server has one tier',
 }

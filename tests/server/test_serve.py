@@ -335,7 +335,7 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"use_beam_search": True}, "use_beam_search", "only as null or false."),
+        ({"no_stop_trim": True}, "no_stop_trim", "only as null or false."),
         ({"guided_json": {}}, "guided_json", "guided_json is not supported here."),
         ({"max_token": 5}, "max_token", "Did you mean max_tokens?."),
         (

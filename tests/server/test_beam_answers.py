@@ -1,0 +1,97 @@
+"""The most probable samples over HTTP: found by beams, or the best of several that were drawn."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from paged_jax import LLM, BeamSearchParams, Engine
+from paged_jax.server import Settings
+from tests.server.test_serve import TEMPLATE, error_of
+from tests.support.live_server import LiveServer
+from tests.support.tiny_model import SIZES, save_tiny_model
+
+PROMPTS = ["the cat sat", "ab"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("beams"), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def shared_server(folder):
+    with LiveServer(Engine(folder, **SIZES), Settings(model_name="tiny")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server):
+    yield shared_server
+    shared_server.wait_until_idle()
+
+
+def test_beams_are_those_of_the_engine(server, folder) -> None:
+    """Though they share the engine with others, which get what they would get alone."""
+    llm = LLM(folder, **SIZES)
+    other = {"prompt": "in the house", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    want_other = server.post("/v1/completions", other).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(2) as pool:
+        for changes in ({}, {"ignore_eos": True, "length_penalty": 0.0}):
+            others = [pool.submit(server.post, "/v1/completions", other) for _ in range(2)]
+            params = BeamSearchParams(**{"beam_width": 3, "max_tokens": 6, **changes})
+            wanted = llm.beam_search(PROMPTS, params)
+            body = {"prompt": PROMPTS, "n": 3, "max_tokens": 6, "temperature": 0, **changes}
+            body |= {"use_beam_search": True, "return_token_ids": True}
+            answer = server.post("/v1/completions", body).json()
+            found = [
+                (choice["prompt_token_ids"] + choice["token_ids"], choice["finish_reason"])
+                for choice in answer["choices"]
+            ]
+            want = [(s.tokens, s.finish_reason) for each in wanted for s in each.sequences]
+            assert found == want
+            assert [choice["index"] for choice in answer["choices"]] == [*range(6)]
+            texts = [s.text for each in wanted for s in each.sequences]
+            prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+            given = [choice["text"] for choice in answer["choices"]]
+            assert [p + g for p, g in zip(prompts, given, strict=True)] == texts
+            for each in others:
+                assert each.result().json()["choices"][0]["text"] == want_other
+    chat = {"messages": [{"role": "user", "content": "ab"}], "n": 2, "max_tokens": 3}
+    answer = server.post("/v1/chat/completions", {**chat, "use_beam_search": True}).json()
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) == 2
+
+
+def test_best_of(server) -> None:
+    body = {"prompt": PROMPTS, "max_tokens": 5, "temperature": 1.5, "seed": 3, "logprobs": 0}
+    every = server.post("/v1/completions", {**body, "n": 6}).json()
+    best = server.post("/v1/completions", {**body, "n": 2, "best_of": 6}).json()
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+
+    def mean(choice: dict) -> float:
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return sum(logprobs) / len(logprobs)
+
+    for prompt in range(2):
+        drawn = sorted(every["choices"][6 * prompt :][:6], key=mean, reverse=True)
+        kept = best["choices"][2 * prompt :][:2]
+        assert [choice["text"] for choice in kept] == [choice["text"] for choice in drawn[:2]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"use_beam_search": True, "n": 11}, "n", "at most 10"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", "null or 0 with"),
+        ({"use_beam_search": True, "stop": "a"}, "stop", "must be null with"),
+        ({"use_beam_search": True, "logprobs": 1}, "logprobs", "must be null with"),
+        ({"use_beam_search": True, "stream": True}, "stream", "must be null with"),
+        ({"use_beam_search": True, "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"n": 3, "best_of": 2}, "best_of", "best_of must be at least n"),
+        ({"best_of": 2, "stream": True}, "best_of", "null in a stream"),
+        ({"best_of": 99}, "best_of", "must be at most 16"),
+    ],
+)
+def test_mistakes_are_named(server, changes, param, message) -> None:
+    error = error_of(server.post("/v1/completions", {"prompt": "ab", **changes}), 400)
+    assert error["param"] == param and message in error["message"]
