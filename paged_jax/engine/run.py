@@ -117,8 +117,7 @@ class PlanRunner:
         if drafts is not None:
             tokens = self._runner.verify(plan.decodes, drafts, with_top=with_top)
             if tokens.ok:
-                self._stats.num_draft_tokens += sum(map(len, drafts))
-                self._stats.num_accepted_tokens += int(np.maximum(tokens.num_new - 1, 0).sum())
+                self._count_drafts(drafts, np.asarray(tokens.num_new))
                 return tokens
         return self._runner.decode(
             plan.decodes,
@@ -127,6 +126,16 @@ class PlanRunner:
             with_top=with_top,
             is_ahead=plan.is_ahead,
         )
+
+    def _count_drafts(self, drafts: list[list[int]], num_new: np.ndarray) -> None:
+        stats, num_accepted = self._stats, np.maximum(num_new - 1, 0)
+        stats.num_drafts += sum(map(bool, drafts))
+        stats.num_draft_tokens += sum(map(len, drafts))
+        stats.num_accepted_tokens += int(num_accepted.sum())
+        positions = np.arange(self._runner.sizes.num_drafts)
+        before = stats.num_accepted_at or (0,) * len(positions)
+        counts = before + (num_accepted[:, None] > positions).sum(axis=0)
+        stats.num_accepted_at = tuple(counts.tolist())
 
 
 def _is_scored(sequence: Sequence) -> bool:

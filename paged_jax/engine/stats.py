@@ -34,8 +34,10 @@ class EngineStats:
       num_recomputed_tokens: tokens computed again after a preemption.
       num_queried_tokens: tokens looked up in the prefix cache.
       num_cached_tokens: tokens found in the prefix cache.
-      num_draft_tokens: tokens guessed by speculation.
+      num_drafts: times that next tokens of a sequence were guessed by speculation.
+      num_draft_tokens: tokens guessed.
       num_accepted_tokens: guesses that were right.
+      num_accepted_at: how many of these were the first token of their draft, the second, and so on.
       sharing: fraction of blocks saved by sharing, over all steps, of those that all sequences
         would hold without sharing any (Kwon et al., 2023, section 6.3).
     """
@@ -57,8 +59,10 @@ class EngineStats:
     num_recomputed_tokens: int = 0
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_at: tuple[int, ...] = ()
     sharing: float = 0.0
 
 

@@ -152,6 +152,10 @@ class Metrics:
                 "Prompt tokens found in the prefix cache.",
                 stats.num_cached_tokens,
             ),
+            "vllm:spec_decode_num_drafts": (
+                "Drafts of speculative decoding.",
+                stats.num_drafts,
+            ),
             "vllm:spec_decode_num_draft_tokens": (
                 "Draft tokens of speculative decoding.",
                 stats.num_draft_tokens,
@@ -176,6 +180,20 @@ class Metrics:
                 metric.add_metric(list(self._labels.values()), value)
                 yield metric
         yield from self._waiting()
+        yield from self._accepted()
+        yield from self._sleep_state()
+
+    def _accepted(self) -> Iterator[Metric]:
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that the model accepted, by their position in the draft.",
+            labels=[*self._labels, "position"],
+        )
+        for position, count in enumerate(self.reading.stats.num_accepted_at):
+            accepted.add_metric([*self._labels.values(), str(position)], count)
+        yield accepted
+
+    def _sleep_state(self) -> Iterator[Metric]:
         states = ("awake", "weights_offloaded", "discard_all")
         state = GaugeMetricFamily(
             "vllm:engine_sleep_state",
@@ -183,7 +201,7 @@ class Metrics:
             labels=[*self._labels, "sleep_state"],
         )
         for level, name in enumerate(states):
-            state.add_metric([*self._labels.values(), name], reading.sleep_level == level)
+            state.add_metric([*self._labels.values(), name], self.reading.sleep_level == level)
         yield state
 
     def _waiting(self) -> Iterator[Metric]:

@@ -271,7 +271,12 @@ def test_outputs_do_not_depend_on(
     for name in variant.happens:
         assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
     if GUESSED in variant.happens:
-        assert 15 < engine.stats.num_accepted_tokens <= engine.stats.num_draft_tokens
+        stats = engine.stats
+        assert 15 < stats.num_accepted_tokens <= stats.num_draft_tokens
+        assert sum(stats.num_accepted_at) == stats.num_accepted_tokens
+        # A token is accepted only after those before it in its draft.
+        counts = [stats.num_drafts, *stats.num_accepted_at]
+        assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
 
 
 @pytest.mark.slow
