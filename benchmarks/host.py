@@ -101,12 +101,11 @@ class InstantDevice(Executor):
         places = self._drawn + 37 * np.arange(B) + np.arange(N)[:, None]
         self._drawn += steps
         num_held = (-(-self._lengths // self.sizes.block_size)).sum()
+        drawn = np.zeros((N, B, 3 + 2 * 20), np.int32)
+        drawn[..., 0] = self.text[places % self.text.size]
+        drawn[..., 1] = np.float32(-1).view(np.int32)  # the log-probabilities
         arrays: dict[str, Any] = {  # NumPy's, as the host gets them
-            "token_ids": self.text[places % self.text.size],
-            "logprobs": np.full((N, B), -1.0, np.float32),
-            "ranks": np.zeros((N, B), np.int32),
-            "top_ids": np.zeros((N, B, 20), np.int32),
-            "top_logprobs": np.zeros((N, B, 20), np.float32),
+            "drawn": drawn,
             "num_new": np.where(is_row, steps, 0).astype(np.int32),
             "num_steps": np.int32(steps),
             "num_free": np.int32(self.num_blocks - num_held),

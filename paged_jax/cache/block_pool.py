@@ -72,23 +72,46 @@ class BlockPool:
         return self.ref_counts.shape[0]
 
 
+def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
+    """The blocks that `take` would take for every True, in order; elsewhere P."""
+    rank = _ranks(is_wanted)
+    heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
+    return jnp.where(is_wanted, heads, pool.num_blocks)
+
+
 def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
     """Take a block off the head of the free queue for every True, in order; elsewhere give P.
 
     The caller has made sure that there are enough. What was cached in the blocks is forgotten.
     """
-    rank = jnp.cumsum(is_taken.reshape(-1), dtype=jnp.int32).reshape(is_taken.shape)
-    num_taken = rank.reshape(-1)[-1]
-    heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
-    blocks = jnp.where(is_taken, heads, pool.num_blocks)
-    pool = replace(
+    blocks = peek(pool, is_taken)
+    return _hold_free(pool, blocks, jnp.sum(is_taken, dtype=jnp.int32)), blocks
+
+
+def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockPool:
+    """Take some of the `blocks` that `peek` gave, P elsewhere; the others stay in their order."""
+    is_left = ~is_taken & (blocks < pool.num_blocks)
+    num_taken = jnp.sum(is_taken, dtype=jnp.int32)
+    place = (pool.head + num_taken + _ranks(is_left) - 1) % pool.num_blocks
+    place = jnp.where(is_left, place, pool.num_blocks)
+    pool = replace(pool, free_queue=pool.free_queue.at[place].set(blocks, mode="drop"))
+    return _hold_free(pool, jnp.where(is_taken, blocks, pool.num_blocks), num_taken)
+
+
+def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> BlockPool:
+    """The pool without the first `num_taken` blocks of its queue, which are `blocks`, or P."""
+    return replace(
         pool,
         ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
         is_cached=pool.is_cached.at[blocks].set(False, mode="drop"),
         head=(pool.head + num_taken) % pool.num_blocks,
         num_free=pool.num_free - num_taken,
     )
-    return pool, blocks
+
+
+def _ranks(mask: jax.Array) -> jax.Array:
+    """How many are True up to each place, in the order of rows; i32, of any shape."""
+    return jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
 
 
 def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.cache import blocks as allocator
-from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools
@@ -176,13 +176,34 @@ def reserve(
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
     tables, copies, ok = allocator.reserve(cache.tables, num_tokens, max_tokens=max_tokens)
+    return replace(_copy(cache, copies, backend), tables=tables), ok
+
+
+def plan(
+    cache: PagedCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
+) -> tuple[PagedCache, ReservePlan]:
+    """Plan room for tokens, and make the copies; see `paged_jax.blocks.plan`.
+
+    The caller commits the plan before it does anything else with the tables, see `commit`.
+    """
+    planned = allocator.plan(cache.tables, limits, most, max_tokens=max_tokens)
+    return _copy(cache, planned.copies, backend), planned
+
+
+def commit(cache: PagedCache, planned: ReservePlan, lengths: jax.Array) -> PagedCache:
+    """Take what was used of a plan, up to `lengths` i32[S]; see `paged_jax.blocks.commit`."""
+    return replace(cache, tables=allocator.commit(cache.tables, planned, lengths))
+
+
+def _copy(cache: PagedCache, copies: BlockCopies, backend: str | None) -> PagedCache:
+    """The cache after these copies, in all layers."""
     pools = cache.pools
     pools = copy_blocks(
         pools.k, pools.v, copies.source, copies.target,
         k_scale=pools.k_scale, v_scale=pools.v_scale,
         backend=backend_for("copy_blocks", backend),
     )  # fmt: skip
-    return replace(cache, tables=tables).replace_pools(pools), ok
+    return cache.replace_pools(pools)
 
 
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:

@@ -8,6 +8,7 @@ from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import EngineStats
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import Scores, StepTokens
+from paged_jax.sampling import Draws
 from paged_jax.scheduler import Request, Sequence, StepPlan
 from paged_jax.scheduler.outputs import Logprob
 
@@ -18,22 +19,23 @@ class Row(NamedTuple):
     Attributes:
       token_ids: the tokens.
       logprobs: their log-probabilities, in nats.
-      index: row of the sequence in `tokens`.
-      tokens: all that the dispatch has drawn.
+      index: row of the sequence in `draws`.
+      draws: all that the dispatch has drawn, by decode steps.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     index: int
-    tokens: StepTokens
+    draws: Draws
 
 
 def rows_of(tokens: StepTokens) -> list[Row]:
     """The rows of a dispatch, in plain Python: numbers of NumPy cost several times as much."""
-    parts = (tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
+    draws = tokens.draws
+    parts = (draws.token_ids.T, draws.logprobs.T, tokens.num_new)
     rows = zip(*(part.tolist() for part in parts), strict=True)
     return [
-        Row(token_ids[:count], logprobs[:count], index, tokens)
+        Row(token_ids[:count], logprobs[:count], index, draws)
         for index, (token_ids, logprobs, count) in enumerate(rows)
     ]
 
@@ -144,9 +146,9 @@ class Postprocessor:
             candidates = None
             if request.params.logprobs is not None:
                 candidates = self._candidates(
-                    (token_id, logprob, int(row.tokens.ranks[step, row.index])),
-                    row.tokens.top_ids[step, row.index],
-                    row.tokens.top_logprobs[step, row.index],
+                    (token_id, logprob, int(row.draws.ranks[step, row.index])),
+                    row.draws.top_ids[step, row.index],
+                    row.draws.top_logprobs[step, row.index],
                     request.params.logprobs,
                 )
             sequence.append(

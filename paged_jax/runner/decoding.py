@@ -3,11 +3,11 @@
 A sequence of n known tokens has n - 1 of them in the cache; the last one is fed to the next decode
 step, which draws the token after it. `decode_steps` repeats that, for a batch of slots:
 
-    reserve places for the tokens of all steps, copying shared blocks          (PagedCache)
+    plan the places of the tokens of all steps, copying shared blocks          (PagedCache)
     while decode steps are left and rows are running:
         logits = decode_rows(model, ...)
         draw, note the tokens, and let the rows stop that have to              (sampling)
-    give back the blocks of places that were not used                          (PagedCache)
+    take the blocks of the places that were used                               (PagedCache)
 
 `verify_steps` does it for drafts, which are guesses of these tokens: one pass of the model over all
 of them, then the same draws one after another for as long as they confirm the drafts.
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax import sampling
-from paged_jax.cache import blocks, paged_cache
+from paged_jax.cache import paged_cache
+from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
@@ -39,18 +40,45 @@ from paged_jax.sampling import Constraints, Draws, SlotSampling
 class StepTokens(NamedTuple):
     """What was drawn, N tokens a row at most: small, fetched by the host in one transfer.
 
-    Row ``b`` drew ``token_ids[:num_new[b], b]``, and the other fields likewise; the rest is 0.
+    Row ``b`` drew ``token_ids[:num_new[b], b]``, and the other fields of `Draws` likewise, each
+    with N for a first axis; the rest is 0.
     """
 
-    token_ids: jax.Array  # i32 [N, B], the drawn tokens
-    logprobs: jax.Array  # f32 [N, B], their log-probabilities, see `sampling.sample`
-    ranks: jax.Array  # i32 [N, B], their ranks, 1 is the most probable; 0 if not asked for
-    top_ids: jax.Array  # i32 [N, B, num_top], the most probable tokens
-    top_logprobs: jax.Array  # f32 [N, B, num_top]
+    drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], see `Draws.pack`
     num_new: jax.Array  # i32 [B], tokens drawn
     num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
     num_free: jax.Array  # i32 [], free blocks in the pool
     ok: jax.Array  # bool [], false where blocks were too few for a decode step, which was not made
+
+    @property
+    def draws(self) -> Draws:
+        """All that was drawn. On the host these are views of one array."""
+        return Draws.unpack(self.drawn)
+
+    @property
+    def token_ids(self) -> jax.Array:
+        """i32 [N, B], the drawn tokens."""
+        return self.draws.token_ids
+
+    @property
+    def logprobs(self) -> jax.Array:
+        """f32 [N, B], their log-probabilities, see `sampling.sample`."""
+        return self.draws.logprobs
+
+    @property
+    def ranks(self) -> jax.Array:
+        """i32 [N, B], their ranks, 1 is the most probable; 0 if not asked for."""
+        return self.draws.ranks
+
+    @property
+    def top_ids(self) -> jax.Array:
+        """i32 [N, B, num_top], the most probable tokens."""
+        return self.draws.top_ids
+
+    @property
+    def top_logprobs(self) -> jax.Array:
+        """f32 [N, B, num_top], their log-probabilities."""
+        return self.draws.top_logprobs
 
 
 def decode_steps(
@@ -74,8 +102,8 @@ def decode_steps(
     row has stopped, before a step for which blocks would not suffice if no row stopped, and, if
     `leave_on_stop`, when any row has stopped.
 
-    Blocks are reserved for all steps at once, as far as they suffice, and those that rows that
-    stop leave unused are given back. (Blocks that were only cached may be forgotten for it.)
+    Blocks are planned for all steps at once, as far as they suffice. Those that rows that stop
+    leave unused are not taken.
 
     Args:
       model: the model.
@@ -132,8 +160,9 @@ def decode_steps(
 
     first = _Batch.take(state, slots, max_steps, num_top)
     num_wanted = jnp.where(wants_more(first), num_steps, 0)
-    cache, num_possible = _reserve_steps(state.cache, first, num_wanted, max_steps, backend)
-    block_tables = cache.block_tables.at[first.slots].get(mode="clip")
+    cache, planned = _plan_steps(state.cache, first, num_wanted, max_steps, backend)
+    num_possible = planned.num_tokens
+    block_tables = planned.block_tables.at[first.slots].get(mode="clip")
 
     def decode_step(carry: tuple[Pools, _Batch, jax.Array]) -> tuple[Pools, _Batch, jax.Array]:
         pools, batch, _ = carry
@@ -151,8 +180,10 @@ def decode_steps(
     # condition of the loop, would be launched between two answers that the host waits for.
     carry = cache.pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
+    lengths = batch.lengths_in(cache)
+    cache = paged_cache.commit(cache.replace_pools(pools), planned, lengths)
     ok = (num_possible == num_wanted) | ~wants_more(batch)
-    return batch.put_back(state, cache.replace_pools(pools), max_steps, ok)
+    return batch.put_back(state, cache, ok)
 
 
 def verify_steps(
@@ -210,28 +241,25 @@ def verify_steps(
 
     first = dataclasses.replace(first, is_running=first.is_running & ok)
     batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
-    return batch.put_back(state, cache, T, ok)
+    if T:
+        cache = paged_cache.truncate(cache, batch.lengths_in(cache), max_tokens=T)
+    return batch.put_back(state, cache, ok)
 
 
-def _reserve_steps(
+def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
-) -> tuple[PagedCache, jax.Array]:
-    """Reserve blocks for `num_steps` decode steps, i32[], or for as many as they suffice for.
+) -> tuple[PagedCache, ReservePlan]:
+    """Plan blocks for `num_steps` decode steps, i32[], or for as many as they suffice for.
 
-    All at once: a decode step then allocates nothing, which would be dozens of small kernels, or
-    copies of the allocator's arrays. What rows that stop do not use is given back after the loop.
-    Returns the cache and the number of steps.
+    For all at once: a decode step then allocates nothing, which would be dozens of small kernels,
+    or copies of the allocator's arrays.
     """
     limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
     limits = jnp.zeros(cache.num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
-    num_possible = blocks.num_reservable(cache.tables, limits, max_tokens=max_steps)
     # Padding is one past the last slot, too: only rows that run would have to be slots.
     is_valid = jnp.all((batch.slots < cache.num_slots) | ~batch.is_running)
-    num_possible = jnp.where(is_valid, jnp.minimum(num_possible, num_steps), 0)
-    cache, _ = paged_cache.reserve(
-        cache, jnp.minimum(limits, num_possible), max_tokens=max_steps, backend=backend
-    )
-    return cache, num_possible
+    most = jnp.where(is_valid, num_steps, 0)
+    return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
 
 
 @jax.tree_util.register_dataclass
@@ -295,35 +323,24 @@ class _Batch:
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
-    def put_back(
-        self, state: DecodeState, cache: PagedCache, num_ahead: int, ok: jax.Array
-    ) -> tuple[StepTokens, DecodeState]:
-        """What was drawn, and the state after it, with blocks for no more than was drawn.
+    def lengths_in(self, cache: PagedCache) -> jax.Array:
+        """The lengths of all slots, i32[S], with those of the rows as they are now."""
+        return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
-        Args:
-          state: the state before.
-          cache: its cache, with K and V of what was fed.
-          num_ahead: most tokens of a row for which blocks were reserved in vain.
-          ok: whether blocks sufficed, bool[].
-        """
+    def put_back(
+        self, state: DecodeState, cache: PagedCache, ok: jax.Array
+    ) -> tuple[StepTokens, DecodeState]:
+        """What was drawn, and the state after it, of which the cache is given."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
-        if num_ahead:
-            lengths = cache.lengths.at[self.slots].set(self.lengths, mode="drop")
-            cache = paged_cache.truncate(cache, lengths, max_tokens=num_ahead)
         new_state = dataclasses.replace(
             state,
             cache=cache,
             sampling=dataclasses.replace(state.sampling, output_counts=self.sampling.output_counts),
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
-        tokens = StepTokens(
-            **Draws.unpack(self.drawn)._asdict(),
-            num_new=self.lengths - starts,
-            num_steps=self.num_steps,
-            num_free=cache.tables.pool.num_free,
-            ok=ok,
-        )
-        return tokens, new_state
+        num_free = cache.tables.pool.num_free
+        num_new = self.lengths - starts
+        return StepTokens(self.drawn, num_new, self.num_steps, num_free, ok), new_state
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

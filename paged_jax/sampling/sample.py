@@ -58,10 +58,15 @@ class Draws(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: jax.Array) -> "Draws":
-        """The draws of i32[..., B, 3 + 2 * N]; the fields have the same first axes."""
+        """The draws of i32[..., B, 3 + 2 * N]; the fields have the same first axes.
+
+        Of an array of NumPy they are views.
+        """
         token_ids, logprobs, ranks = (packed[..., i] for i in range(3))
-        top_ids, top_logprobs = jnp.split(packed[..., 3:], 2, axis=-1)
-        return cls(token_ids, _as_float(logprobs), ranks, top_ids, _as_float(top_logprobs))
+        num_top = (packed.shape[-1] - 3) // 2
+        top_ids, top_logprobs = packed[..., 3 : 3 + num_top], packed[..., 3 + num_top :]
+        logprobs, top_logprobs = (x.view(jnp.float32) for x in (logprobs, top_logprobs))
+        return cls(token_ids, logprobs, ranks, top_ids, top_logprobs)
 
 
 def sample(

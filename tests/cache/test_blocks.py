@@ -28,7 +28,8 @@ def i32(values) -> jax.Array:
 
 # Compiled once for each shape and bound: the tests below keep to three slots, and to 4 or P blocks.
 RESERVE = jax.jit(blocks.reserve, static_argnames="max_tokens")
-NUM_RESERVABLE = jax.jit(blocks.num_reservable, static_argnames="max_tokens")
+PLAN = jax.jit(blocks.plan, static_argnames="max_tokens")
+COMMIT = jax.jit(blocks.commit)
 FORK = jax.jit(blocks.fork)
 RELEASE = jax.jit(blocks.release)
 REORDER = jax.jit(blocks.reorder)
@@ -154,11 +155,8 @@ def call_publish(tables, *, slots=None, columns=None) -> None:
         (lambda t: blocks.reserve(t, i32([1])), "reserve: num_tokens must have S"),
         (lambda t: blocks.reserve(t, jnp.ones(S)), "reserve: num_tokens must be int32"),
         (lambda t: blocks.reserve(t, i32([1] * S), max_tokens=0), "reserve: max_tokens must be"),
-        (lambda t: blocks.num_reservable(t, i32([1]), max_tokens=1), "num_reservable: limits must"),
-        (
-            lambda t: blocks.num_reservable(t, i32([1] * S), max_tokens=0),
-            "num_reservable: max_tokens must be",
-        ),
+        (lambda t: blocks.plan(t, i32([1]), 1, max_tokens=1), "plan: limits must have S"),
+        (lambda t: blocks.plan(t, i32([1] * S), 1, max_tokens=0), "plan: max_tokens must be"),
         (lambda t: blocks.fork(t, i32([[0] * S])), "fork: parents must have shape"),
         (lambda t: blocks.fork(t, jnp.zeros(S, bool)), "fork: parents must be int32"),
         (lambda t: blocks.release(t, i32([0] * S)), "release: mask must be bool"),
@@ -281,15 +279,45 @@ def test_reserve_counts_copies_among_the_blocks_it_needs():
     ids=["limits", "too few blocks", "row too short", "enough", "no block"],
 )
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_num_reservable_is_the_most_that_reserve_grants(lengths, limits, num_blocks, is_forked):
+def test_plan_has_room_for_the_most_that_reserve_grants(lengths, limits, num_blocks, is_forked):
     tables = make_tables(lengths, num_blocks=num_blocks)
     if is_forked:  # the partly filled block of slot 0 is shared by slots that write
         tables, _ = FORK(tables, i32([-1, -1, 0]))
-    most = int(NUM_RESERVABLE(tables, i32(limits), max_tokens=M * C))
+    planned = PLAN(tables, i32(limits), M * C, max_tokens=M * C)
+    most = int(planned.num_tokens)
     for count in range(M * C + 1):
         num_tokens = np.minimum(limits, count)
-        _, _, ok = RESERVE(tables, i32(num_tokens), max_tokens=M * C)
+        reserved, copies, ok = RESERVE(tables, i32(num_tokens), max_tokens=M * C)
         assert bool(ok) == (count <= most), count
+        if count == most:
+            committed = COMMIT(tables, planned, tables.lengths + num_tokens)
+            assert_unchanged(committed, reserved)
+            if most:
+                assert_unchanged(planned.copies, copies)
+            np.testing.assert_array_equal(planned.block_tables, reserved.block_tables)
+        elif 1 <= count < most:  # not in the same blocks, but as many
+            committed = COMMIT(tables, planned, tables.lengths + num_tokens)
+            assert int(committed.pool.num_free) == int(reserved.pool.num_free)
+            check_invariants(committed)
+    assert int(PLAN(tables, i32(limits), 1, max_tokens=M * C).num_tokens) == min(1, most)
+
+
+def test_commit_leaves_what_it_does_not_take_as_it_was():
+    tokens = list(range(2 * C))
+    tables = publish_slot(make_tables([2 * C, 3 * C, 0]), 0, tokens)
+    tables = RELEASE(tables, jnp.array([True, False, False]))
+    num_free, in_line = int(tables.pool.num_free), free_blocks(tables)
+    assert list(cached(tables)) == sorted(in_line[-2:])
+    limits = i32([M * C, 0, M * C])
+    planned = PLAN(tables, limits, M * C, max_tokens=M * C)
+    assert int(planned.num_tokens) == M * C
+    after = COMMIT(tables, planned, tables.lengths + i32([M * C, 0, C + 1]))
+    check_invariants(after)
+    assert int(after.pool.num_free) == num_free - M - 2
+    # In the order of before, so that what is cached goes last.
+    taken = {*rows(after)[0], *rows(after)[2]}
+    assert free_blocks(after) == [block for block in in_line if block not in taken]
+    assert set(cached(after)) == set(in_line[-2:]) - taken
 
 
 def test_fork_shares_every_block_and_so_does_its_fork():

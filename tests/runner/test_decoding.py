@@ -291,8 +291,9 @@ def test_without_candidates_the_tokens_are_the_same(model) -> None:
 def test_without_room_for_candidates_none_are_reported(model) -> None:
     run_without = functools.partial(decode_steps, max_steps=N)
     state = jax.eval_shape(lambda: DecodeState.create(empty_cache(model), V))
-    tokens, _ = jax.eval_shape(run_without, model, state, jnp.arange(S, dtype=jnp.int32), N)
-    assert (tokens.top_ids.shape, tokens.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
+    slots = jnp.arange(S, dtype=jnp.int32)
+    draws = jax.eval_shape(lambda *args: run_without(*args)[0].draws, model, state, slots, N)
+    assert (draws.top_ids.shape, draws.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
 
 
 # When it stops

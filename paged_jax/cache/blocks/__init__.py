@@ -25,8 +25,9 @@ Nothing here knows about K and V: `reserve` reports which blocks the caller must
 `paged_jax.cache`). Dimension letters are those of `paged_jax.dims`.
 """
 
+from paged_jax.cache.blocks.plan import ReservePlan, commit, plan
 from paged_jax.cache.blocks.prefix import attach, forget, publish
-from paged_jax.cache.blocks.reserve import BlockCopies, num_reservable, reserve
+from paged_jax.cache.blocks.reserve import BlockCopies, reserve
 from paged_jax.cache.blocks.share import fork, release, reorder, truncate
 from paged_jax.cache.blocks.tables import BlockTables, check_invariants
 from paged_jax.cache.sizes import num_blocks_needed
@@ -34,12 +35,14 @@ from paged_jax.cache.sizes import num_blocks_needed
 __all__ = [
     "BlockCopies",
     "BlockTables",
+    "ReservePlan",
     "attach",
     "check_invariants",
+    "commit",
     "fork",
     "forget",
     "num_blocks_needed",
-    "num_reservable",
+    "plan",
     "publish",
     "release",
     "reorder",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.cache import block_pool
+from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
@@ -66,8 +67,8 @@ def reserve(
     start = tables.lengths
     end = start + jnp.clip(num_tokens, 0, max_tokens)
     is_in_bounds = (num_tokens >= 0) & (num_tokens <= max_tokens) & (end <= capacity)
-    writes = _plan_shared_writes(tables, end > start)
-    columns_SW, is_taken_SW = _plan_columns(tables, end, writes.is_copy, max_tokens)
+    writes = plan_shared_writes(tables, end > start)
+    columns_SW, is_taken_SW = plan_columns(tables, end, writes.is_copy, max_tokens)
     is_enough = jnp.sum(is_taken_SW, dtype=jnp.int32) <= tables.pool.num_free
     ok = jnp.all(is_in_bounds) & is_enough
 
@@ -75,9 +76,7 @@ def reserve(
     is_taken_SW &= ok
     is_copy = writes.is_copy & ok
     pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
-    shared = jnp.where(writes.is_last & ok, writes.block, tables.num_blocks)
-    pool = replace(pool, ref_counts=pool.ref_counts.at[shared].set(writes.refs_left, mode="drop"))
-    pool = block_pool.forget(pool, jnp.where(ok, writes.in_place, tables.num_blocks))
+    pool = writes.note(pool, ok)
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
     # Only taken entries change; the others are sent past the end of their row and dropped.
     columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
@@ -90,43 +89,9 @@ def reserve(
     return replace(tables, pool=pool, block_tables=block_tables, lengths=lengths), copies, ok
 
 
-def num_reservable(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
-    """The most tokens for which `reserve` can make room in every slot, up to a limit of its own.
-
-    Args:
-      tables: the state.
-      limits: i32[S], how many tokens a slot may get at most, none below 0.
-      max_tokens: N, upper bound on the result (static). Work is in proportion to S * N.
-
-    Returns:
-      i32[], the largest n up to N with which ``reserve(tables, jnp.minimum(limits, n))`` is `ok`.
-
-    Raises:
-      ValueError: `limits` is not i32[S] or `max_tokens` is not a positive integer.
-
-    Example:
-      >>> tables = BlockTables.create(3, num_slots=2, max_blocks_per_slot=2, block_size=4)
-      >>> int(num_reservable(tables, jnp.array([8, 3]), max_tokens=8))
-      8
-      >>> int(num_reservable(tables, jnp.array([8, 8]), max_tokens=8))
-      4
-    """
-    limits = as_slot_values("num_reservable", "limits", limits, jnp.int32, tables)
-    check_positive("num_reservable", max_tokens=max_tokens)
-    writes = _plan_shared_writes(tables, limits > 0)
-    tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
-    ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])
-    blocks_NS = num_blocks_needed(ends_NS, tables.block_size)
-    num_held = jnp.sum(num_blocks_needed(tables.lengths, tables.block_size), dtype=jnp.int32)
-    num_copied = jnp.sum(writes.is_copy, dtype=jnp.int32)
-    num_taken = jnp.sum(blocks_NS, axis=1, dtype=jnp.int32) - num_held + num_copied
-    is_in_bounds = jnp.all(blocks_NS <= tables.max_blocks_per_slot, axis=1)
-    # What fewer tokens take is no more: the number of those that fit is the largest of them.
-    return jnp.sum(is_in_bounds & (num_taken <= tables.pool.num_free), dtype=jnp.int32)
-
-
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _SharedWrites:
+class SharedWrites:
     """What happens to the partly filled last blocks that slots write into.
 
     All fields are [S]: the last block of the slot if the slot writes into this very block, else P;
@@ -141,8 +106,15 @@ class _SharedWrites:
     is_last: jax.Array
     refs_left: jax.Array
 
+    def note(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
+        """The pool after these writes, where `ok` bool[]; of copies, what they leave behind."""
+        shared = jnp.where(self.is_last & ok, self.block, pool.num_blocks)
+        ref_counts = pool.ref_counts.at[shared].set(self.refs_left, mode="drop")
+        pool = replace(pool, ref_counts=ref_counts)
+        return block_pool.forget(pool, jnp.where(ok, self.in_place, pool.num_blocks))
 
-def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWrites:
+
+def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrites:
     """Decide for each slot of `is_writer` bool[S] whether it must copy its last block."""
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
     # Where the next token goes: a block that has begun, or P, with no references, if it begins one.
@@ -161,7 +133,7 @@ def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWri
     # If no other slot is left to hold the block, the last writer keeps it: no leak, one copy less.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
-    return _SharedWrites(
+    return SharedWrites(
         in_place=jnp.where(is_writer & ~is_copy, last, num_blocks),
         block=block,
         is_copy=is_copy,
@@ -170,7 +142,7 @@ def _plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> _SharedWri
     )
 
 
-def _plan_columns(
+def plan_columns(
     tables: BlockTables, end: jax.Array, is_copy: jax.Array, max_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """List the table columns that each slot may write to, and which of them get a new block.
