@@ -141,7 +141,7 @@ function rowOf(sequence, middle, blocks) {
 
 function waitingCell(sequence) {
   const [what, meaning] = WAITS[sequence.reason] ?? [sequence.reason, ""];
-  const cell = element("td", `waits for ${what}${sequence.is_swapped ? ", swapped out" : ""}`);
+  const cell = element("td", `waits: ${what}${sequence.is_swapped ? ", swapped out" : ""}`);
   cell.colSpan = 2;
   cell.title = meaning;
   return cell;
