@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from paged_jax.checks import ArgumentError
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
-from paged_jax.server.errors import ApiError
+from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.records import RequestRecord
 from paged_jax.server.service import Client, Service
 
@@ -173,7 +174,10 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 
 
 def _form(asked: bodies.StructuredOutputs) -> StructuredOutputsParams:
-    return StructuredOutputsParams(**asked.model_dump(by_alias=True, exclude_none=True))
+    try:
+        return StructuredOutputsParams(**asked.model_dump(by_alias=True, exclude_none=True))
+    except ArgumentError as error:
+        raise bad_request(error) from None
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:

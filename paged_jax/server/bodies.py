@@ -222,18 +222,76 @@ class TextPart(Body):
     text: str
 
 
+class FunctionCall(Body):
+    """A call that the model has made: the name of a function, and its arguments as JSON."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that the model has made, as an answer has it."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Function(Body):
+    """A function that the model may call: `parameters` is a JSON schema. It always binds."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may use: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Text
+
+
+class ToolChoice(Body):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(Body):
-    """A message of a chat."""
+    """A message of a chat; one with calls may have no content."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "required": ["role", "content"],
+            "additionalProperties": {"type": "null"},
+        }
+    )
 
     role: Text
-    content: str | Items[TextPart] | None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
     # Fields of an answer's message, which clients send back as part of the chat.
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Nothing = None
-    tool_calls: Nothing = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise PydanticCustomError("content", "content or tool_calls must be given")
+        return self
 
 
 class TokenizeBody(Body):
@@ -274,7 +332,7 @@ class ChatBody(OpenAiBody):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the model's chat template, such as enable_thinking."
     )
-    tools: Nothing = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None

@@ -17,6 +17,7 @@ from paged_jax.server.explanations import explanation
 from paged_jax.server.messages import as_messages, num_chars
 from paged_jax.server.service import Client, Service
 from paged_jax.server.token_texts import TokenTexts
+from paged_jax.server.tool_calls import ToolUse, no_tools
 
 
 class OpenAiAnswer(Answer):
@@ -259,18 +260,38 @@ class ChatAnswer(OpenAiAnswer):
     body: bodies.ChatBody
     chunk_type = schemas.ChatCompletionChunk
 
+    @functools.cached_property
+    def _tool_use(self) -> ToolUse | None:
+        """Its tools; None without any."""
+        body, tokenizer = self.body, self.service.tokenizer
+        is_asked = body.tool_choice not in (None, "none", "auto")
+        if is_asked and not body.tools:
+            raise ApiError(400, "tool_choice needs tools.", param="tool_choice")
+        if tokenizer is None or not body.tools or body.tool_choice == "none":
+            return None
+        return ToolUse(body, tokenizer)
+
     def prompts(self) -> list[str | list[int]]:
         """The messages as one prompt, by the model's chat template."""
         tokenizer = self.service.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer, which chats need.")
+        for index, message in enumerate(self.body.messages):
+            if message.tool_calls and tokenizer.tool_format is None:
+                raise no_tools(f"messages.{index}.tool_calls")
         return [
             tokenizer.encode_chat(
                 as_messages(self.body.messages),
                 self.body.chat_template_kwargs,
+                tools=None if self._tool_use is None else self._tool_use.tools,
                 add_special_tokens=bool(self.body.add_special_tokens),
             )
         ]
+
+    @property
+    def has_form(self) -> bool:
+        """Whether its text must have a form."""
+        return super().has_form or bool(self.body.tools)
 
     @property
     def num_chars(self) -> int:
@@ -291,24 +312,33 @@ class ChatAnswer(OpenAiAnswer):
             raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
+        if self._tool_use is not None:
+            if "structured_outputs" in params:
+                raise ApiError(400, "give tools or another form, not both.", param="tools")
+            params["structured_outputs"] = self._tool_use.form()
         return params
 
     def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """The whole answer: one message for each sample."""
         [output] = outputs
-        choices = [
-            schemas.ChatChoice.model_construct(
-                index=delta.sample.index,
-                message=schemas.ChatMessage(content=delta.text),
-                logprobs=_chat_logprobs(delta, self.body.top_logprobs or 0),
-                finish_reason=delta.sample.finish_reason,
-                stop_reason=delta.sample.stop_reason,
-                token_ids=self._token_ids(delta),
-            )
-            for delta in whole(output)
-        ]
+        choices = [self._choice(delta) for delta in whole(output)]
         end = self._end(outputs) | self._prompt(output)
         return schemas.ChatCompletion.model_construct(**self.head, choices=choices, **end)
+
+    def _choice(self, delta: SampleDelta) -> schemas.ChatChoice:
+        message = schemas.ChatMessage(content=delta.text)
+        finish_reason = delta.sample.finish_reason
+        if self._tool_use is not None:
+            message = self._tool_use.message(delta)
+            finish_reason = self._tool_use.finish_reason(delta, bool(message.tool_calls))
+        return schemas.ChatChoice.model_construct(
+            index=delta.sample.index,
+            message=message,
+            logprobs=_chat_logprobs(delta, self.body.top_logprobs or 0),
+            finish_reason=finish_reason,
+            stop_reason=delta.sample.stop_reason,
+            token_ids=self._token_ids(delta),
+        )
 
     def opening(self) -> list[BaseModel]:
         """One event for each sample, which says that the assistant speaks."""
@@ -319,19 +349,23 @@ class ChatAnswer(OpenAiAnswer):
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[BaseModel]:
         """One event for each sample that has new text."""
-        return [
-            self._chunk(
-                each.sample.index,
-                schemas.ChatDelta(content=each.text),
-                usage=self._usage_so_far(output, each),
-                **(self._prompt(output) if each.start == 0 else {}),
-                logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
-                finish_reason=each.sample.finish_reason,
-                stop_reason=each.sample.stop_reason,
-                token_ids=self._token_ids(each),
-            )
-            for each in deltas
-        ]
+        return [self._next(output, each) for each in deltas]
+
+    def _next(self, output: RequestOutput, each: SampleDelta) -> BaseModel:
+        delta, finish_reason = schemas.ChatDelta(content=each.text), each.sample.finish_reason
+        if self._tool_use is not None:
+            delta = self._tool_use.delta(each)
+            finish_reason = self._tool_use.finish_reason(each, self._tool_use.has_called(each))
+        return self._chunk(
+            each.sample.index,
+            delta,
+            usage=self._usage_so_far(output, each),
+            **(self._prompt(output) if each.start == 0 else {}),
+            logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
+            finish_reason=finish_reason,
+            stop_reason=each.sample.stop_reason,
+            token_ids=self._token_ids(each),
+        )
 
     def _chunk(
         self,

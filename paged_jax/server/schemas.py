@@ -142,11 +142,36 @@ class ChatLogprobs(TypedDict):
     content: Iterable[TokenLogprob]
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments as JSON; in an event of a stream, what is new of the JSON."""
+
+    name: str | None = _LEFT_OUT
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a function, which the client is to make."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(BaseModel):
+    """What is new in a call: its id and its name first, its arguments in pieces."""
+
+    index: int
+    id: str | None = _LEFT_OUT
+    type: Literal["function"] | None = _LEFT_OUT
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """The message that answers a chat."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = _LEFT_OUT
 
 
 class ChatChoice(Choice):
@@ -170,6 +195,7 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = _LEFT_OUT
     content: str | None = _LEFT_OUT
+    tool_calls: list[ToolCallDelta] | None = _LEFT_OUT
 
 
 class ChatChunkChoice(Choice):

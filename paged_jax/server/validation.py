@@ -11,13 +11,9 @@ from paged_jax.server.errors import ApiError
 # A body with more mistakes is refused without looking at each.
 _MAX_MISTAKES = 100
 # Fields of OpenAI's API that this server accepts only with the values that change nothing.
-_NO_TOOLS = "as this server does not support tools"
 _NO_AUDIO = "as this server does not support audio"
 _UNSUPPORTED = {
-    "tools": f"be null or empty, {_NO_TOOLS}",
-    "tool_choice": f'be null, "none" or "auto", {_NO_TOOLS}',
-    "tool_calls": f"be null or empty, {_NO_TOOLS}",
-    "function_call": f"be null, {_NO_TOOLS}",
+    "function_call": "be null, as calls are tool_calls here",
     "audio": f"be null, {_NO_AUDIO}",
     "content": 'be a text or a list of {"type": "text"} parts, as this server does not support '
     "images or audio",

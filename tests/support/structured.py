@@ -88,3 +88,36 @@ def _named(schema: Schema) -> Schema:
 def schemas() -> st.SearchStrategy[Schema]:
     """Schemas of a few kinds, nested in each other."""
     return st.recursive(_LEAVES, _nested, max_leaves=4) | st.builds(_named, _LEAVES)
+
+
+# Tools, and chat templates with them as models of two families have them.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of the next days.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": ["Oslo", "Rome"]},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                },
+                "required": ["city", "days"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+_MESSAGES = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}CALL{% endfor %}\n{% endfor %}a:"
+)
+HERMES_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }},{% endfor %}{% endif %}"
+    + _MESSAGES.replace("CALL", "<tool_call>{{ call.function.arguments | tojson }}</tool_call>")
+)
+LLAMA3_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }},{% endfor %}{% endif %}"
+    + _MESSAGES.replace("CALL", '{"parameters": {{ call.function.arguments | tojson }}}')
+)

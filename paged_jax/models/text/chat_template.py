@@ -10,6 +10,15 @@ from jinja2 import ext, nodes, parser, sandbox
 
 from paged_jax.checks import ArgumentError
 
+# What a caller may not set as a variable of the template.
+_RESERVED_VARIABLES = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "documents",
+        "messages", "raise_exception", "return_dict", "return_tensors", "self", "strftime_now",
+        "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
+    )
+)  # fmt: skip
+
 
 class ChatTemplateError(ArgumentError):
     """There is no chat template, or it refuses these messages."""
@@ -20,6 +29,9 @@ class ChatTemplate:
 
     Args:
       source: the Jinja template.
+
+    Attributes:
+      source: the same.
 
     Raises:
       ChatTemplateError: the template is not valid Jinja.
@@ -33,6 +45,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str):
+        self.source = source
         # What a template may rely on, beside the variables: the settings and functions of
         # transformers.
         environment = sandbox.ImmutableSandboxedEnvironment(
@@ -77,6 +90,24 @@ class ChatTemplate:
             raise ChatTemplateError(
                 "apply_chat_template", f"the model's template refuses the messages: {reason}"
             ) from None
+
+
+def check_variables(variables: Any) -> Mapping[str, Any]:
+    """The variables that a caller sets, of whom some are not the caller's to set.
+
+    Raises:
+      ChatTemplateError: they are no dict, or one has a reserved name.
+    """
+    if variables is None:
+        return {}
+    function, field = "encode_chat", "chat_template_kwargs"
+    if not isinstance(variables, Mapping):
+        raise ChatTemplateError(function, f"must be a dict, got {variables!r}.", field)
+    for name in variables:
+        if not isinstance(name, str) or name in _RESERVED_VARIABLES:
+            rule = f"must have names of the template's own variables, got {name!r}."
+            raise ChatTemplateError(function, rule, field)
+    return variables
 
 
 def _with_text(message: Any) -> Mapping[str, Any]:

@@ -11,7 +11,12 @@ import tokenizers
 from tokenizers import processors
 
 from paged_jax.models.json_file import read_json
-from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
+from paged_jax.models.text.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    check_variables,
+)
+from paged_jax.models.text.tools import ToolFormat, find_format
 from paged_jax.sampling.params import NUMBERS
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -20,14 +25,6 @@ _MAX_OPEN_BYTES = 3
 # Tokens that wait for their text to be final. One may have several bytes, and begin and end within
 # characters: so many of that kind in a row are no text that a model writes.
 _MAX_PENDING = 16
-# What a caller of `Tokenizer.encode_chat` may not set as a variable of the template.
-_RESERVED_VARIABLES = frozenset(
-    (
-        "add_generation_prompt", "chat_template", "continue_final_message", "documents",
-        "messages", "raise_exception", "return_dict", "return_tensors", "self", "strftime_now",
-        "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
-    )
-)  # fmt: skip
 _SAMPLING_KEYS = tuple(name for name, number in NUMBERS.items() if number.is_recommended)
 
 
@@ -122,6 +119,11 @@ class Tokenizer:
         """Whether `apply_chat_template` and `encode_chat` can work."""
         return self._chat_template is not None
 
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model calls functions; None where its chat template has no tools."""
+        return None if self._chat_template is None else find_format(self._chat_template.source)
+
     def to_json(self) -> str:
         """The contents of a ``tokenizer.json``, for other libraries."""
         return self._backend.to_str()
@@ -200,6 +202,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> list[int]:
@@ -208,6 +211,7 @@ class Tokenizer:
         Args:
           messages: see `apply_chat_template`.
           chat_template_kwargs: variables for the template, such as ``enable_thinking``.
+          tools: functions that may be called, as OpenAI describes them; see `tool_format`.
           add_generation_prompt: see `apply_chat_template`.
           add_special_tokens: see `encode`; a template most often writes them itself.
 
@@ -215,20 +219,11 @@ class Tokenizer:
           ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
             may set.
         """
-        variables = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(variables, Mapping):
-            raise ChatTemplateError(
-                "encode_chat", f"must be a dict, got {variables!r}.", "chat_template_kwargs"
-            )
-        for name in variables:
-            if not isinstance(name, str) or name in _RESERVED_VARIABLES:
-                raise ChatTemplateError(
-                    "encode_chat",
-                    f"must have names of the template's own variables, got {name!r}.",
-                    "chat_template_kwargs",
-                )
         text = self.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **check_variables(chat_template_kwargs),
         )
         return self.encode(text, add_special_tokens=add_special_tokens)
 

@@ -1,0 +1,172 @@
+"""Tools over HTTP: calls as OpenAI answers them, whole and streamed, and the clients that ask."""
+
+import asyncio
+import json
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+import tokenizers
+
+from paged_jax import Engine, Tokenizer
+from paged_jax.models.loading import bundled_folder
+from paged_jax.server import Settings
+from tests.server.test_serve import error_of
+from tests.support.live_server import LiveServer
+from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS
+from tests.support.tiny_model import EOS
+
+MESSAGES = [{"role": "user", "content": "Well?"}]
+ASK = {"model": "bundled", "messages": MESSAGES, "tools": TOOLS, "temperature": 1}
+
+
+class Trip(pydantic.BaseModel):
+    """What frameworks make a tool of."""
+
+    city: Literal["Oslo", "Rome"]
+    is_far: bool
+
+
+@pytest.fixture(scope="module", params=[HERMES_TEMPLATE, LLAMA3_TEMPLATE], ids=["hermes", "llama3"])
+def server(request):
+    backend = tokenizers.Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
+    tokenizer = Tokenizer(backend, eos_token_ids=[EOS], chat_template=request.param)
+    with LiveServer(Engine(tokenizer=tokenizer, **SIZES), Settings(model_name="bundled")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def check_call(call) -> None:
+    value = json.loads(call.function.arguments)
+    assert set(value) == ({"city", "days"} if call.function.name == "weather" else set())
+    assert call.id.startswith("call_") and call.type == "function"
+
+
+def test_openai_gets_calls(client) -> None:
+    answer = client.chat.completions.create(
+        **ASK, tool_choice="required", parallel_tool_calls=False, n=2
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        [call] = choice.message.tool_calls
+        check_call(call)
+    # The calls go back with the results, as the client's library writes them.
+    message = answer.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
+    told = [*MESSAGES, message, result]
+    more = client.chat.completions.create(model="bundled", messages=told, max_tokens=1)
+    arguments = message.tool_calls[0].function.arguments
+    assert more.usage.prompt_tokens > answer.usage.prompt_tokens - 10 + len(arguments) / 8
+
+
+def test_openai_gets_the_call_that_it_names(client) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = client.chat.completions.create(**ASK, tool_choice=choice, seed=1)
+    [call] = answer.choices[0].message.tool_calls
+    check_call(call)
+    assert call.function.name == "weather" and answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**ASK, tool_choice=choice, seed=1) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion().choices[0]
+    [same] = streamed.message.tool_calls
+    assert same.function.arguments == call.function.arguments
+    assert same.function.name == "weather" and streamed.finish_reason == "stop"
+
+
+def test_a_stream_has_the_name_first_and_arguments_in_pieces(client) -> None:
+    options = {"tool_choice": "required", "parallel_tool_calls": False, "stream": True}
+    stream = client.chat.completions.create(**ASK, **options)
+    calls, reasons = [], []
+    for event in stream:
+        [choice] = event.choices
+        assert not choice.delta.content
+        reasons.append(choice.finish_reason)
+        for delta in choice.delta.tool_calls or ():
+            if delta.index == len(calls):
+                assert delta.id and delta.type == "function" and delta.function.name
+                calls.append(delta)
+            else:
+                assert delta.index == len(calls) - 1 and delta.id is None
+                calls[-1].function.arguments += delta.function.arguments
+    assert calls and reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
+    for call in calls:
+        check_call(call)
+
+
+def test_an_answer_may_be_text(client, server) -> None:
+    """Whether it is, is up to the model, which is helped here."""
+    bias = {str(server.service.tokenizer.encode("the", add_special_tokens=False)[0]): 100}
+    answer = client.chat.completions.create(**ASK, max_tokens=4, logit_bias=bias)
+    [choice] = answer.choices
+    assert "the" in choice.message.content and choice.message.tool_calls is None
+    assert choice.finish_reason == "length"
+
+
+def test_no_tools_are_shown_where_none_may_be_used(server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    plain, silent, shown = (
+        server.post("/v1/chat/completions", {**body, **change}).json()["usage"]["prompt_tokens"]
+        for change in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS})
+    )
+    assert plain == silent < shown
+
+
+def test_instructor_gets_objects_by_tools(client) -> None:
+    instructor = pytest.importorskip("instructor")
+    ask = instructor.from_openai(client)
+    trip = ask.chat.completions.create(
+        model="bundled", messages=MESSAGES, response_model=Trip, max_retries=0
+    )
+    assert isinstance(trip, Trip)
+
+
+def test_pydantic_ai_gets_objects_by_tools(server) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run() -> object:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
+            model = OpenAIChatModel("bundled", provider=OpenAIProvider(openai_client=client))
+            return (await pydantic_ai.Agent(model, output_type=Trip).run("Where?")).output
+
+    assert isinstance(asyncio.run(run()), Trip)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice needs tools."),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "tool_choice must name one of the tools.",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            "tools",
+            "give tools or another form, not both.",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools.0.function.name",
+            "String should match pattern",
+        ),
+        (
+            {"messages": [{"role": "assistant"}]},
+            "messages.0",
+            "content or tool_calls must be given",
+        ),
+    ],
+)
+def test_what_cannot_be_is_a_400(server, change, param, message) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, **change}
+    error = error_of(server.post("/v1/chat/completions", body), 400)
+    assert message in error["message"] and error["param"] == param
