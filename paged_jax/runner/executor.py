@@ -269,9 +269,9 @@ class Executor:
         for call in new:
             self._compiled.add(call.name)
             self.run(call)
+        self._compiled |= {_ASSIGNMENT, _BINDING}  # warmup compiles without saying so
         self.bind(Bounds.create(self.sizes, self.vocab_size))
         # Not one program but two, which no slot can be left out of.
-        self._compiled.add(_ASSIGNMENT)
         self.assign(0, SamplingParams(), token_ids=[0], num_prompt_tokens=1, seed=0, max_length=2)
         jax.block_until_ready(self.state)
         self.compile_seconds += time.perf_counter() - start
