@@ -58,3 +58,13 @@ def test_calls_name_each_program_once(num_drafts) -> None:
     ]
     slots = [call.args[1] for call in calls if call.name.startswith("prefill")]
     assert all(np.all(array == -1) for array in slots), "no slot changes"
+
+
+def test_default_sizes_have_at_most_24_programs() -> None:
+    """Of an engine of 16 slots with chunks of 512 tokens: each costs CPU-seconds at the start."""
+    sizes = SIZES._replace(num_slots=16, max_model_len=512, max_chunk=512, block_size=16)
+    cache = PagedCache.create(
+        num_layers=1, num_blocks=2, num_kv_heads=1, block_size=16, head_dim=8, num_slots=16,
+        max_blocks_per_slot=sizes.max_blocks_per_slot,
+    )  # fmt: skip
+    assert len(list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.pools)) <= 24
