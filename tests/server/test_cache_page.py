@@ -115,6 +115,10 @@ def page(server):
         assert errors == []
 
 
+def heights(curve) -> set[str]:
+    return {point.split(",")[1] for point in curve.get_attribute("points").split()}
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     num_blocks = SIZES["num_blocks"]
@@ -144,8 +148,7 @@ def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     curves = page.locator("#rates polyline")
     assert curves.count() == 4
     for index in (0, 3):  # tokens a second, and blocks in use, which both rose and fell
-        points = curves.nth(index).get_attribute("points").split()
-        assert len({point.split(",")[1] for point in points}) > 2
+        wait_until(lambda index=index: len(heights(curves.nth(index))) > 1)
 
     # What goes next is fainter than what goes last.
     order = [b for b in state(server)["free_order"] if state(server)["is_cached"][b]]
