@@ -40,7 +40,7 @@ from paged_jax.cache.paged_cache import reserve
 
 PROMPT_LEN = 64
 PREFILL_LEN = 512
-BATCHES = (1, 16)
+BATCHES = (1, 4, 16)
 # Steps that an engine makes in a row before the next has its turn, and how many turns.
 TURN = 8
 NUM_TURNS = 4

@@ -40,7 +40,7 @@ SHAPES = [(1, 1), (7, 5), (33, 65), (130, 96), (13, 1031), (2003, 64)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_matches_float64_and_rows_do_not_see_each_other(shape, dtype) -> None:
     """Bitwise: with any number of others, and whatever they are."""
-    w, x = weights_and_rows(*shape, 32, dtype)
+    w, x = weights_and_rows(*shape, 64, dtype)
     together = np.asarray(LINEAR(x, w))
     exact = np.asarray(x.astype(dtype), np.float64) @ np.asarray(w, np.float64).T
     scale = np.abs(x.astype(np.float64)) @ np.abs(np.asarray(w, np.float64)).T

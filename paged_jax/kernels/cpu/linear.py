@@ -12,7 +12,7 @@ from paged_jax.kernels.cpu.calls import call
 from paged_jax.kernels.cpu.library import Kernel
 
 # With more rows a product is bound by arithmetic, which XLA's is better at.
-MAX_ROWS = 32
+MAX_ROWS = 64
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
 

@@ -27,6 +27,8 @@ constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
 // With a single row of x the sums of one row of weights would wait for each other.
 constexpr int ROWS_OF_ONE = 4;
+// Rows of x that weights meet before the next weights do: these rows stay in a cache.
+constexpr int CHUNK = 16;
 constexpr int64_t PART_BYTES = 64 * 1024;
 
 // Lines of 64 bytes in a step of some rows of weights, for each of a few blocks.
@@ -56,32 +58,37 @@ struct Product {
   }
 
   template <int R, int M_, int LINES>
-  void rest(int64_t n, int64_t m) const {
-    if (m + M_ == M) return block<R, M_, LINES>(n, m);
-    if constexpr (M_ > 1) rest<R, M_ - 1, LINES>(n, m);
+  void rest(int64_t n, int64_t m, int64_t end) const {
+    if (m + M_ == end) return block<R, M_, LINES>(n, m);
+    if constexpr (M_ > 1) rest<R, M_ - 1, LINES>(n, m, end);
   }
 
   template <int R, int LINES>
-  void blocks(int64_t n) const {
-    int64_t m = 0;
-    for (; m + INPUTS < M; m += INPUTS) block<R, INPUTS, LINES>(n, m);
-    rest<R, INPUTS, LINES>(n, m);
+  void blocks(int64_t n, int64_t m, int64_t end) const {
+    for (; m + INPUTS < end; m += INPUTS) block<R, INPUTS, LINES>(n, m);
+    rest<R, INPUTS, LINES>(n, m, end);
   }
 
+  // Weights n to n + R, inputs m to `end`; the first to come to weights fetch the next ones.
   template <int R>
-  void rows(int64_t n) const {
-    if (M <= INPUTS) return blocks<R, lines(R, 1)>(n);
-    if (M <= 2 * INPUTS) return blocks<R, lines(R, 2)>(n);
-    return blocks<R, lines(R, 3)>(n);
+  void rows(int64_t n, int64_t m, int64_t end) const {
+    if (m) return blocks<R, 0>(n, m, end);
+    if (end <= INPUTS) return blocks<R, lines(R, 1)>(n, m, end);
+    if (end <= 2 * INPUTS) return blocks<R, lines(R, 2)>(n, m, end);
+    return blocks<R, lines(R, 3)>(n, m, end);
   }
 
   void run(int64_t part) {
-    int64_t n = part * rows_of_part, end = n + rows_of_part < N ? n + rows_of_part : N;
-    if (M == 1)
-      for (; n + ROWS_OF_ONE <= end; n += ROWS_OF_ONE) block<ROWS_OF_ONE, 1, lines(ROWS_OF_ONE, 1)>(n, 0);
-    for (; n + ROWS <= end; n += ROWS) rows<ROWS>(n);
-    for (; n < end; n++)
-      for (int64_t m = 0; m < M; m++) block<1, 1, 0>(n, m);
+    int64_t first = part * rows_of_part, last = first + rows_of_part < N ? first + rows_of_part : N;
+    for (int64_t m = 0; m < M; m += CHUNK) {
+      int64_t n = first, end = m + CHUNK < M ? m + CHUNK : M;
+      if (end - m == 1)
+        for (; n + ROWS_OF_ONE <= last; n += ROWS_OF_ONE)
+          block<ROWS_OF_ONE, 1, lines(ROWS_OF_ONE, 1)>(n, m);
+      for (; n + ROWS <= last; n += ROWS) rows<ROWS>(n, m, end);
+      for (; n < last; n++)
+        for (int64_t i = m; i < end; i++) block<1, 1, 0>(n, i);
+    }
   }
 };
 

@@ -76,5 +76,14 @@ inline void multiply(
     for (int r = 0; r < R; r++) row[r] = (Weight*)memcpy(last[r], w[r] + i, (count - i) * sizeof(Weight));
     add_step<Form, R, M>(total, row, x + i, x_stride);
   }
-  sum_each<R * M>(total[0], out[0]);
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    int r = 0;
+    if constexpr (R >= 4) {
+      Quarter sums = sum_four(total[0][m], total[1][m], total[2][m], total[3][m]);
+      for (; r < 4; r++) out[r][m] = sums[r];
+    }
+#pragma GCC unroll 8
+    for (; r < R; r++) out[r][m] = sum(total[r][m]);
+  }
 }

@@ -65,20 +65,13 @@ inline float sum(Floats vector) {
   return (part[0] + part[2]) + (part[1] + part[3]);
 }
 
-// to[i] = sum(vectors[i]), four at a time.
-template <int COUNT>
-inline void sum_each(const Floats* vectors, float* to) {
-#pragma GCC unroll 8
-  for (int i = 0; i + 4 <= COUNT; i += 4) {
-    Quarter a = add_quarters(vectors[i]), b = add_quarters(vectors[i + 1]);
-    Quarter c = add_quarters(vectors[i + 2]), d = add_quarters(vectors[i + 3]);
-    Quarter ab = SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
-    Quarter cd = SHUFFLE(c, d, 0, 1, 4, 5) + SHUFFLE(c, d, 2, 3, 6, 7);
-    Quarter sums = SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
-    memcpy(to + i, &sums, sizeof sums);
-  }
-#pragma GCC unroll 4
-  for (int i = COUNT / 4 * 4; i < COUNT; i++) to[i] = sum(vectors[i]);
+// The sums of four vectors.
+inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth) {
+  Quarter a = add_quarters(first), b = add_quarters(second);
+  Quarter c = add_quarters(third), d = add_quarters(fourth);
+  Quarter ab = SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
+  Quarter cd = SHUFFLE(c, d, 0, 1, 4, 5) + SHUFFLE(c, d, 2, 3, 6, 7);
+  return SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
 }
 
 // e**x to 2 units in the last place, 0 below -87; x is at most 88. After Cephes' expf.
