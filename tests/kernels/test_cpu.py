@@ -62,7 +62,7 @@ def test_linear_reads_nothing_past_a_row() -> None:
 
 
 def test_linear_leaves_other_products_to_xla() -> None:
-    w, x = weights_and_rows(8, 16, 33)
+    w, x = weights_and_rows(8, 16, 65)
     calls = [
         LINEAR.lower(x, w),
         LINEAR.lower(x[:4], w, backend="xla"),
