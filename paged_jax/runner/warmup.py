@@ -2,8 +2,8 @@
 
 Sizes are padded to a few buckets, so that `list_calls` names all that will ever run:
 
-    prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk, and
-                     half of it from B = 16 on
+    prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
+                     and half of it from B = 16 on
     score            T: 128;  B: 1, for log-probabilities of prompts
     decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
     all others       one shape each
