@@ -154,7 +154,7 @@ def footprint(
       >>> needs = footprint(config, sizes, weights=weight_bytes(config, "float32"),
       ...                   dtype="float32", kv_dtype="float32", platform="cpu")
       >>> needs.weights, needs.state, needs.block
-      (1171200, 12920, 20480)
+      (1171200, 12936, 20480)
     """
     block = block_bytes(config, sizes.block_size, kv_dtype, platform)
     steps = _step_bytes(config, sizes, block)
