@@ -238,7 +238,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     if sizes.max_len > _CONTEXT:
         raise ValueError(f"the longest request must fit {_CONTEXT} tokens, got {sizes.max_len}.")
-    settings = {
+    settings: dict[str, Any] = {
+        # In bfloat16, tokens may depend on what is in the prefix cache.
+        "dtype": "float32",
         "max_num_seqs": options.max_num_seqs,
         "steps_per_dispatch": options.steps_per_dispatch,
         "num_blocks": options.num_blocks,
@@ -265,7 +267,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _option(name: str, value: int) -> list[str]:
+def _option(name: str, value: int | str) -> list[str]:
     return [f"--{name.replace('_', '-')}", str(value)]
 
 

@@ -79,20 +79,22 @@ def plot_replay(pyplot: Any, report: Report) -> Any:
 def plot_generate(pyplot: Any, report: Report) -> Any:
     """Decoding and prefill beside other libraries, a row for each model."""
     shapes = list(dict.fromkeys(result["shape"] for result in report["results"]))
+    batches = [decode["batch"] for decode in report["results"][0]["decode"]]
+    columns = len(batches) + 1
     figure, axes = pyplot.subplots(
-        len(shapes), 3, figsize=(12, 3 * len(shapes)), squeeze=False, layout="constrained"
-    )
+        len(shapes), columns, figsize=(4 * columns, 3 * len(shapes)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     for row, shape in zip(axes, shapes, strict=True):
         results = [result for result in report["results"] if result["shape"] == shape]
         dtypes = [result["dtype"] for result in results]
-        for place, each in enumerate(row[:2]):
-            batch = results[0]["decode"][place]["batch"]
+        for place, (batch, each) in enumerate(zip(batches, row[:-1], strict=True)):
             rates = [result["decode"][place]["tokens_per_s"] for result in results]
             _groups(each, dtypes, [_better_caches(rate) for rate in rates])
             each.set(title=f"{shape}, decoding, batch {batch}")
         rates = [_better_caches(result["prefill_tokens_per_s"]) for result in results]
-        _groups(row[2], dtypes, rates)
-        row[2].set(title=f"{shape}, prefill of 512 tokens")
+        _groups(row[-1], dtypes, rates)
+        row[-1].set(title=f"{shape}, prefill of 512 tokens")
         row[0].set_ylabel("tokens/s")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     figure.suptitle("Text generation (transformers: the better of two caches)", x=0.02, ha="left")
