@@ -27,6 +27,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -212,7 +213,6 @@ def server_process(arguments: list[str]) -> Iterator[str]:
       ValueError: it did not begin to serve.
     """
     command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
-    # What it logs once it serves is little.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         log = ""
@@ -220,6 +220,8 @@ def server_process(arguments: list[str]) -> Iterator[str]:
             for line in process.stderr:
                 log += line
                 if found := _SERVER_LOG_LINE.search(line):
+                    # A line for each request: a pipe that nobody reads would stop the server.
+                    threading.Thread(target=process.stderr.read, daemon=True).start()
                     yield found[1]
                     break
             else:
