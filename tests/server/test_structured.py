@@ -1,6 +1,5 @@
 """Texts of a form over HTTP, and the clients that ask for them."""
 
-import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from paged_jax import Engine
 from paged_jax.server import Settings
 from tests.server.test_serve import error_of, events
 from tests.support.live_server import LiveServer
-from tests.support.structured import PERSON, SIZES
+from tests.support.structured import PERSON, SIZES, ask_pydantic_ai
 
 MESSAGES = [{"role": "user", "content": "Who is it?"}]
 
@@ -68,16 +67,9 @@ def test_instructor_gets_objects(client) -> None:
 
 def test_pydantic_ai_gets_objects(server) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    async def run() -> object:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
-            model = OpenAIChatModel("bundled", provider=OpenAIProvider(openai_client=client))
-            agent = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Person))
-            return (await agent.run("Who is it?")).output
-
-    assert isinstance(asyncio.run(run()), Person)
+    assert isinstance(
+        ask_pydantic_ai(server.url, pydantic_ai.NativeOutput(Person), "Who is it?"), Person
+    )
 
 
 def test_response_formats_of_openai(server) -> None:

@@ -1,6 +1,5 @@
 """Tools over HTTP: calls as OpenAI answers them, whole and streamed, and the clients that ask."""
 
-import asyncio
 import json
 from typing import Literal
 
@@ -14,7 +13,7 @@ from paged_jax.models.loading import bundled_folder
 from paged_jax.server import Settings
 from tests.server.test_serve import error_of
 from tests.support.live_server import LiveServer
-from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS
+from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS, ask_pydantic_ai
 from tests.support.tiny_model import EOS
 
 MESSAGES = [{"role": "user", "content": "Well?"}]
@@ -128,16 +127,7 @@ def test_instructor_gets_objects_by_tools(client) -> None:
 
 
 def test_pydantic_ai_gets_objects_by_tools(server) -> None:
-    pydantic_ai = pytest.importorskip("pydantic_ai")
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    async def run() -> object:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
-            model = OpenAIChatModel("bundled", provider=OpenAIProvider(openai_client=client))
-            return (await pydantic_ai.Agent(model, output_type=Trip).run("Where?")).output
-
-    assert isinstance(asyncio.run(run()), Trip)
+    assert isinstance(ask_pydantic_ai(server.url, Trip, "Where?"), Trip)
 
 
 @pytest.mark.parametrize(

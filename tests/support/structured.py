@@ -1,7 +1,10 @@
 """An engine's sizes for texts of a form, and JSON schemas whose texts are soon complete."""
 
+import asyncio
 from typing import Any
 
+import openai
+import pytest
 from hypothesis import strategies as st
 
 Schema = dict[str, Any]
@@ -122,3 +125,17 @@ LLAMA3_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }},{% endfor %}{% endif %}"
     + _MESSAGES.replace("CALL", '{"parameters": {{ call.function.arguments | tojson }}}')
 )
+
+
+def ask_pydantic_ai(url: str, output_type: Any, question: str) -> Any:
+    """What an agent of Pydantic AI gets from the bundled model of a server."""
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
+            model = OpenAIChatModel("bundled", provider=OpenAIProvider(openai_client=client))
+            return (await pydantic_ai.Agent(model, output_type=output_type).run(question)).output
+
+    return asyncio.run(run())
