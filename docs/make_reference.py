@@ -89,7 +89,9 @@ PAGES = {
         + _of("paged_jax.cache_map", "WaitingSample BlockText CacheEvent")
         + _of(
             "paged_jax.engine.footprint", "footprint Footprint weight_bytes block_bytes state_bytes"
-        ),
+        )
+        + _of("paged_jax.models.shards", "shard_config widen_config")
+        + _of("paged_jax.engine.step_bound", "step_bound collectives StepBound Collectives Device"),
     ),
     "server": Page(
         "The server",

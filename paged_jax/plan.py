@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paged_jax.command_line import Parser, add_size_arguments, size_options
 from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.footprint import in_units
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
+from paged_jax.engine.step_bound import DEVICES, Device, collectives, step_bound
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 
@@ -36,9 +38,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print(args: argparse.Namespace) -> None:
-    plan = _from_arguments(args)
+    device = None if args.device is None else DEVICES[args.device]
+    plan = _from_arguments(args, device)
     lengths = _lengths(args.lengths, plan.sizes.max_model_len)
-    print(json.dumps(as_dict(plan, lengths)) if args.json else as_text(plan, lengths))
+    shown = (plan, lengths, device)
+    print(json.dumps(as_dict(*shown)) if args.json else as_text(*shown))
 
 
 def _parser() -> Parser:
@@ -55,8 +59,8 @@ def _parser() -> Parser:
         "--memory",
         type=parse_bytes,
         metavar="SIZE",
-        help="memory of the device: 24GiB, 24GB, 512MiB or the like, or a number of bytes; "
-        "default: that of this machine's device",
+        help="memory of a device: 24GiB, 24GB, 512MiB or the like, or a number of bytes; "
+        "default: that of --device, or of this machine's device",
     )
     parser.add_argument(
         "--memory-fraction",
@@ -68,7 +72,21 @@ def _parser() -> Parser:
     parser.add_argument(
         "--platform",
         choices=_PLATFORMS,
-        help="platform of the device; default: the one that JAX finds on this machine",
+        help="platform of the device; default: that of --device, or the one that JAX finds on this "
+        "machine",
+    )
+    parser.add_argument(
+        "--device",
+        choices=tuple(DEVICES),
+        help="plan for this device, and show the least time of a decode step there",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that compute the model together, each with a part of its weights and of the "
+        "KV cache; default: 1",
     )
     add_size_arguments(parser)
     parser.add_argument(
@@ -105,26 +123,32 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _from_arguments(args: argparse.Namespace) -> MemoryPlan:
+def _from_arguments(args: argparse.Namespace, device: Device | None) -> MemoryPlan:
     if not 0 < args.memory_fraction <= 1:
         raise ValueError(
             f"--memory-fraction must be above 0 and at most 1, got {args.memory_fraction}."
         )
     folder = bundled_folder() if args.model is None else Path(args.model)
-    memory_bytes = _memory_here() if args.memory is None else args.memory
+    config = LlamaConfig.from_file(folder)
+    memory_bytes = _memory(device) if args.memory is None else args.memory
+    platform = args.platform or (jax.default_backend() if device is None else device.platform)
     return make_plan(
-        LlamaConfig.from_file(folder),
+        config,
         int(args.memory_fraction * memory_bytes),
-        args.platform or jax.default_backend(),
+        platform,
+        tensor_parallel_size=args.tensor_parallel_size,
         **size_options(args),
     )
 
 
-def _memory_here() -> int:
-    device = device_memory(jax.devices()[0])
-    if device is None:
+def _memory(device: Device | None) -> int:
+    """Bytes of the device, or of this machine's."""
+    if device is not None:
+        return device.memory
+    here = device_memory(jax.devices()[0])
+    if here is None:
         raise ValueError("--memory must be given: the device does not say how much it has.")
-    return device.total
+    return here.total
 
 
 def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
@@ -139,11 +163,12 @@ def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
     return wanted
 
 
-def as_dict(plan: MemoryPlan, lengths: list[int]) -> dict[str, Any]:
-    """The plan as a dict of names and bytes, for machines."""
+def as_dict(plan: MemoryPlan, lengths: list[int], device: Device | None = None) -> dict[str, Any]:
+    """The plan as a dict of names and bytes of each device, for machines."""
     footprint, sizes = plan.footprint, plan.sizes
     return {
         "num_parameters": plan.num_parameters,
+        "num_devices": plan.num_devices,
         "platform": plan.platform,
         "dtype": plan.dtype,
         "kv_dtype": plan.kv_dtype,
@@ -161,43 +186,30 @@ def as_dict(plan: MemoryPlan, lengths: list[int]) -> dict[str, Any]:
         "num_tokens": plan.num_blocks * sizes.block_size,
         "max_num_seqs": sizes.num_slots,
         "max_model_len": sizes.max_model_len,
-        "lengths": [
-            {
-                "length": length,
-                "num_paged": plan.num_paged(length),
-                "num_contiguous": plan.num_contiguous,
-                "ratio": _ratio(plan, length),
-            }
-            for length in lengths
-        ],
+        "collectives": collectives(plan, sizes.num_slots)._asdict(),
+        "lengths": [_length_as_dict(plan, length, device) for length in lengths],
     }
 
 
-def as_text(plan: MemoryPlan, lengths: list[int]) -> str:
+def _length_as_dict(plan: MemoryPlan, length: int, device: Device | None) -> dict[str, Any]:
+    counts = {
+        "length": length,
+        "num_paged": plan.num_paged(length),
+        "num_contiguous": plan.num_contiguous,
+        "ratio": _ratio(plan, length),
+    }
+    if device is None:
+        return counts
+    batch = plan.num_running(length)
+    bound = step_bound(plan, device, batch, length)
+    return counts | {"num_running": batch, "step_seconds": bound.seconds, **bound._asdict()}
+
+
+def as_text(plan: MemoryPlan, lengths: list[int], device: Device | None = None) -> str:
     """The plan as lines of text, for people."""
-    footprint, sizes = plan.footprint, plan.sizes
-    pool = plan.num_blocks * (footprint.block + footprint.block_overhead)
-    program = max(footprint.steps, key=lambda name: footprint.steps[name])
-    rows = [
-        ("memory", plan.memory, f"on {plan.platform}"),
-        ("weights", footprint.weights, f"{plan.num_parameters:,} parameters in {plan.dtype}"),
-        ("state", footprint.state, f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"),
-        ("step", footprint.step, f"at most; {program} takes most"),
-        (
-            "blocks",
-            pool,
-            f"{plan.num_blocks:,} of {sizes.block_size} tokens in {plan.kv_dtype}: "
-            f"{plan.num_blocks * sizes.block_size:,} tokens",
-        ),
-        ("a block", footprint.block, f"{in_units(plan.token_bytes)} a token"),
-    ]
-    lines = [f"{name:<8}{in_units(size):>12}  {note}" for name, size, note in rows]
-    lines += ["", f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"]
-    for length in lengths:
-        ratio = _ratio(plan, length)
-        shown = "-" if ratio is None else f"{ratio:.1f}"
-        counts = f"{plan.num_paged(length):>10,}{plan.num_contiguous:>12,}"
-        lines.append(f"{length:>8,}{counts}{shown:>8}")
+    lines = [f"{name:<8}{in_units(size):>12}  {note}" for name, size, note in _rows(plan)]
+    lines += ["", *_table(plan, lengths, device)]
+    sizes = plan.sizes
     at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
     if plan.num_engine_blocks < plan.num_blocks:
         lines += [
@@ -208,6 +220,54 @@ def as_text(plan: MemoryPlan, lengths: list[int]) -> str:
     elif any(plan.num_paged(length) > sizes.num_slots for length in lengths):
         lines += ["", f"{at_once} at once, see --max-num-seqs; others wait."]
     return "\n".join(lines)
+
+
+def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
+    """Name, bytes and a note of each part of a device's memory, and of what it sends."""
+    footprint, sizes, num_devices = plan.footprint, plan.sizes, plan.num_devices
+    program = max(footprint.steps, key=lambda name: footprint.steps[name])
+    parameters = f"{plan.num_parameters:,} parameters in {plan.dtype}"
+    rows = [
+        ("memory", plan.memory, f"on {plan.platform}"),
+        ("weights", footprint.weights, parameters),
+        ("state", footprint.state, f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"),
+        ("step", footprint.step, f"at most; {program} takes most"),
+        (
+            "blocks",
+            plan.num_blocks * (footprint.block + footprint.block_overhead),
+            f"{plan.num_blocks:,} of {sizes.block_size} tokens in {plan.kv_dtype}: "
+            f"{plan.num_blocks * sizes.block_size:,} tokens",
+        ),
+        ("a block", footprint.block, f"{in_units(plan.token_bytes)} a token"),
+    ]
+    if num_devices == 1:
+        return rows
+    rows[0] = ("memory", plan.memory, f"on each of {num_devices} devices, {plan.platform}")
+    rows[1] = ("weights", footprint.weights, f"of {parameters}")
+    if plan.num_copies > 1:
+        heads = f"{plan.config.num_key_value_heads} KV heads, each on {plan.num_copies} devices"
+        rows[5] = ("a block", footprint.block, f"{in_units(plan.token_bytes)} a token; {heads}")
+    sums, gathers, sent = collectives(plan, sizes.num_slots)
+    note = f"by each device in a decode step of {sizes.num_slots}: {sums} all-reduces, "
+    return [*rows, ("sent", sent, f"{note}{gathers} all-gather")]
+
+
+def _table(plan: MemoryPlan, lengths: list[int], device: Device | None) -> Iterator[str]:
+    """Lines about the sequences of each length."""
+    titles = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
+    yield titles if device is None else f"{titles}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"
+    for length in lengths:
+        ratio = _ratio(plan, length)
+        shown = "-" if ratio is None else f"{ratio:.1f}"
+        line = f"{length:>8,}{plan.num_paged(length):>10,}{plan.num_contiguous:>12,}{shown:>8}"
+        if device is not None:
+            batch = plan.num_running(length)
+            seconds = step_bound(plan, device, batch, length).seconds
+            line += f"{batch:>9,}{1000 * seconds:>9.2f}{batch / seconds:>10,.0f}"
+        yield line
+    if device is not None:
+        yield ""
+        yield "No decode step can be faster than that, by what is published of the device."
 
 
 def _ratio(plan: MemoryPlan, length: int) -> float | None:

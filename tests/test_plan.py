@@ -302,6 +302,28 @@ def test_main_prints_what_fits(capsys) -> None:
     assert plan.num_engine_blocks == 16 * 512 // 16 < plan.num_blocks
 
 
+def test_main_plans_for_one_of_several_devices(capsys, data_dir) -> None:
+    options = ("--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"), "--device", "v5e")
+    options += ("--tensor-parallel-size", "16", "--lengths", "4096", "--max-num-seqs", "64")
+    status, out, _ = run(capsys, *options, "--json")
+    plan = json.loads(out)
+    assert (status, plan["platform"], plan["num_devices"]) == (0, "tpu", 16)
+    assert (plan["num_parameters"], plan["memory_bytes"]) == (8_030_261_248, 16 * 10**9)
+    # K and V of 8 heads on 16 devices: half of them on each, twice.
+    assert plan["token_bytes"] == 32 * 2 * 128 * 2
+    assert plan["collectives"]["num_all_reduces"] == 2 * 32 + 1
+    [length] = plan["lengths"]
+    assert length["num_running"] == 64 < length["num_paged"]
+    seconds = max(length["reading"], length["computing"]) + length["sending"]
+    assert length["step_seconds"] == seconds
+    _, out, _ = run(capsys, *options)
+    assert "on each of 16 devices, tpu" in out
+    assert "16.00 KiB a token; 8 KV heads, each on 2 devices" in out
+    assert "by each device in a decode step of 64: 65 all-reduces, 1 all-gather" in out
+    row = out.split("tokens/s\n")[1].splitlines()[0].split()
+    assert row[-3:] == ["64", f"{1000 * seconds:.2f}", f"{64 / seconds:,.0f}"]
+
+
 def test_main_says_when_sequences_wait(capsys) -> None:
     arguments = ("--memory", "64M", "--platform", "cpu", "--lengths", "64", "--max-num-seqs", "40")
     status, out, _ = run(capsys, *arguments)
@@ -340,6 +362,7 @@ def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:
         (["--memory-fraction", "2"], "--memory-fraction must be above 0"),
         (["--block-size", "0"], "block_size must be a positive integer"),
         (["--num-speculative-tokens", "-1"], "num_speculative_tokens must be a positive integer"),
+        (["--tensor-parallel-size", "3"], "must divide the model's num_attention_heads of 4"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )

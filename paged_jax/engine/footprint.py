@@ -1,4 +1,4 @@
-"""How much memory an engine takes on its device: arithmetic on sizes, without an array.
+"""How much memory an engine takes on a device: arithmetic on sizes, without an array.
 
     memory >= weights + state + step + num_blocks * (block + overhead)
 
@@ -28,6 +28,9 @@ last; and attention reads the pool in tiles, the 4 MiB. To choose a token takes 
 of them, and a copy of 5 * V bytes of each slot's state. The programs that the tests compile are
 those of CPUs. What drivers and libraries of GPUs and TPUs take for themselves is not counted:
 ``memory_fraction=0.9`` leaves them a tenth.
+
+Where several devices compute a model together, H, K and F are those of one of them, see
+`paged_jax.models.shards`; V is the whole vocabulary, as each device draws all tokens.
 
 Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size.
 """
@@ -135,8 +138,9 @@ def footprint(
     dtype: DTypeLike,
     kv_dtype: DTypeLike,
     platform: str,
+    shard: LlamaConfig | None = None,
 ) -> Footprint:
-    """Say what an engine takes on its device.
+    """Say what an engine takes on its device, or on each of them.
 
     Args:
       config: the configuration of the model.
@@ -145,6 +149,8 @@ def footprint(
       dtype: the type of the weights.
       kv_dtype: the type of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      shard: the configuration of what one of several devices computes, see `shard_config`; None is
+        all of it.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -156,8 +162,8 @@ def footprint(
       >>> needs.weights, needs.state, needs.block
       (1171200, 12936, 20480)
     """
-    block = block_bytes(config, sizes.block_size, kv_dtype, platform)
-    steps = _step_bytes(config, sizes, block)
+    block = block_bytes(shard or config, sizes.block_size, kv_dtype, platform)
+    steps = _step_bytes(shard or config, config.vocab_size, sizes, block)
     overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
     if platform == "cpu":
         if jnp.dtype(dtype) == jnp.float16:
@@ -229,9 +235,9 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
 
 
-def _step_bytes(config: LlamaConfig, sizes: Sizes, block: int) -> dict[str, int]:
+def _step_bytes(config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int) -> dict[str, int]:
     """What each kind of program holds, see the top of the file."""
-    S, T, V = sizes.num_slots, sizes.num_drafts, config.vocab_size
+    S, T, V = sizes.num_slots, sizes.num_drafts, vocab_size
     steps = {
         "prefill": _activation_bytes(config, sizes.max_chunk),
         "score": _activation_bytes(config, sizes.score_width) + 8 * sizes.score_width * V,

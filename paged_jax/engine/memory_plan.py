@@ -14,25 +14,30 @@ from paged_jax.engine.footprint import Footprint, footprint, resolve_kv_dtype, w
 from paged_jax.engine.pool_size import most_useful_blocks
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
+from paged_jax.models.shards import shard_config
 from paged_jax.runner import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What an engine takes, and what fits beside it.
+    """What an engine takes of each of its devices, and what fits beside it.
 
     Attributes:
       config: the configuration of the model.
+      num_devices: N, devices that compute the model together.
+      shard: the configuration of what one of them computes.
       dtype: the type of the weights.
       kv_dtype: the type of K and V.
       platform: the platform that the engine runs on: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       sizes: sizes of the engine's programs.
       num_blocks: blocks that fit.
-      memory: bytes that the engine may take.
-      footprint: bytes that it takes.
+      memory: bytes that the engine may take of each device.
+      footprint: bytes that it takes of each device.
     """
 
     config: LlamaConfig
+    num_devices: int
+    shard: LlamaConfig
     dtype: str
     kv_dtype: str
     platform: str
@@ -43,12 +48,12 @@ class MemoryPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model; tied ones count once."""
-        return self.footprint.weights // jnp.dtype(self.dtype).itemsize
+        """Parameters of the whole model; tied ones count once."""
+        return weight_bytes(self.config, jnp.int8)  # a byte each
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of a token in all layers."""
+        """Bytes of K and V of a token in all layers, on each device."""
         return self.footprint.block // self.sizes.block_size
 
     @property
@@ -62,9 +67,18 @@ class MemoryPlan:
         """Blocks of an engine's pool: no more than all of its slots at full length can use."""
         return min(self.num_blocks, most_useful_blocks(self.sizes))
 
+    @property
+    def num_copies(self) -> int:
+        """Devices that have the same KV heads: more than one where there are too few heads."""
+        return self.num_devices * self.shard.num_key_value_heads // self.config.num_key_value_heads
+
     def num_paged(self, length: int) -> int:
         """Sequences of so many tokens that the pool holds while none shares a block."""
         return self.num_blocks // num_blocks_needed(length, self.sizes.block_size)
+
+    def num_running(self, length: int) -> int:
+        """Sequences of so many tokens that an engine runs at once."""
+        return min(self.num_paged(length), self.sizes.num_slots)
 
 
 def make_plan(
@@ -79,18 +93,21 @@ def make_plan(
     max_model_len: int | None = None,
     max_chunk: int = 512,
     num_speculative_tokens: int = 0,
+    tensor_parallel_size: int = 1,
 ) -> MemoryPlan:
     """Compute what fits in so many bytes.
 
     Args:
       config: the configuration of the model.
-      memory_bytes: bytes that the engine may take in all.
+      memory_bytes: bytes that the engine may take in all, of each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       dtype, kv_dtype, block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens:
         as for `Engine`.
+      tensor_parallel_size: devices that compute the model together.
 
     Raises:
-      ValueError: an argument is out of bounds, or not even one block fits.
+      ValueError: an argument is out of bounds, the model cannot be divided so, or not even one
+        block fits.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -121,17 +138,21 @@ def make_plan(
         num_speculative_tokens=num_speculative_tokens,
         num_eos_token_ids=len(config.eos_token_ids),
     )
+    shard = shard_config("plan", config, tensor_parallel_size)
     taken = footprint(
         config,
         sizes,
-        weights=weight_bytes(config, weights_dtype),
+        weights=weight_bytes(shard, weights_dtype),
         dtype=weights_dtype,
         kv_dtype=pool_dtype,
         platform=platform,
+        shard=shard,
     )
     taken.check_fits("plan: memory", memory_bytes)
     return MemoryPlan(
         config=config,
+        num_devices=tensor_parallel_size,
+        shard=shard,
         dtype=weights_dtype.name,
         kv_dtype=pool_dtype.name,
         platform=platform,

@@ -1,0 +1,60 @@
+"""Bounds of decode steps against the same sums, done by hand for published models."""
+
+import dataclasses
+
+import pytest
+
+from paged_jax.engine.memory_plan import make_plan
+from paged_jax.engine.step_bound import DEVICES, collectives, step_bound
+from tests.support.decode_step import LLAMA_3_8B, QWEN_3_1B7
+
+LLAMA_3_70B = dataclasses.replace(
+    LLAMA_3_8B,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+)
+
+
+def plan_of(config, device: str, num_devices: int):
+    return make_plan(
+        config, DEVICES[device].memory, DEVICES[device].platform, dtype="bfloat16",
+        tensor_parallel_size=num_devices,
+    )  # fmt: skip
+
+
+def test_bound_on_one_device_is_what_it_reads() -> None:
+    plan = plan_of(LLAMA_3_8B, "h200", 1)
+    assert collectives(plan, 64) == (0, 0, 0)
+    # All but the embedding, and 128 KiB for each token.
+    num_bytes = 2 * (8_030_261_248 - 128256 * 4096) + 64 * 1000 * 131072
+    bound = step_bound(plan, DEVICES["h200"], 64, 1000)
+    assert bound.reading == num_bytes / 4.8e12 == bound.seconds
+    assert bound.computing == pytest.approx(2 * 64 * (8_030_261_248 - 128256 * 4096) / 989e12)
+
+
+def test_bound_of_large_batches_is_what_they_compute() -> None:
+    plan = plan_of(LLAMA_3_8B, "h200", 1)
+    bound = step_bound(plan, DEVICES["h200"], 1024, 1)
+    assert bound.seconds == bound.computing > bound.reading
+
+
+def test_bound_on_several_devices_counts_what_each_reads_and_sends() -> None:
+    plan = plan_of(LLAMA_3_70B, "v5e", 16)
+    heads, mlp = (4 + 2 + 4) * 128 * 8192, 3 * (28672 // 16) * 8192  # K and V on two devices each
+    weights = 80 * (heads + mlp + 2 * 8192) + 8192 + 128256 // 16 * 8192  # the head is the last
+    assert plan.footprint.weights == 2 * (weights + 128256 // 16 * 8192)
+    assert plan.token_bytes == 80 * 2 * 1 * 128 * 2
+    bound = step_bound(plan, DEVICES["v5e"], 64, 2048)
+    assert bound.reading == (2 * weights + 64 * 2048 * plan.token_bytes) / 819e9
+    sums, gathers, sent = collectives(plan, 64)
+    assert (sums, gathers) == (161, 1)
+    assert sent == 64 * 4 * (2 * 161 * 8192 + 128256) * 15 / 16
+    assert bound.seconds == bound.reading + sent / 200e9
+
+
+def test_tied_embeddings_are_read_as_the_head() -> None:
+    plan = plan_of(QWEN_3_1B7, "v6e", 1)
+    assert plan.config.tie_word_embeddings
+    assert step_bound(plan, DEVICES["v6e"], 0, 1).reading == plan.footprint.weights / 1638e9
