@@ -92,7 +92,8 @@ class RopeWriteArgs(NamedTuple):
 
     Attributes:
       pools: the pools of all layers.
-      qkv: ``[N, H + 2 * K, D]``, floating point: heads of queries, of keys, of values.
+      qkv: ``[N, K, G + 2, D]``, floating point: for each KV head its G queries, its key, its
+        value.
       cos: f32 ``[N, D / 2]``, of the angle of each pair of the head dimension.
       sin: f32 ``[N, D / 2]``.
       norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys, floating point.

@@ -60,24 +60,24 @@ def split_and_rotate(
     sin: jax.Array,
     norms: tuple[jax.Array, jax.Array] | None,
     *,
-    num_kv_heads: int,
     norm_eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries and keys, normed and rotated, and values, from one projection.
 
     Args:
-      qkv: float32 ``[..., H + 2 * K, D]``: heads of queries, of keys, of values.
+      qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key, its value.
       cos, sin: f32 ``[..., D / 2]``, of the angle of each pair.
       norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
-      num_kv_heads: K.
       norm_eps: added to the mean square of a head.
 
     Returns:
       q ``[..., H, D]``, k and v ``[..., K, D]``, float32.
     """
-    K = num_kv_heads
-    H = qkv.shape[-2] - 2 * K
-    q, k, v = jnp.split(qkv, (H, H + K), axis=-2)
+    *rows, K, _, D = qkv.shape
+    G = qkv.shape[-2] - 2
+    H = K * G
+    q = qkv[..., :G, :].reshape(*rows, H, D)
+    k, v = qkv[..., G, :], qkv[..., G + 1, :]
     if norms is not None:
         q = rms_norm(q, norms[0], norm_eps, num_heads=H)
         k = rms_norm(k, norms[1], norm_eps, num_heads=K)
@@ -101,7 +101,6 @@ def rope_then_write(
         args.cos,
         args.sin,
         args.norms,
-        num_kv_heads=pools.k.shape[2],
         norm_eps=options.norm_eps,
     )
     pools = write(WriteArgs(pools, k, v, args.blocks, args.offsets, args.layer))

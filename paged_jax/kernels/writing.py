@@ -130,8 +130,8 @@ def paged_rope_write(
 
     Args:
       k_pool, v_pool, blocks, offsets, layer, k_scale, v_scale: see `paged_write`.
-      qkv: ``[N, H + 2 * K, D]`` floating point, the heads of queries, then those of keys, then
-        those of values. D is even. Computed in float32.
+      qkv: ``[N, K, G + 2, D]`` floating point, for each KV head its G queries, its key, its value:
+        the order that can be divided over devices by KV heads. D is even. Computed in float32.
       cos, sin: f32 ``[N, D / 2]``, of the angle of each pair of the head dimension.
       q_norm, k_norm: None, or the weights ``[D]`` of the norms of queries and of keys, as in
         Qwen3.
@@ -151,7 +151,7 @@ def paged_rope_write(
 
     Example:
       >>> k_pool, v_pool = jnp.zeros((2, 1, 4, 1, 8, 4))
-      >>> qkv, angles = jnp.ones((1, 2 + 2 * 1, 4)), jnp.array([[0.0, jnp.pi / 2]])
+      >>> qkv, angles = jnp.ones((1, 1, 2 + 2, 4)), jnp.array([[0.0, jnp.pi / 2]])
       >>> blocks, offsets = jnp.array([3]), jnp.array([7])
       >>> q, pools = paged_rope_write(k_pool, v_pool, qkv, jnp.cos(angles), jnp.sin(angles),
       ...                             blocks, offsets)
@@ -236,16 +236,16 @@ def copy_blocks(
 def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
     """Refuse arrays that do not fit together; the size of each letter."""
     qkv, pools = args.qkv, args.pools
-    if qkv.ndim != 3 or pools.k.ndim != 5 or qkv.shape[1] <= 2 * pools.k.shape[2]:
+    if qkv.ndim != 4 or qkv.shape[2] <= 2:
         raise ValueError(
-            f"{function}: qkv must have shape [N, H + 2 * K, D], k_pool [L, P, K, C, D], "
-            f"got {list(qkv.shape)} and {list(pools.k.shape)}."
+            f"{function}: qkv must have shape [N, K, G + 2, D], got {list(qkv.shape)}."
         )
-    N, num_heads, D = qkv.shape
-    queries = jax.ShapeDtypeStruct((N, num_heads - 2 * pools.k.shape[2], D), qkv.dtype)
+    N, K, width, D = qkv.shape
+    queries = jax.ShapeDtypeStruct((N, K, width - 2, D), qkv.dtype)
     places = {"blocks": (args.blocks, "N"), "offsets": (args.offsets, "N")}
     norms = dict(zip(("q_norm", "k_norm"), ((x, "D") for x in args.norms or ()), strict=False))
-    sizes = dims.bind(function, qkv=(queries, "NHD"), **pool_letters(pools, D), **places, **norms)
+    sizes = dims.bind(function, qkv=(queries, "NKGD"), **pool_letters(pools, D), **places, **norms)
+    sizes["H"] = K * sizes.pop("G")
     check_pools(function, pools, args.layer)
     if D % 2:
         raise ValueError(f"{function}: D (head dimension) must be even, got {D}.")

@@ -16,12 +16,11 @@ class Projection(NamedTuple):
     """Queries, keys and values of a layer as they leave their product, and what is left to do.
 
     Attributes:
-      qkv: float32 ``[..., H + 2 * K, D]``.
+      qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key, its value.
       cos: f32 ``[..., D / 2]``, of the angles by which queries and keys are rotated.
       sin: f32 ``[..., D / 2]``.
       norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
       norm_eps: added to the mean square of a head.
-      num_kv_heads: K.
     """
 
     qkv: jax.Array
@@ -29,18 +28,10 @@ class Projection(NamedTuple):
     sin: jax.Array
     norms: tuple[jax.Array, jax.Array] | None
     norm_eps: float
-    num_kv_heads: int
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries ``[..., H, D]``, keys and values ``[..., K, D]``, normed, rotated, float32."""
-        return split_and_rotate(
-            self.qkv,
-            self.cos,
-            self.sin,
-            self.norms,
-            num_kv_heads=self.num_kv_heads,
-            norm_eps=self.norm_eps,
-        )
+        return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
 
 
 # One layer's attention: (layer index, projection, carry) -> (output ``[..., H, D]`` in any type,
@@ -51,13 +42,21 @@ Attend = Callable[[Any, Projection, Any], tuple[jax.Array, Any]]
 class Layer(nnx.Module):
     """One decoder layer: attention and gated MLP, each behind an RMS norm and a residual.
 
-    Weights are ``[out, in]``. Queries, keys and values are one matrix, in that order, and so are
-    the gate and the up projection: fewer and larger products, one read of the activations.
+    Weights are ``[out, in]``, where `out` may be several dimensions. Queries, keys and values are
+    one matrix, and so are the gate and the up projection: fewer and larger products, one read of
+    the activations. They lie so that each can be divided over devices along one dimension, K or F,
+    whatever the number of devices::
+
+        qkv_proj      [K, G + 2, D, E]    of each KV head its queries, its key, its value
+        o_proj        [E, H * D]          H = K * G, in the same order
+        gate_up_proj  [2, F, E]           gate, up
+        down_proj     [E, F]
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs):
         E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-        attention_features = config.num_attention_heads * D
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        qkv_heads = (K, H // K + 2, D)
         normal = nnx.initializers.normal(config.initializer_range)
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
@@ -65,18 +64,18 @@ class Layer(nnx.Module):
             config.initializer_range / (2 * config.num_hidden_layers) ** 0.5
         )
 
-        def matrix(out_features: int, in_features: int, init=normal) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), (out_features, in_features), dtype))
+        def matrix(*shape: int, init: Any = normal) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), shape, dtype))
 
         self.config = config
         self.input_norm = nnx.Param(jnp.ones(E, dtype))
-        self.qkv_proj = matrix(config.qkv_features, E)
-        self.o_proj = matrix(E, attention_features, to_residual)
+        self.qkv_proj = matrix(*qkv_heads, E)
+        self.o_proj = matrix(E, H * D, init=to_residual)
         self.post_attention_norm = nnx.Param(jnp.ones(E, dtype))
-        self.gate_up_proj = matrix(2 * F, E)
-        self.down_proj = matrix(E, F, to_residual)
+        self.gate_up_proj = matrix(2, F, E)
+        self.down_proj = matrix(E, F, init=to_residual)
         if config.qkv_bias:
-            self.qkv_bias = nnx.Param(jnp.zeros(config.qkv_features, dtype))
+            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, dtype))
         if config.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(E, dtype))
         if config.qk_norm:
@@ -104,24 +103,22 @@ class Layer(nnx.Module):
         x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
         normed = rms_norm(x, self.post_attention_norm[...], eps)
         hidden = linear(normed, self.gate_up_proj[...], backend=backend)
-        gate, up = jnp.split(hidden, 2, axis=-1)
+        gate, up = hidden[..., 0, :], hidden[..., 1, :]
         return x + linear(jax.nn.silu(gate) * up, self.down_proj[...], backend=backend), carry
 
     def _project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None
     ) -> Projection:
         config = self.config
-        H, K = config.num_attention_heads, config.num_key_value_heads
         qkv = linear(x, self.qkv_proj[...], backend=backend)
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
         return Projection(
-            qkv=qkv.reshape(*x.shape[:-1], H + 2 * K, config.head_dim),
+            qkv=qkv,
             cos=cos,
             sin=sin,
             norms=(self.q_norm[...], self.k_norm[...]) if config.qk_norm else None,
             norm_eps=config.rms_norm_eps,
-            num_kv_heads=K,
         )
 
 
@@ -139,4 +136,4 @@ def causal_attention(window: int | None) -> Attend:
 
 
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return x + bias.astype(jnp.float32).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

@@ -33,17 +33,21 @@ def linear(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Arr
 
     Args:
       x: floating point ``[..., in]``.
-      w: ``[out, in]``, float32, bfloat16 or float16; with the latter two ``x`` is rounded to the
-        same dtype first (except for one row on CPU, without kernels of our own).
+      w: ``[*out, in]``, where `out` is one dimension or more; float32, bfloat16 or float16. With
+        the latter two ``x`` is rounded to the same dtype first (except for one row on CPU, without
+        kernels of our own).
       backend: the backend of attention, see `paged_attention`: None or ``"cpu"`` take the kernels
         of `paged_jax.kernels.cpu` for few rows on a CPU that has them.
 
     Returns:
-      float32 ``[..., out]``, accumulated in float32.
+      float32 ``[..., *out]``, accumulated in float32.
     """
-    if backend in (None, "cpu") and cpu.takes(x, w):
-        return cpu.linear(_plain, x, w)
-    return _plain(x, w)
+    matrix = w.reshape(-1, w.shape[-1])  # moves nothing
+    if backend in (None, "cpu") and cpu.takes(x, matrix):
+        y = cpu.linear(_plain, x, matrix)
+    else:
+        y = _plain(x, matrix)
+    return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def _plain(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class New(NamedTuple):
 
 def make_new(N=N, H=H, K=K, D=D, dtype: Any = np.float32, *, has_norms: bool = False) -> New:
     rng = np.random.default_rng(0)
-    qkv = rng.normal(size=(N, H + 2 * K, D)).astype(dtype)
+    qkv = rng.normal(size=(N, K, H // K + 2, D)).astype(dtype)
     angles = rng.uniform(-4, 4, size=(N, D // 2))
     norms = rng.normal(1, 0.5, size=(2, D)).astype(jnp.bfloat16) if has_norms else ()
     return New(qkv, *(f(angles).astype(np.float32) for f in (np.cos, np.sin)), *norms)
@@ -79,10 +79,17 @@ def rope_write(pools: Pools, new: New, places, *, layer: int = LAYER, **backend)
     return PROGRAM(pools, new, *places, layer=np.int32(layer), **backend)
 
 
-def split(new: New, K: int = K) -> list[np.ndarray]:
+def ungrouped(qkv) -> list[Any]:
+    """Heads of queries in their order, of keys, of values, from one projection."""
+    kv_heads = range(qkv.shape[1])
+    queries = jnp.concatenate([qkv[:, kv_head, :-2] for kv_head in kv_heads], axis=1)
+    return [queries, *(jnp.stack([qkv[:, i, j] for i in kv_heads], axis=1) for j in (-2, -1))]
+
+
+def split(new: New) -> list[np.ndarray]:
     """q, k and v in float64, normed and rotated, as the interface says."""
-    half, num_heads, _ = new.cos.shape[1], *new.qkv.shape[1:]
-    heads = np.split(np.asarray(new.qkv, np.float64), [num_heads - 2 * K, num_heads - K], axis=1)
+    half = new.cos.shape[1]
+    heads = [np.asarray(x, np.float64) for x in ungrouped(np.asarray(new.qkv))]
     cos, sin = (x[:, None].astype(np.float64) for x in (new.cos, new.sin))
     for i, norm in enumerate((new.q_norm, new.k_norm)):
         x = heads[i]
@@ -102,10 +109,10 @@ def assert_close(got, expected: np.ndarray) -> None:
 
 def check(pools: Pools, new: New, places, **backend) -> None:
     """Run the op, and look at all that it returns."""
-    (L, P, K, C, _), D, dtype = pools.k.shape, new.qkv.shape[-1], pools.k.dtype
+    (L, P, _, C, _), D, dtype = pools.k.shape, new.qkv.shape[-1], pools.k.dtype
     blocks, offsets = places
     q, written = rope_write(pools, new, places, **backend)
-    expected_q, expected_k, v = split(new, K)
+    expected_q, expected_k, v = split(new)
     assert q.dtype == query_dtype(dtype)
     assert_close(q, expected_q)
 
@@ -123,7 +130,7 @@ def check(pools: Pools, new: New, places, **backend) -> None:
         assert_close(keys, expected_k[is_kept])
 
     # Values are as from `paged_write` to the last bit; where nothing was written is what was there.
-    exact_v = expected_write(pools, 0 * expected_k, np.asarray(new.qkv)[:, -K:], *places)
+    exact_v = expected_write(pools, 0 * expected_k, np.asarray(new.qkv)[:, :, -1], *places)
     for got, expected in ((written.v, exact_v.v), (written.v_scale, exact_v.v_scale)):
         if got is not None:
             assert_same_bits(Pools(got, got), Pools(expected, expected), head_dim=D)
@@ -174,15 +181,15 @@ def test_paged_rope_write_rounds_as_paged_write(backend, dtype):
     new, pools, places = make_new(), poisoned(dtype, (L, P, K, C, D)), make_places(N)
     new = new._replace(cos=np.ones_like(new.cos), sin=np.zeros_like(new.sin))
     q, written = rope_write(pools, new, places, **backend)
-    _, k, v = np.split(new.qkv, [H, H + K], axis=1)
+    wanted, k, v = (np.asarray(x) for x in ungrouped(new.qkv))
     assert_same_bits(written, expected_write(pools, k, v, *places))
-    np.testing.assert_array_equal(q, new.qkv[:, :H].astype(query_dtype(dtype)))
+    np.testing.assert_array_equal(q, wanted.astype(query_dtype(dtype)))
 
 
 @jax.jit
 def one_by_one(pools: Pools, new: New, blocks, offsets) -> tuple[jax.Array, Pools]:
     """What the op stands for, of other functions of this package."""
-    q, k, v = jnp.split(new.qkv, (H, H + K), axis=1)
+    q, k, v = ungrouped(new.qkv)
     q = rms_norm(q, new.q_norm, EPS, num_heads=H)
     k = rms_norm(k, new.k_norm, EPS, num_heads=K)
     q, k = (rotate(x, new.cos, new.sin) for x in (q, k))
@@ -227,8 +234,9 @@ def test_paged_rope_write_layer_may_be_the_index_of_a_scan(backend):
 
     written, q = jax.jit(lambda pools: jax.lax.scan(body, pools, jnp.arange(L)))(pools)
     np.testing.assert_array_equal(q[0], -q[1])
-    expected = expected_write(pools, 0 * new.qkv[:, :K], new.qkv[:, -K:], *places, layer=0)
-    expected = expected_write(expected, 0 * new.qkv[:, :K], -new.qkv[:, -K:], *places, layer=1)
+    values = new.qkv[:, :, -1]
+    expected = expected_write(pools, 0 * values, values, *places, layer=0)
+    expected = expected_write(expected, 0 * values, -values, *places, layer=1)
     assert_same_bits(Pools(written.v, written.v), Pools(expected.v, expected.v))
 
 
@@ -288,11 +296,12 @@ def test_donated_pools_are_updated_in_place(dtype):
 
 
 POOL = np.zeros((L, P, K, C, D), np.float32)
-QKV, ANGLES = np.zeros((2, H + 2 * K, D), np.float32), np.zeros((2, D // 2), np.float32)
+QKV, ANGLES = np.zeros((2, K, H // K + 2, D), np.float32), np.zeros((2, D // 2), np.float32)
 BAD = {
     **{name: BAD_WRITES[name] for name in ("layer", "blocks", "offsets", "backend")},
-    "rank": (dict(qkv=QKV[0]), r"qkv must have shape \[N, H \+ 2 \* K, D\]"),
-    "no queries": (dict(qkv=QKV[:, : 2 * K]), r"qkv must have shape \[N, H \+ 2 \* K, D\]"),
+    "rank": (dict(qkv=QKV[0]), r"qkv must have shape \[N, K, G \+ 2, D\]"),
+    "no queries": (dict(qkv=QKV[:, :, :2]), r"qkv must have shape \[N, K, G \+ 2, D\]"),
+    "KV heads": (dict(qkv=QKV[:, :1]), "k_pool must have K"),
     "head dim": (dict(qkv=QKV[..., :4]), "k_pool must have D"),
     "integers": (dict(qkv=QKV.astype(int)), "qkv must be floating point, got int"),
     "cos": (dict(cos=ANGLES[:, :2]), r"cos must be f32 \[N, D / 2\], here \[2, 4\], got"),

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDevi
 from paged_jax import Engine, SamplingParams
 from paged_jax.runner.warmup import list_calls
 
-DIVIDED = {"qkv_proj": P("x"), "gate_up_proj": P("x"), "o_proj": P(None, "x"),
+DIVIDED = {"qkv_proj": P(None, None, "x"), "gate_up_proj": P(None, "x"), "o_proj": P(None, "x"),
            "down_proj": P(None, "x")}
 SIZES = {"block_size": 4, "max_num_seqs": 4, "max_chunk": 16, "preemption": "recompute",
          "max_model_len": 48}

@@ -125,7 +125,7 @@ class Case:
             new = array(N, self.K, self.D, dtype=self.dtype)
             return WriteArgs(pools, new, new, array(N), array(N), layer)
         if self.op == "rope_write":
-            qkv = array(N, H + 2 * self.K, self.D, dtype=self.dtype)
+            qkv = array(N, self.K, self.G + 2, self.D, dtype=self.dtype)
             angles = array(N, self.D // 2, dtype=jnp.float32)
             norm = array(self.D, dtype="bfloat16")
             norms = (norm, norm) if self.has_norms else None

@@ -3,9 +3,9 @@
 A program reads one head of a tile of tokens, in two halves, whose numbers with the same index are
 a pair that is rotated. What it does with them depends on the head alone::
 
-    qkv [N, H + 2 * K, D]
-                       head  0 .. H - 1     H .. H + K - 1    H + K .. H + 2 * K - 1
-                             queries        keys              values
+    qkv [N, K, G + 2, D]
+            of each KV head  0 .. G - 1     G                 G + 1
+                             queries        the key           the value
                              norm, rotate   norm, rotate
                              |              |                 |
                              v              v                 v
@@ -55,15 +55,14 @@ def rope_write(
 def _rope_write(
     options: Options, interpret: Interpret, args: RopeWriteArgs
 ) -> tuple[jax.Array, Pools]:
-    pools, K = args.pools, args.pools.k.shape[2]
-    N, num_heads, D = args.qkv.shape
-    H, half_lanes = num_heads - 2 * K, pl.next_power_of_2(D // 2)
+    pools, (N, K, width, D) = args.pools, args.qkv.shape
+    num_heads, H, half_lanes = K * width, K * (width - 2), pl.next_power_of_2(D // 2)
     rows = max(min(_TILE // (2 * half_lanes), pl.next_power_of_2(N)), 1)
     kernel = functools.partial(
         _kernel,
         pool_shape=pools.k.shape,
         pool_dtype=pools.k.dtype,
-        num_queries=H,
+        group_size=width - 2,
         rows=rows,
         half_lanes=half_lanes,
         norm_eps=options.norm_eps,
@@ -91,9 +90,9 @@ def _rope_write_jvp(options, interpret, primals, tangents):
 
 
 def _kernel(layer_ref, blocks_ref, offsets_ref, qkv_ref, cos_ref, sin_ref, *refs, pool_shape,
-            pool_dtype, num_queries, rows, half_lanes, norm_eps, has_norms):  # fmt: skip
-    K, H = pool_shape[2], num_queries
-    (N, half), num_heads = cos_ref.shape, H + 2 * K
+            pool_dtype, group_size, rows, half_lanes, norm_eps, has_norms):  # fmt: skip
+    K, G = pool_shape[2], group_size
+    (N, half), num_heads, H = cos_ref.shape, K * (G + 2), K * G
     norm_refs, refs = (refs[:2], refs[2:]) if has_norms else ((None, None), refs)
     num_pools = len(refs) // 2
     q_ref, k_pool_ref, v_pool_ref, *scale_refs = refs[num_pools:]  # the outputs
@@ -101,6 +100,7 @@ def _kernel(layer_ref, blocks_ref, offsets_ref, qkv_ref, cos_ref, sin_ref, *refs
 
     # Programs that run beside each other read heads that lie beside each other.
     head = lax.rem(pl.program_id(0), jnp.int32(num_heads))
+    kv_head, place = lax.div(head, jnp.int32(G + 2)), lax.rem(head, jnp.int32(G + 2))
     token = lax.div(pl.program_id(0), jnp.int32(num_heads)) * rows
     token += jnp.arange(rows, dtype=jnp.int32)
     is_token = token < N
@@ -108,8 +108,8 @@ def _kernel(layer_ref, blocks_ref, offsets_ref, qkv_ref, cos_ref, sin_ref, *refs
     mask = is_token[:, None] & (lane < half)
 
     def load(ref: Any, row: jax.Array, start: int = 0) -> jax.Array:
-        place = ref.at[row[:, None], start + lane]
-        return plgpu.load(place, mask=mask, other=0.0).astype(jnp.float32)
+        numbers = ref.at[row[:, None], start + lane]
+        return plgpu.load(numbers, mask=mask, other=0.0).astype(jnp.float32)
 
     halves = [load(qkv_ref, token * num_heads + head, start) for start in (0, half)]
 
@@ -120,27 +120,27 @@ def _kernel(layer_ref, blocks_ref, offsets_ref, qkv_ref, cos_ref, sin_ref, *refs
         cos, sin = load(cos_ref, token), load(sin_ref, token)
         return [first * cos - second * sin, second * cos + first * sin]
 
-    def write(pool_ref: Any, scale_ref: Any, kv_head: jax.Array, parts: list[jax.Array]) -> None:
+    def write(pool_ref: Any, scale_ref: Any, parts: list[jax.Array]) -> None:
         row, is_kept = find_rows(
             layer_ref, blocks_ref, offsets_ref, token, kv_head, is_token, pool_shape
         )
         store_rows(pool_ref, scale_ref, row, is_kept, parts, 2 * half, pool_dtype)
 
-    @pl.when(head < H)
+    @pl.when(place < G)
     def _():
         # As for rows of the pool, those that are not written lie past the end.
-        row = jnp.where(is_token, token * H + head, N * H)
+        row = jnp.where(is_token, token * H + kv_head * G + place, N * H)
         for start, part in zip((0, half), rotated(norm_refs[0]), strict=True):
-            place = q_ref.at[row[:, None], start + lane]
-            plgpu.store(place, part.astype(q_ref.dtype), mask=mask)
+            numbers = q_ref.at[row[:, None], start + lane]
+            plgpu.store(numbers, part.astype(q_ref.dtype), mask=mask)
 
-    @pl.when((head >= H) & (head < H + K))
+    @pl.when(place == G)
     def _():
-        write(k_pool_ref, k_scale_ref, head - H, rotated(norm_refs[1]))
+        write(k_pool_ref, k_scale_ref, rotated(norm_refs[1]))
 
-    @pl.when(head >= H + K)
+    @pl.when(place == G + 1)
     def _():
-        write(v_pool_ref, v_scale_ref, head - (H + K), halves)
+        write(v_pool_ref, v_scale_ref, halves)
 
 
 def _normed(

@@ -4,14 +4,17 @@ from paged_jax.models.loading.huggingface import load_weights, save_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError, named_parameters
 from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained
+from paged_jax.models.loading.tensor_map import Piece, pieces
 
 __all__ = [
+    "Piece",
     "WeightsError",
     "bundled_folder",
     "from_pretrained",
     "load_checkpoint",
     "load_weights",
     "named_parameters",
+    "pieces",
     "save_checkpoint",
     "save_weights",
 ]

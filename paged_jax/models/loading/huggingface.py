@@ -1,6 +1,7 @@
 """Hugging Face folders of safetensors to parameters of a model, and back."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -27,46 +28,13 @@ from paged_jax.models.loading.parameters import (
     resolve_dtype,
     resolve_sharding,
 )
-
-# Which Hugging Face tensors each parameter is made of, one below the other. The parameters of a
-# layer are below "model.layers.{index}.".
-_MODEL_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "embed_tokens": ("model.embed_tokens.weight",),
-    "norm": ("model.norm.weight",),
-    "lm_head": ("lm_head.weight",),
-}
-_LAYER_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "input_norm": ("input_layernorm.weight",),
-    "qkv_proj": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "q_norm": ("self_attn.q_norm.weight",),
-    "k_norm": ("self_attn.k_norm.weight",),
-    "o_proj": ("self_attn.o_proj.weight",),
-    "o_bias": ("self_attn.o_proj.bias",),
-    "post_attention_norm": ("post_attention_layernorm.weight",),
-    "gate_up_proj": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "down_proj": ("mlp.down_proj.weight",),
-}
+from paged_jax.models.loading.tensor_map import Piece, pieces
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A Hugging Face tensor, and where in a parameter it lies."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]  # in a stack of layers one longer than the shape
-
-    @property
-    def extent(self) -> tuple[int, ...]:
-        """The shape with as many dimensions as the parameter."""
-        return (1,) * (len(self.offset) - len(self.shape)) + self.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +74,15 @@ def load_weights(
     """
     dtype = resolve_dtype("load_weights", dtype, config)
     stored = _stored_tensors(Path(folder))
-    pieces = {
-        name: list(_pieces(config, name))
+    parts = {
+        name: list(pieces(config, name))
         for name in parameter_shapes(model_class, config, scan_layers=scan_layers)
     }
-    _check_tensors(stored, [piece for some in pieces.values() for piece in some], config)
+    _check_tensors(stored, [piece for some in parts.values() for piece in some], config)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
         def read(index: Any) -> np.ndarray:
-            return _read(stored, pieces[name], shape, index, dtype)
+            return _read(stored, parts[name], shape, index, dtype)
 
         placement = resolve_sharding(sharding, name, shape)
         if placement is None:
@@ -141,7 +109,7 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
     folder.mkdir(parents=True, exist_ok=True)
     parameters = dict(named_parameters(model))
     shards = _shard(
-        [(name, piece) for name in parameters for piece in _pieces(config, name)],
+        [(name, piece) for name in parameters for piece in pieces(config, name)],
         max_file_bytes // jnp.dtype(config.dtype).itemsize,
     )
     weight_map = {}
@@ -173,44 +141,6 @@ def _umask() -> int:
     mask = os.umask(0)  # there is no way to read it without setting it
     os.umask(mask)
     return mask
-
-
-def _pieces(config: LlamaConfig, name: str) -> Iterator[_Piece]:
-    """The tensors that make up a parameter, in the order in which they lie in it."""
-    scope, _, rest = name.partition(".")
-    if scope != "layers":
-        shape = (config.hidden_size,) if name == "norm" else (config.vocab_size, config.hidden_size)
-        yield _Piece(_MODEL_TENSORS[name][0], shape, (0,) * len(shape))
-        return
-    *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
-    for layer in [int(index[0])] if index else range(config.num_hidden_layers):
-        row = 0
-        for tensor, shape in zip(_LAYER_TENSORS[kind], _shapes(config, kind), strict=True):
-            offset = (row,) + (0,) * (len(shape) - 1)
-            yield _Piece(
-                f"model.layers.{layer}.{tensor}",
-                shape,
-                offset if index else (layer, *offset),
-            )
-            row += shape[0]
-
-
-def _shapes(config: LlamaConfig, kind: str) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the tensors in one layer's parameter."""
-    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * D, config.num_key_value_heads * D
-    return {
-        "input_norm": ((E,),),
-        "qkv_proj": ((queries, E), (keys, E), (keys, E)),
-        "qkv_bias": ((queries,), (keys,), (keys,)),
-        "q_norm": ((D,),),
-        "k_norm": ((D,),),
-        "o_proj": ((E, queries),),
-        "o_bias": ((E,),),
-        "post_attention_norm": ((E,),),
-        "gate_up_proj": ((F, E), (F, E)),
-        "down_proj": ((E, F),),
-    }[kind]
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
@@ -259,10 +189,8 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _check_tensors(
-    stored: Mapping[str, _Stored], pieces: list[_Piece], config: LlamaConfig
-) -> None:
-    expected = {piece.tensor: piece for piece in pieces}
+def _check_tensors(stored: Mapping[str, _Stored], parts: list[Piece], config: LlamaConfig) -> None:
+    expected = {piece.tensor: piece for piece in parts}
     missing = [tensor for tensor in expected if tensor not in stored]
     if missing:
         raise WeightsError(f"load_weights: {_enumerate(missing)} missing.")
@@ -300,7 +228,7 @@ def _enumerate(tensors: list[str]) -> str:
 
 def _read(
     stored: Mapping[str, _Stored],
-    pieces: list[_Piece],
+    parts: list[Piece],
     shape: tuple[int, ...],
     index: tuple[slice, ...],
     dtype: np.dtype,
@@ -308,9 +236,8 @@ def _read(
     """Read the part of a parameter that one device holds."""
     starts, stops, _ = zip(*(s.indices(n) for s, n in zip(index, shape, strict=True)), strict=True)
     part = _aligned_empty(tuple(np.subtract(stops, starts)), dtype)
-    for piece in pieces:
-        ends = map(sum, zip(piece.offset, piece.extent, strict=True))
-        low, high = tuple(map(max, starts, piece.offset)), tuple(map(min, stops, ends))
+    for piece in parts:
+        low, high = tuple(map(max, starts, piece.offset)), tuple(map(min, stops, piece.end))
         if all(a < b for a, b in zip(low, high, strict=True)):
             _read_piece(stored, piece, low, high, part[_box(low, high, starts)])
     return part
@@ -318,28 +245,39 @@ def _read(
 
 def _read_piece(
     stored: Mapping[str, _Stored],
-    piece: _Piece,
+    piece: Piece,
     low: tuple[int, ...],
     high: tuple[int, ...],
     out: np.ndarray,
 ) -> None:
     """Fill ``out`` with the box from ``low`` to ``high`` (in the parameter) of one tensor."""
     path = stored[piece.tensor].path
-    rows, *rest = _box(low, high, piece.offset)[-len(piece.shape) :]
-    out = out.reshape(out.shape[-len(piece.shape) :])
-    step = max(1, _READ_ELEMENTS // math.prod(out.shape[1:]))
-    for start in range(0, len(out), step):
-        stop = min(start + step, len(out))
+    box = _box(low, high, piece.offset)
+    num_row_axes = len(box) - len(piece.shape) + 1
+    columns = box[num_row_axes:]
+    rows = np.arange(piece.shape[0]).reshape(piece.extent[:num_row_axes])[box[:num_row_axes]]
+    for start, stop in _runs(rows.ravel(), _READ_ELEMENTS // math.prod(out.shape[num_row_axes:])):
+        first, last = rows.ravel()[[start, stop - 1]].tolist()
         try:
             # Opened for each read: what a file that stays open has mapped in counts as memory in
             # use, a second copy of the weights by the end.
             with safe_open(path, "numpy") as file, np.errstate(over="ignore"):
                 view = file.get_slice(piece.tensor)
-                out[start:stop] = view[(slice(rows.start + start, rows.start + stop), *rest)]
+                values = view[(slice(first, last + 1), *columns)].astype(out.dtype, copy=False)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"load_weights: cannot read {piece.tensor}: {error}.") from None
-        if not _is_finite(out[start:stop]):
+        if not _is_finite(values):
             raise WeightsError(f"load_weights: {piece.tensor} is not finite as {out.dtype.name}.")
+        out[np.unravel_index(np.arange(start, stop), rows.shape)] = values
+
+
+def _runs(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    """First and last index, the latter exclusive, of runs of consecutive rows, none above `most`
+    long."""
+    gaps = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+    for begin, end in itertools.pairwise([0, *gaps, len(rows)]):
+        for start in range(begin, end, max(1, most)):
+            yield start, min(start + max(1, most), end)
 
 
 def _box(low: tuple[int, ...], high: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
@@ -361,17 +299,15 @@ def _is_finite(values: np.ndarray) -> bool:
     return not ((bits & mask) == mask).any()
 
 
-def _cut(parameter: jax.Array, piece: _Piece) -> np.ndarray:
-    """A piece of a parameter as Hugging Face shapes it; on CPU a view."""
-    ends = tuple(map(sum, zip(piece.offset, piece.extent, strict=True)))
-    box = _box(piece.offset, ends, (0,) * len(ends))
-    return np.asarray(parameter)[box].reshape(piece.shape)
+def _cut(parameter: jax.Array, piece: Piece) -> np.ndarray:
+    """A piece of a parameter as Hugging Face shapes it; on CPU a view where it lies in one."""
+    return np.asarray(parameter)[piece.box].reshape(piece.shape)
 
 
-def _shard(pieces: list[tuple[str, _Piece]], max_elements: int) -> list[list[tuple[str, _Piece]]]:
-    shards: list[list[tuple[str, _Piece]]] = [[]]
+def _shard(parts: list[tuple[str, Piece]], max_elements: int) -> list[list[tuple[str, Piece]]]:
+    shards: list[list[tuple[str, Piece]]] = [[]]
     size = 0
-    for name, piece in pieces:
+    for name, piece in parts:
         elements = math.prod(piece.shape)
         if shards[-1] and size + elements > max_elements:
             shards.append([])
