@@ -104,8 +104,9 @@ def add_size_arguments(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     add(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="type of the weights; default: auto",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        help="type of the weights; int8 rounds their matrices, each row with a scale of its own; "
+        "default: auto, as they are saved",
     )
     add(
         "--kv-dtype",

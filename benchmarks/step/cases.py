@@ -110,7 +110,7 @@ class Case:
     def _num_layer_weights(self) -> int:
         config = self.config
         tables = 1 if config.tie_word_embeddings else 2
-        num_all = footprint.weight_bytes(config, "int8")  # a byte each
+        num_all = footprint.num_parameters(config)
         return num_all - tables * config.vocab_size * config.hidden_size
 
     def __str__(self) -> str:

@@ -38,8 +38,8 @@ class Engine(Upkeep):
         bundled model.
       tokenizer: a `Tokenizer` or a folder that holds one; by default that of the model's folder.
         Without one, prompts must be token ids and outputs have no text.
-      dtype: type of the weights: ``"auto"`` (as saved), ``"float32"``, ``"bfloat16"`` or
-        ``"float16"``.
+      dtype: type of the weights: ``"auto"`` (as saved), ``"float32"``, ``"bfloat16"``,
+        ``"float16"``, or ``"int8"``, which rounds their matrices, see `Llama`.
       kv_dtype: type of K and V in the cache: ``"auto"`` (float32 on CPU, else as the weights),
         ``"float32"``, ``"bfloat16"``, ``"float16"``, or quantised ``"int8"``, ``"fp8"``.
       block_size: tokens in a block of KV memory.
@@ -100,7 +100,6 @@ class Engine(Upkeep):
         arrival_time: float | None = None,
         explain: bool = False,
         client: str = "",
-        sample_offset: int = 0,
     ) -> str:
         """Queue a request, which runs in the steps that follow.
 
@@ -115,8 +114,6 @@ class Engine(Upkeep):
           arrival_time: time of arrival, of ``time.perf_counter()``; by default now.
           explain: whether the outputs carry an `Explanation` of what it waited for.
           client: whose request it is: of equal priority, clients take turns for slots.
-          sample_offset: number of its first sample among those of its seed: requests with the same
-            prompt and seed draw the same tokens unless these differ.
 
         Returns:
           The request's id.
@@ -145,7 +142,6 @@ class Engine(Upkeep):
             arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
             timeout=timeout,
             client=client,
-            sample_offset=sample_offset,
         )
         if explain:
             request.history = History(request.metrics.arrival_time)

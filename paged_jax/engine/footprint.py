@@ -44,11 +44,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
-from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels import cpu, padded_head_dim
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.parameters import parameter_shapes
+from paged_jax.models.loading.parameters import parameter_layout, parameter_shapes
 from paged_jax.runner import Sizes
 from paged_jax.sampling import Constraints, SlotSampling
 
@@ -166,9 +166,9 @@ def footprint(
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block)
     overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
     if platform == "cpu":
-        if jnp.dtype(dtype) == jnp.float16:
-            # There it multiplies by float32 copies of float16 weights.
-            steps = {program: taken + 2 * weights for program, taken in steps.items()}
+        if cpu.copies_weights(dtype):
+            copies = weights * 4 // jnp.dtype(dtype).itemsize
+            steps = {program: taken + copies for program, taken in steps.items()}
         if jnp.dtype(kv_dtype) in _COPIED_ON_CPU:
             overhead += block * 3 // 2
     return Footprint(
@@ -181,9 +181,16 @@ def footprint(
 
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
-    """Bytes of all parameters in a dtype."""
-    shapes = parameter_shapes(Llama, config, scan_layers=True)  # traces one layer, not all
-    return sum(math.prod(shape) for shape in shapes.values()) * jnp.dtype(dtype).itemsize
+    """Bytes of all parameters, their matrices in a dtype."""
+    # Stacked: that traces one layer, not all.
+    layout = parameter_layout(Llama, config, dtype=dtype, scan_layers=True)
+    return sum(x.size * x.dtype.itemsize for x in layout.values())
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """How many numbers a model has; tied ones count once."""
+    shapes = parameter_shapes(Llama, config, scan_layers=True)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def block_bytes(config: LlamaConfig, block_size: int, kv_dtype: DTypeLike, platform: str) -> int:

@@ -6,15 +6,20 @@ chooses the size of its pool.
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine.arguments import check_arguments, program_sizes
-from paged_jax.engine.footprint import Footprint, footprint, resolve_kv_dtype, weight_bytes
+from paged_jax.engine.footprint import (
+    Footprint,
+    footprint,
+    num_parameters,
+    resolve_kv_dtype,
+    weight_bytes,
+)
 from paged_jax.engine.pool_size import most_useful_blocks
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.shards import shard_config
+from paged_jax.models.weight import float_type
 from paged_jax.runner import Sizes
 
 
@@ -49,7 +54,7 @@ class MemoryPlan:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied ones count once."""
-        return weight_bytes(self.config, jnp.int8)  # a byte each
+        return num_parameters(self.config)
 
     @property
     def token_bytes(self) -> int:
@@ -127,7 +132,7 @@ def make_plan(
         num_speculative_tokens=num_speculative_tokens,
     )
     weights_dtype = resolve_dtype("plan", dtype, config)
-    pool_dtype = resolve_kv_dtype(kv_dtype, weights_dtype, platform)
+    pool_dtype = resolve_kv_dtype(kv_dtype, float_type(weights_dtype, config), platform)
     sizes = program_sizes(
         "plan",
         config,

@@ -30,11 +30,11 @@ from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.run import PlanRunner
 from paged_jax.engine.sleep import Sleep
 from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
-from paged_jax.engine.transfers import own_transfers
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.models.weight import float_dtype, weight_dtype
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
 from paged_jax.scheduler import Preemption, PreemptionCosts, Scheduler, Sequence
 
@@ -59,7 +59,6 @@ class EngineParts:
       delivery: hands on requests that have made progress.
     """
 
-    @own_transfers()
     def __init__(
         self,
         model: str | Path | Llama | None = None,
@@ -132,12 +131,12 @@ class EngineParts:
         check_backend_runs_on("Engine", backend, device.platform)
         if len(weights[0].sharding.device_set) > 1:
             backend = backend_over_devices("Engine", backend, device.platform)
-        cache_dtype = resolve_kv_dtype(kv_dtype, weights[0].dtype, device.platform)
+        cache_dtype = resolve_kv_dtype(kv_dtype, float_dtype(model), device.platform)
         taken = footprint(
             self.config,
             sizes,
             weights=_bytes_on(device, weights),
-            dtype=weights[0].dtype,
+            dtype=weight_dtype(model),
             kv_dtype=cache_dtype,
             platform=device.platform,
         )
@@ -250,7 +249,6 @@ class EngineParts:
         return self._runner.is_compiling
 
     @property
-    @own_transfers()
     def cache_use(self) -> float:
         """The fraction of blocks that requests hold, 0 to 1; what is only cached is free.
 

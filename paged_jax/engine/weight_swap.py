@@ -1,8 +1,6 @@
 """Takes new weights for a running engine: loads them, checks names and shapes, places them."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from paged_jax.models.weight import weight_dtype
 
 # What a config says besides how the model computes.
 _IRRELEVANT = {
@@ -39,8 +37,9 @@ def load_like(model: Llama, folder: str | Path) -> Llama:
     if Path(folder).is_dir():  # else `from_pretrained` says what is wrong
         _check_config(LlamaConfig.from_file(Path(folder)), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    return Llama.from_pretrained(folder, dtype=dtype, scan_layers=model.scan_layers, sharding=host)
+    return Llama.from_pretrained(
+        folder, dtype=weight_dtype(model), scan_layers=model.scan_layers, sharding=host
+    )
 
 
 def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
@@ -77,27 +76,10 @@ def place_like(model: Llama, params: Any) -> list[jax.Array]:
         )
     new, old = jax.tree.leaves(params), jax.tree.leaves(state)
     _check_shapes([jnp.shape(x) for x in new], [x.shape for x in old])
-    with own_transfers():  # of weights that are on the host
-        new = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in new]
-    places = [x.sharding for x in old]
-    near = [
-        x if x.sharding.device_set == place.device_set else jax.device_put(x, place)
-        for x, place in zip(new, places, strict=True)
+    return [
+        jax.device_put(jnp.asarray(x, y.dtype), y.sharding, may_alias=False)
+        for x, y in zip(new, old, strict=True)
     ]
-    return _copies(tuple(x.dtype for x in old), tuple(places))(near)
-
-
-@functools.lru_cache(maxsize=16)
-def _copies(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
-    """A program that copies arrays in these dtypes to these places, which have the same devices.
-
-    A program and not `jax.device_put`: no transfer takes place.
-    """
-
-    def copy(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
-
-    return jax.jit(copy, out_shardings=list(places))
 
 
 def _names_of(state: nnx.State) -> list[str]:

@@ -4,23 +4,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.models.weight import Int8Weight, Weight
 
-def look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+
+def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
     """The float32 rows ``[N, E]`` of a table ``[V, E]`` for token ids i32 ``[N]``.
 
     For steps over a cache: a bfloat16 table gets no gradient.
     """
-    if table.dtype != jnp.bfloat16:
-        return _look_up(table, token_ids)
-    return lax.platform_dependent(table, token_ids, cpu=_look_up_as_bits, default=_look_up)
+    if isinstance(table, Int8Weight) or table.dtype != jnp.bfloat16:
+        return take_rows(table, token_ids)
+    return lax.platform_dependent(table, token_ids, cpu=_look_up_as_bits, default=take_rows)
 
 
-def _look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+def take_rows(table: Weight, token_ids: jax.Array) -> jax.Array:
+    """As `look_up`, of token ids of any shape, and differentiable in a table of floats."""
+    if isinstance(table, Int8Weight):
+        return table.values[token_ids].astype(jnp.float32) * table.scales[token_ids][..., None]
     return table[token_ids].astype(jnp.float32)
 
 
 def _look_up_as_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """As `_look_up` of a bfloat16 table, for CPUs.
+    """As `take_rows` of a bfloat16 table, for CPUs.
 
     Without the detour through integers, XLA's CPU backend converts the whole table to float32 for
     the gather, and the output head of a tied model then reads that copy. For a TPU the detour is

@@ -10,6 +10,7 @@ from flax import nnx
 from paged_jax.kernels.rope import rms_norm, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
+from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
 
 
 class Projection(NamedTuple):
@@ -57,6 +58,7 @@ class Layer(nnx.Module):
         E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         qkv_heads = (K, H // K + 2, D)
+        float_dtype = float_type(dtype, config)
         normal = nnx.initializers.normal(config.initializer_range)
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
@@ -64,23 +66,23 @@ class Layer(nnx.Module):
             config.initializer_range / (2 * config.num_hidden_layers) ** 0.5
         )
 
-        def matrix(*shape: int, init: Any = normal) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), shape, dtype))
+        def matrix(name: str, *shape: int, init: Any = normal) -> None:
+            add_matrix(self, name, init(rngs.params(), shape, float_dtype), dtype)
 
         self.config = config
-        self.input_norm = nnx.Param(jnp.ones(E, dtype))
-        self.qkv_proj = matrix(*qkv_heads, E)
-        self.o_proj = matrix(E, H * D, init=to_residual)
-        self.post_attention_norm = nnx.Param(jnp.ones(E, dtype))
-        self.gate_up_proj = matrix(2, F, E)
-        self.down_proj = matrix(E, F, init=to_residual)
+        self.input_norm = nnx.Param(jnp.ones(E, float_dtype))
+        matrix("qkv_proj", *qkv_heads, E)
+        matrix("o_proj", E, H * D, init=to_residual)
+        self.post_attention_norm = nnx.Param(jnp.ones(E, float_dtype))
+        matrix("gate_up_proj", 2, F, E)
+        matrix("down_proj", E, F, init=to_residual)
         if config.qkv_bias:
-            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, dtype))
+            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, float_dtype))
         if config.o_bias:
-            self.o_bias = nnx.Param(jnp.zeros(E, dtype))
+            self.o_bias = nnx.Param(jnp.zeros(E, float_dtype))
         if config.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones(D, dtype))
-            self.k_norm = nnx.Param(jnp.ones(D, dtype))
+            self.q_norm = nnx.Param(jnp.ones(D, float_dtype))
+            self.k_norm = nnx.Param(jnp.ones(D, float_dtype))
 
     def __call__(
         self,
@@ -99,18 +101,18 @@ class Layer(nnx.Module):
         eps = self.config.rms_norm_eps
         projection = self._project(rms_norm(x, self.input_norm[...], eps), cos, sin, backend)
         out, carry = attend(index, projection, carry)
-        out = linear(out.reshape(*x.shape[:-1], -1), self.o_proj[...], backend=backend)
+        out = linear(out.reshape(*x.shape[:-1], -1), self._matrix("o_proj"), backend=backend)
         x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
         normed = rms_norm(x, self.post_attention_norm[...], eps)
-        hidden = linear(normed, self.gate_up_proj[...], backend=backend)
+        hidden = linear(normed, self._matrix("gate_up_proj"), backend=backend)
         gate, up = hidden[..., 0, :], hidden[..., 1, :]
-        return x + linear(jax.nn.silu(gate) * up, self.down_proj[...], backend=backend), carry
+        return x + linear(jax.nn.silu(gate) * up, self._matrix("down_proj"), backend=backend), carry
 
     def _project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None
     ) -> Projection:
         config = self.config
-        qkv = linear(x, self.qkv_proj[...], backend=backend)
+        qkv = linear(x, self._matrix("qkv_proj"), backend=backend)
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
         return Projection(
@@ -120,6 +122,9 @@ class Layer(nnx.Module):
             norms=(self.q_norm[...], self.k_norm[...]) if config.qk_norm else None,
             norm_eps=config.rms_norm_eps,
         )
+
+    def _matrix(self, name: str) -> Weight:
+        return get_matrix(self, name, self.input_norm[...].dtype)
 
 
 def causal_attention(window: int | None) -> Attend:

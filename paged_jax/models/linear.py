@@ -12,13 +12,17 @@ much as need be; the forms below were measured on 2 cores with AVX-512 (jax 0.10
     64            4.7     5.5                   4.1
 """
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels import cpu
+from paged_jax.models.weight import Int8Weight, Weight
 
 # Where two products of half the weight are faster than one of all of it. Beyond these rows packing
 # the weight is a small part of the work. Beyond this many inputs the batched product of XLA's CPU
@@ -28,35 +32,65 @@ _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
 
-def linear(x: jax.Array, w: jax.Array, *, backend: str | None = None) -> jax.Array:
+def linear(x: jax.Array, w: Weight, *, backend: str | None = None) -> jax.Array:
     """Apply a weight to the last dimension of ``x``.
 
     Args:
       x: floating point ``[..., in]``.
-      w: ``[*out, in]``, where `out` is one dimension or more; float32, bfloat16 or float16. With
-        the latter two ``x`` is rounded to the same dtype first (except for one row on CPU, without
-        kernels of our own).
+      w: ``[*out, in]``, float32, bfloat16, float16, or an `Int8Weight`; ``x`` may be rounded to the
+        type of the weights, or of an `Int8Weight` to its `dtype`.
       backend: the backend of attention, see `paged_attention`: None or ``"cpu"`` take the kernels
-        of `paged_jax.kernels.cpu` for few rows on a CPU that has them.
+        of `paged_jax.kernels.cpu` on a CPU that has them, for few rows, or for any number where
+        XLA would make a copy of the weights in float32 first.
 
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
     """
-    matrix = w.reshape(-1, w.shape[-1])  # moves nothing
-    if backend in (None, "cpu") and cpu.takes(x, matrix):
-        y = cpu.linear(_plain, x, matrix)
+    values = w.values if isinstance(w, Int8Weight) else w
+    out = values.shape[:-1]
+    stack = values.reshape(1, -1, values.shape[-1])  # moves nothing
+    scales = (w.scales.reshape(1, -1),) if isinstance(w, Int8Weight) else ()
+    operands = (x, stack, jnp.int32(0), *scales)
+    plain = _plain_int8(w.dtype) if isinstance(w, Int8Weight) else _plain
+    if backend in (None, "cpu") and cpu.takes(math.prod(x.shape[:-1]), values):
+        y = cpu.linear(plain, *operands)
     else:
-        y = _plain(x, matrix)
-    return y.reshape(*x.shape[:-1], *w.shape[:-1])
+        y = plain(*operands)
+    return y.reshape(*x.shape[:-1], *out)
 
 
-def _plain(x: jax.Array, w: jax.Array) -> jax.Array:
+def _plain(x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+    w = _of_layer(stack, layer)
     rows = math.prod(x.shape[:-1])
     if rows == 1 and w.dtype != jnp.float32:
         return lax.platform_dependent(x, w, cpu=_multiply_sum, default=_product)
     if w.dtype == jnp.float32 and 1 < rows <= _HALVES_MAX_ROWS and _has_halves(w):
         return lax.platform_dependent(x, w, cpu=_product_in_halves, default=_product)
     return _product(x, w)
+
+
+@functools.cache  # a function for each type, so that programs are not compiled twice
+def _plain_int8(dtype: Any) -> Callable[..., jax.Array]:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Every int8 number is one of `dtype`, and becomes it on its way into the product.
+        return _product(x, w.astype(dtype))
+
+    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
+        is_one_row = math.prod(x.shape[:-1]) == 1
+        return _multiply_sum(x, w) if is_one_row else _product(x, w.astype(jnp.float32))
+
+    def plain(x: jax.Array, stack: jax.Array, layer: jax.Array, scales: jax.Array) -> jax.Array:
+        w = _of_layer(stack, layer)
+        out = lax.platform_dependent(x, w, cpu=on_cpu, default=product)
+        return out * _of_layer(scales, layer).reshape((1,) * (out.ndim - 1) + (-1,))
+
+    return plain
+
+
+def _of_layer(stack: jax.Array, layer: jax.Array) -> jax.Array:
+    if stack.shape[0] == 1:
+        return stack[0]
+    return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
 def _has_halves(w: jax.Array) -> bool:

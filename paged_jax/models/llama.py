@@ -17,7 +17,7 @@ from paged_jax.kernels.rope import rms_norm
 from paged_jax.models import loading
 from paged_jax.models.arguments import Rows, as_rows, as_tokens
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.embedding import look_up
+from paged_jax.models.embedding import look_up, take_rows
 from paged_jax.models.layer import Attend, Layer, causal_attention
 from paged_jax.models.linear import linear
 from paged_jax.models.paged_rows import (
@@ -27,6 +27,7 @@ from paged_jax.models.paged_rows import (
     decode_attention,
 )
 from paged_jax.models.rope import inverse_frequencies, rotations
+from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
 
 
 class Llama(nnx.Module):
@@ -34,7 +35,8 @@ class Llama(nnx.Module):
 
     Args:
       config: sizes and switches.
-      dtype: type of the weights. Activations and logits are float32.
+      dtype: type of the weights; of int8 are matrices only, each row with a scale, and the rest has
+        ``config.dtype``. Activations and logits are float32.
       scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, as
         suits TPUs and compiles soonest; otherwise keep one module a layer and unroll, as suits
         CPUs and GPUs, where a scan copies every layer's weights out of the stack.
@@ -59,9 +61,10 @@ class Llama(nnx.Module):
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
         self.scan_layers = scan_layers
-        self.embed_tokens = nnx.Param(
-            normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
-        )
+        table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config)
+        # An embedding alone is not worth rounding: a step reads few rows of it.
+        kind = dtype if config.tie_word_embeddings else floats
+        add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), kind)
         if scan_layers:
 
             @nnx.split_rngs(splits=config.num_hidden_layers)
@@ -74,11 +77,9 @@ class Llama(nnx.Module):
             self.layers = nnx.List(
                 Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)
             )
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        self.norm = nnx.Param(jnp.ones(config.hidden_size, floats))
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Param(
-                normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
-            )
+            add_matrix(self, "lm_head", normal(rngs.params(), table, floats), dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Score whole sequences without a cache; differentiable in the weights.
@@ -96,7 +97,7 @@ class Llama(nnx.Module):
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x, _ = self._run_layers(
-            self.embed_tokens[...][token_ids].astype(jnp.float32),
+            take_rows(_table(self, "embed_tokens"), token_ids),
             positions,
             causal_attention(self.config.sliding_window),
             (),
@@ -119,7 +120,7 @@ class Llama(nnx.Module):
         Args:
           folder: a folder with ``config.json`` and safetensors, or a checkpoint; by default the
             small model that comes with this library.
-          dtype: type of the weights: float32, bfloat16 or float16; ``"auto"`` is the config's.
+          dtype: type of the weights: float32, bfloat16, float16, int8, or ``"auto"``, as saved.
           scan_layers: see `Llama`; by default on TPUs only.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked) and shape.
@@ -142,7 +143,7 @@ class Llama(nnx.Module):
         """Write ``config.json`` and safetensors, which transformers loads too.
 
         Raises:
-          ValueError: transformers has no model like this, see `LlamaConfig.to_dict`.
+          ValueError: weights are int8, or `LlamaConfig.to_dict` has no family for them.
         """
         loading.save_weights(self, folder)
 
@@ -307,12 +308,12 @@ class Llama(nnx.Module):
         return x.reshape(B, T, -1), cache.replace_pools(pools), ok, places.num_tokens
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
-        return look_up(self.embed_tokens[...], token_ids)
+        return look_up(_table(self, "embed_tokens"), token_ids)
 
     def _logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        head = _table(self, "embed_tokens" if self.config.tie_word_embeddings else "lm_head")
         normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        return linear(normed, head[...], backend=backend)
+        return linear(normed, head, backend=backend)
 
     def _run_layers(
         self,
@@ -328,6 +329,10 @@ class Llama(nnx.Module):
                 x, carry = layer(index, x, cos, sin, attend, carry, backend)
             return x, carry
         return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend)
+
+
+def _table(model: Llama, name: str) -> Weight:
+    return get_matrix(model, name, model.norm[...].dtype)
 
 
 def decode_rows(

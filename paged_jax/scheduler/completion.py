@@ -1,6 +1,5 @@
 """What one sample has beside its tokens: its text, log-probabilities, and why it ended."""
 
-from array import array
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
@@ -13,12 +12,11 @@ class Completion:
 
     Args:
       params: the sampling parameters of the request.
-      tokenizer: turns tokens into text; None leaves the text empty, as the parameters may.
+      tokenizer: turns tokens into text; None leaves the text empty.
       continues_text: see `Tokenizer.decode`; true where the prompt has any text.
 
     Attributes:
       cumulative_logprob: sum of the tokens' log-probabilities, in nats.
-      token_logprobs: those of each token, float32.
       logprobs: candidates for each token; None if not asked for.
       finish_reason, stop_reason: see `CompletionOutput`.
     """
@@ -27,7 +25,6 @@ class Completion:
         self, params: SamplingParams, tokenizer: Tokenizer | None, *, continues_text: bool = False
     ):
         self.cumulative_logprob = 0.0
-        self.token_logprobs = array("f")
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -35,7 +32,7 @@ class Completion:
         self._stops = tuple(params.stop or ())
         self._most_held = max(map(len, self._stops), default=1) - 1
         self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None and params.detokenize:
+        if tokenizer is not None:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
@@ -47,7 +44,7 @@ class Completion:
     def snapshot(self) -> tuple[Any, ...]:
         """All of its state, for `restore`."""
         state = None if self._detokenizer is None else self._detokenizer.snapshot()
-        num_logprobs = len(self.token_logprobs), len(self.logprobs or ())
+        num_logprobs = 0 if self.logprobs is None else len(self.logprobs)
         reasons = self.finish_reason, self.stop_reason
         return self.cumulative_logprob, num_logprobs, reasons, self._text, self._num_final, state
 
@@ -57,9 +54,8 @@ class Completion:
             snapshot
         )
         self.finish_reason, self.stop_reason = reasons
-        del self.token_logprobs[num_logprobs[0] :]
         if self.logprobs is not None:
-            del self.logprobs[num_logprobs[1] :]
+            del self.logprobs[num_logprobs:]
         if self._detokenizer is not None:
             self._detokenizer.restore(state)
 
@@ -89,7 +85,6 @@ class Completion:
           candidates: what `logprobs` keeps for this token.
         """
         self.cumulative_logprob += logprob
-        self.token_logprobs.append(logprob)
         if self.logprobs is not None and candidates is not None:
             self.logprobs.append(candidates)
 
@@ -144,7 +139,6 @@ class Completion:
                         return False
             self._detokenizer.accept()
         self.cumulative_logprob = total
-        self.token_logprobs.extend(logprobs)
         self._text += text
         self._release_text()
         return True

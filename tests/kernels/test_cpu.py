@@ -15,6 +15,7 @@ from paged_jax.kernels import choose_backend, paged_attention
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
 from paged_jax.models.linear import linear
+from paged_jax.models.weight import Int8Weight, quantise
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 from tests.support.processes import run_on_devices
@@ -22,13 +23,23 @@ from tests.support.processes import run_on_devices
 pytestmark = needs_compiler
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+F16, INT8 = jnp.dtype(jnp.float16), jnp.dtype(jnp.int8)
 LINEAR = jax.jit(linear, static_argnames="backend")
 
 
 def weights_and_rows(out_features: int, inputs: int, num_rows: int, dtype=F32):
     rng = np.random.default_rng(out_features + inputs)
-    w = jnp.asarray(rng.normal(size=(out_features, inputs)), dtype)
-    return w, rng.normal(size=(num_rows, inputs)).astype(np.float32)
+    w = rng.normal(size=(out_features, inputs)).astype(np.float32)
+    rows = rng.normal(size=(num_rows, inputs)).astype(np.float32)
+    if dtype == INT8:
+        return Int8Weight(*map(jnp.asarray, quantise(w))), rows
+    return jnp.asarray(w, dtype), rows
+
+
+def as_float64(w) -> np.ndarray:
+    if isinstance(w, Int8Weight):
+        return np.asarray(w.values, np.float64) * np.asarray(w.scales, np.float64)[:, None]
+    return np.asarray(w, np.float64)
 
 
 # Whole steps of vectors, less than one, and one number more; rows of weights that blocks of them
@@ -36,14 +47,15 @@ def weights_and_rows(out_features: int, inputs: int, num_rows: int, dtype=F32):
 SHAPES = [(1, 1), (7, 5), (33, 65), (130, 96), (13, 1031), (2003, 64)]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, INT8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_matches_float64_and_rows_do_not_see_each_other(shape, dtype) -> None:
     """Bitwise: with any number of others, and whatever they are."""
     w, x = weights_and_rows(*shape, 64, dtype)
     together = np.asarray(LINEAR(x, w))
-    exact = np.asarray(x.astype(dtype), np.float64) @ np.asarray(w, np.float64).T
-    scale = np.abs(x.astype(np.float64)) @ np.abs(np.asarray(w, np.float64)).T
+    rounded = x.astype(dtype) if dtype == BF16 else x
+    exact = np.asarray(rounded, np.float64) @ as_float64(w).T
+    scale = np.abs(x.astype(np.float64)) @ np.abs(as_float64(w)).T
     # Some units in the last place of float32, of what is added.
     assert (np.abs(together - exact) <= 1e-6 * scale).all()
     for num_rows in (1, 2, 5, 6, 7, 13, 18):
@@ -66,10 +78,30 @@ def test_linear_leaves_other_products_to_xla() -> None:
     calls = [
         LINEAR.lower(x, w),
         LINEAR.lower(x[:4], w, backend="xla"),
-        LINEAR.lower(x[:4], w.astype(jnp.float16)),
         LINEAR.lower(x[:0], w),
     ]
     assert not any("custom_call" in call.as_text() for call in calls)
+
+
+@pytest.mark.parametrize("dtype", [F16, INT8], ids=str)
+def test_linear_takes_any_number_of_rows_where_xla_would_copy_the_weights(dtype) -> None:
+    w, x = weights_and_rows(8, 40, 100, dtype)
+    assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
+    np.testing.assert_allclose(LINEAR(x, w), x @ as_float64(w).T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(LINEAR(x, w)[70:], LINEAR(x[70:], w))
+
+
+def test_linear_converts_every_number_of_float16() -> None:
+    """Subnormal ones, infinities and those that are not numbers too."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(np.float16).reshape(-1, 64)
+    one = np.zeros((64, 64), np.float32)
+    np.fill_diagonal(one, 1)
+    w = np.where(np.isfinite(numbers), numbers, 0)
+    np.testing.assert_array_equal(LINEAR(one, jnp.asarray(w)).T, w.astype(np.float32))
+    with np.errstate(invalid="ignore"):
+        sums = numbers.astype(np.float32) @ np.ones(64, np.float32)
+    got = LINEAR(np.ones((1, 64), np.float32), jnp.asarray(numbers))[0]
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(sums))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -274,6 +306,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from paged_jax.models.linear import linear
+from paged_jax.models.weight import Int8Weight, quantise
 from tests.support.paged_batch import PagedBatch, queries
 import jax.numpy as jnp
 

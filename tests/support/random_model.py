@@ -9,6 +9,7 @@ from flax import nnx
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from paged_jax.models.weight import SCALE
 
 
 def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> Llama:
@@ -24,7 +25,12 @@ def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> 
     rng = np.random.default_rng(0)
 
     def fill(path, leaf):
-        offset = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        name = jax.tree_util.keystr(path)
+        if leaf.dtype == jnp.int8:
+            return jnp.asarray(rng.integers(-127, 128, leaf.shape, np.int8))
+        if SCALE in name:
+            return jnp.asarray(scale / 64 * rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
+        offset = 1.0 if "norm" in name else 0.0
         drawn = offset + scale * rng.standard_normal(leaf.shape, np.float32)
         return jnp.asarray(drawn.astype(leaf.dtype))
 

@@ -14,9 +14,9 @@ import jax
 from paged_jax.kernels import xla
 from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.cpu import decode as _decode
-from paged_jax.kernels.cpu.linear import is_few, linear, sum_rows, takes
+from paged_jax.kernels.cpu.linear import copies_weights, is_few, linear, sum_rows, takes
 
-__all__ = ["Cpu", "is_few", "linear", "sum_rows", "takes"]
+__all__ = ["Cpu", "copies_weights", "is_few", "linear", "sum_rows", "takes"]
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,13 @@ def failure(op: str, dtype: jnp.dtype, target: str) -> str | None:
 
 def _linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    x, w = (rng.integers(-8, 8, shape).astype(np.float32) / 8 for shape in ((7, 77), (13, 77)))
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 13, 77)))
+    scales = rng.integers(1, 8, (2, 13)).astype(np.float32)
+    operands = [x / 8, jnp.asarray(w, dtype), np.int32(1)] + [scales] * (dtype == jnp.int8)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
-    return np.asarray(jax.jit(call)(x, jnp.asarray(w, dtype))), x @ w.T
+    want = x / 8 @ w[1].T
+    got = np.asarray(jax.jit(call)(*operands))
+    return got, want * scales[1] if dtype == jnp.int8 else want
 
 
 def _decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Hugging Face folders of safetensors to parameters of a model, and back."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.json_file import read_json
+from paged_jax.models.loading.int8 import read_quantised
 from paged_jax.models.loading.parameters import (
     Model,
     ModelClass,
@@ -24,11 +26,13 @@ from paged_jax.models.loading.parameters import (
     WeightsError,
     build,
     named_parameters,
+    parameter_layout,
     parameter_shapes,
     resolve_dtype,
     resolve_sharding,
 )
 from paged_jax.models.loading.tensor_map import Piece, pieces
+from paged_jax.models.weight import SCALE
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -64,7 +68,7 @@ def load_weights(
       model_class: class of the model to make, such as `Llama`.
       folder: folder of the safetensors.
       config: configuration of the model, which they must fit.
-      dtype: float32, bfloat16 or float16; ``"auto"`` is ``config.dtype``.
+      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``.
       scan_layers: stack the layers, see `Llama`.
       sharding: one for all parameters, or a function of a parameter's name and shape.
 
@@ -74,15 +78,22 @@ def load_weights(
     """
     dtype = resolve_dtype("load_weights", dtype, config)
     stored = _stored_tensors(Path(folder))
-    parts = {
-        name: list(pieces(config, name))
-        for name in parameter_shapes(model_class, config, scan_layers=scan_layers)
-    }
+    shapes = parameter_shapes(model_class, config, scan_layers=scan_layers)
+    layout = parameter_layout(model_class, config, dtype=dtype, scan_layers=scan_layers)
+    parts = {name: list(pieces(config, name)) for name in shapes}
     _check_tensors(stored, [piece for some in parts.values() for piece in some], config)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
         def read(index: Any) -> np.ndarray:
-            return _read(stored, parts[name], shape, index, dtype)
+            matrix = name.removesuffix(SCALE)
+            if matrix + SCALE not in layout:
+                return _read(stored, parts[name], shape, index, layout[name].dtype)
+            floats = functools.partial(_read, stored, parts[matrix], shapes[matrix])
+            part = np.broadcast_to(np.int8(0), shape)[index].shape
+            out = _aligned_empty(part, layout[name].dtype)
+            return read_quantised(
+                lambda box: floats(box, np.dtype(np.float32)), shapes[matrix], index, out
+            )
 
         placement = resolve_sharding(sharding, name, shape)
         if placement is None:
@@ -101,13 +112,19 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
       max_file_bytes: weights of more bytes than this are written as several files.
 
     Raises:
-      ValueError: transformers has no family that computes this config, see `LlamaConfig.to_dict`.
+      ValueError: weights are int8, or transformers has no family that computes this config, see
+        `LlamaConfig.to_dict`.
     """
     folder = Path(folder)
-    config = dataclasses.replace(model.config, dtype=model.embed_tokens[...].dtype.name)
+    config = dataclasses.replace(model.config, dtype=model.norm[...].dtype.name)
     config_json = json.dumps(config.to_dict(), indent=2) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
     parameters = dict(named_parameters(model))
+    if any(name.endswith(SCALE) for name in parameters):
+        raise ValueError(
+            "save_weights: weights must be floating point, got int8. Use save_checkpoint, or save "
+            "the model that they were made from."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     shards = _shard(
         [(name, piece) for name in parameters for piece in pieces(config, name)],
         max_file_bytes // jnp.dtype(config.dtype).itemsize,

@@ -4,8 +4,10 @@ The layout on disk is that of the model that was saved. Either layout, layers st
 one, is loaded from either.
 """
 
+import functools
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,11 @@ from paged_jax.models.loading.parameters import (
     WeightsError,
     build,
     named_parameters,
-    parameter_shapes,
+    parameter_layout,
     resolve_dtype,
     resolve_sharding,
 )
+from paged_jax.models.weight import SCALE, quantise
 
 _WEIGHTS = "weights"
 
@@ -50,7 +53,7 @@ def save_checkpoint(model: Any, path: str | Path) -> None:
     path = Path(path).resolve()
     if is_checkpoint(path):
         raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
-    config = replace(model.config, dtype=model.embed_tokens[...].dtype.name)
+    config = replace(model.config, dtype=model.norm[...].dtype.name)
     config_json = json.dumps(config.to_dict(), indent=2) + "\n"
     path.mkdir(parents=True, exist_ok=True)
     ocp.save(str(path / _WEIGHTS), dict(named_parameters(model)))
@@ -75,29 +78,47 @@ def load_checkpoint(
       model_class: class of the model to make, such as `Llama`.
       path: the folder of the checkpoint.
       config: the content of its ``config.json``.
-      dtype: float32, bfloat16 or float16; ``"auto"`` is that of the checkpoint.
+      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is that of the checkpoint, and int8
+        cannot become floats again.
       scan_layers: stack the layers, see `Llama`.
       sharding: one for all parameters, or a function of a parameter's name and shape.
 
     Raises:
+      ValueError: floats are asked for, and the weights are int8.
       WeightsError: the arrays are damaged, or not those that the config describes.
     """
     path = Path(path).resolve()
-    dtype = resolve_dtype("load_checkpoint", dtype, config)
     stored = _stored_shapes(path)
+    own_dtype = "int8" if any(name.endswith(SCALE) for name in stored) else config.dtype
+    dtype = resolve_dtype(
+        "load_checkpoint", own_dtype if dtype in ("auto", None) else dtype, config
+    )
+    if own_dtype == "int8" and dtype != jnp.int8:
+        raise ValueError(
+            f"load_checkpoint: dtype must be 'auto' or 'int8' where weights are int8, got {dtype}."
+        )
+    # Floats are restored before they are rounded to int8.
+    stored_dtype = jnp.float32 if dtype == jnp.int8 and own_dtype != "int8" else dtype
     is_stacked = "layers.input_norm" in stored
-    _check_shapes(stored, parameter_shapes(model_class, config, scan_layers=is_stacked))
+    layout = functools.partial(parameter_layout, model_class, config)
+    expected = layout(dtype=own_dtype, scan_layers=is_stacked)
+    _check_shapes(stored, {name: x.shape for name, x in expected.items()})
 
-    def targets(scan: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    def targets(dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         return {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=_placed(sharding, name, shape))
-            for name, shape in parameter_shapes(model_class, config, scan_layers=scan).items()
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_placed(sharding, name, x.shape))
+            for name, x in layout(dtype=dtype, scan_layers=scan_layers).items()
         }
 
-    if is_stacked == scan_layers:
-        arrays = _restore(path, stored, targets(scan_layers))
+    if is_stacked != scan_layers:
+        parts = _convert(path, stored, targets(stored_dtype), config.num_hidden_layers)
+    elif stored_dtype != dtype:
+        parts = _restore_layer_by_layer(path, stored, targets(stored_dtype))
     else:
-        arrays = dict(_convert(path, stored, targets(scan_layers), config.num_hidden_layers))
+        parts = _restore(path, stored, targets(dtype)).items()
+    if stored_dtype != dtype:
+        parts = _round(parts, targets(dtype))
+    arrays = dict(parts)
     return build(
         model_class,
         config,
@@ -149,6 +170,27 @@ def _restore(
     except (ValueError, OSError) as error:
         raise _damaged(path, error) from None
     return {name: restored[name] for name in targets}
+
+
+def _restore_layer_by_layer(
+    path: Path, stored: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[str, jax.Array]]:
+    for _, names in itertools.groupby(sorted(targets), lambda name: name.rpartition(".")[0]):
+        yield from _restore(path, stored, {name: targets[name] for name in names}).items()
+
+
+def _round(
+    parts: Iterable[tuple[str, jax.Array]], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[str, jax.Array]]:
+    """Arrays of float32 as arrays of the types of the targets, some of them in int8."""
+    for name, floats in parts:
+        if (scale := targets.get(name + SCALE)) is None:
+            yield name, floats.astype(targets[name].dtype)
+        else:
+            places = targets[name].sharding, scale.sharding
+            values, scales = jax.jit(quantise, out_shardings=places)(floats)
+            yield from ((name, values), (name + SCALE, scales))
+        del floats  # before the next are read
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:

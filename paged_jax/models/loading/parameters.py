@@ -13,8 +13,9 @@ import numpy as np
 from flax import nnx
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.weight import float_type
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 # Where a parameter goes: one placement for all (None: the default device), or one by its name
 # ("layers.0.qkv_proj", or "layers.qkv_proj" when the layers are stacked) and its shape.
@@ -46,8 +47,8 @@ def build(
     scan_layers: bool,
 ) -> Model:
     """Build a model whose parameters come from ``make(name, shape)``, and initialise none."""
-    config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    graphdef, state = nnx.split(_abstract(model_class, config, scan_layers))
+    config = dataclasses.replace(config, dtype=float_type(dtype, config).name)
+    graphdef, state = nnx.split(_abstract(model_class, config, scan_layers, dtype))
     parameters = [
         (path, variable.replace(make(_name(path), variable.shape)))
         for path, variable in nnx.to_flat_state(state)
@@ -58,9 +59,20 @@ def build(
 def parameter_shapes(
     model_class: ModelClass, config: LlamaConfig, *, scan_layers: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a model, such as ``"layers.0.qkv_proj"``."""
-    state = nnx.state(_abstract(model_class, config, scan_layers))
-    return {_name(path): variable.shape for path, variable in nnx.to_flat_state(state)}
+    """Name and shape of every parameter of a model of floats, such as ``"layers.0.qkv_proj"``."""
+    layout = parameter_layout(model_class, config, dtype=config.dtype, scan_layers=scan_layers)
+    return {name: x.shape for name, x in layout.items()}
+
+
+def parameter_layout(
+    model_class: ModelClass, config: LlamaConfig, *, dtype: Any, scan_layers: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name, shape and type of every parameter of a model with weights of a type."""
+    state = nnx.state(_abstract(model_class, config, scan_layers, dtype))
+    return {
+        _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        for path, variable in nnx.to_flat_state(state)
+    }
 
 
 def named_parameters(model: nnx.Module) -> Iterator[tuple[str, jax.Array]]:
@@ -78,7 +90,7 @@ def resolve_dtype(function: str, dtype: Any, config: LlamaConfig) -> np.dtype:
       config: configuration of the model.
 
     Raises:
-      ValueError: not a floating point dtype that this library computes with.
+      ValueError: not a dtype of weights that this library computes with.
     """
     try:
         resolved = jnp.dtype(config.dtype if dtype is None or dtype == "auto" else dtype)
@@ -98,9 +110,11 @@ def resolve_sharding(
     return sharding(name, shape) if callable(sharding) else sharding
 
 
-def _abstract(model_class: ModelClass[Model], config: LlamaConfig, scan_layers: bool) -> Model:
+def _abstract(
+    model_class: ModelClass[Model], config: LlamaConfig, scan_layers: bool, dtype: Any
+) -> Model:
     return nnx.eval_shape(
-        lambda: model_class(config, dtype=config.dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+        lambda: model_class(config, dtype=dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0))
     )
 
 

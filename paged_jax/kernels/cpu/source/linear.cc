@@ -1,4 +1,5 @@
-// x @ w.T of a few rows: x f32 [M, K], w [N, K], the result f32 [M, N].
+// x @ w.T of a few rows: x f32 [M, K], w [N, K], the result f32 [M, N]. The weights lie in a stack of
+// those of all layers, [L, N, K]; int8 ones have a scale f32 for each row, [L, N].
 //
 // A part of the work is some rows of the weights, which are read from memory once and meet all rows of
 // x, a few at a time. All of these blocks fetch the weights that come next, each some of them, so that
@@ -22,6 +23,12 @@ struct FormFor<Bfloat16> {
 };
 #endif
 using Form = FormFor<Type>::Form;
+constexpr bool IS_INT8 = sizeof(Form::Weight) == 1;
+// Whether rows of x are rounded to bfloat16, so that all processors multiply the same numbers.
+template <class>
+constexpr bool ROUNDS = false;
+template <>
+constexpr bool ROUNDS<Bfloat16> = true;
 // Rows of weights and of x that meet in registers: their sums fill most of what there are.
 constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
@@ -38,6 +45,7 @@ constexpr int lines(int rows, int blocks) {
 
 struct Product {
   const Form::Weight* w;
+  const float* scales;  // of the rows of w; none for floats
   const Form::Input* x;
   float* out;
   int64_t N, M;
@@ -54,7 +62,8 @@ struct Product {
     const char* next = (const char*)(w + (n + 2 * R) * K) + m / INPUTS * (K / STEP) * LINES * 64;
     multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
     for (int j = 0; j < M_; j++)
-      for (int r = 0; r < R; r++) out[(m + j) * N + n + r] = sums[r][j];
+      for (int r = 0; r < R; r++)
+        out[(m + j) * N + n + r] = IS_INT8 ? sums[r][j] * scales[n + r] : sums[r][j];
   }
 
   template <int R, int M_, int LINES>
@@ -100,7 +109,7 @@ uint16_t rounded_bits(float x) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// A row of x as the products want it: padded with zeros, rounded to the type of the weights.
+// A row of x as the products want it: padded with zeros, rounded where the weights are bfloat16.
 template <class Input>
 void prepare(Input* to, const float* from, int count) {
   int padded = round_up(count, STEP);
@@ -108,7 +117,7 @@ void prepare(Input* to, const float* from, int count) {
     for (int i = 0; i < padded; i++) to[i] = i < count ? rounded_bits(from[i]) : 0;
   } else {
     arrange<Type>(to, from, count, 1.0f);
-    for (int i = 0; i < padded && sizeof(Form::Weight) == sizeof(uint16_t); i++) {
+    for (int i = 0; i < padded && ROUNDS<Type>; i++) {
       uint32_t bits = (uint32_t)rounded_bits(to[i]) << 16;
       memcpy(to + i, &bits, sizeof bits);
     }
@@ -118,11 +127,13 @@ void prepare(Input* to, const float* from, int count) {
 XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, 1);
   const float* given = (const float*)x->data;
-  Product product;
-  product.w = (const Form::Weight*)w->data;
+  int64_t layer = *(const int32_t*)argument(frame, 2)->data;
+  Product product = {};
+  int64_t M = product.M = x->dims[0], N = product.N = w->dims[1];
+  int K = product.K = w->dims[2];
+  product.w = (const Form::Weight*)w->data + layer * N * K;
+  if (IS_INT8) product.scales = (const float*)argument(frame, 3)->data + layer * N;
   product.out = (float*)result(frame, 0)->data;
-  int64_t M = product.M = x->dims[0], N = product.N = w->dims[0];
-  int K = product.K = w->dims[1];
   int stride = product.x_stride = round_up(K, STEP);
   auto* prepared = (Form::Input*)malloc(M * stride * sizeof(Form::Input));
   if (!prepared) return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "linear: no memory");

@@ -1,0 +1,186 @@
+"""Weights in int8: how they are rounded, loaded, saved and refused, and what a model loses."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import LLM, SamplingParams
+from paged_jax.engine.footprint import num_parameters, weight_bytes
+from paged_jax.models.linear import linear
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import int8 as loading_int8
+from paged_jax.models.loading import (
+    load_checkpoint,
+    load_weights,
+    named_parameters,
+    save_checkpoint,
+)
+from paged_jax.models.weight import SCALE, Int8Weight, float_dtype, quantise, weight_dtype
+from tests.support.processes import run_on_devices
+from tests.support.random_model import random_llama
+from tests.support.tiny_model import CONFIG, SIZES
+
+TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True, dtype="bfloat16")
+
+
+def parameters(model) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in named_parameters(model)}
+
+
+def assert_same(model, expected) -> None:
+    got, expected = parameters(model), parameters(expected)
+    assert got.keys() == expected.keys()
+    for name, parameter in expected.items():
+        np.testing.assert_array_equal(got[name], parameter, err_msg=name, strict=True)
+
+
+@pytest.fixture(scope="module", params=[CONFIG, TIED], ids=["untied", "tied"])
+def saved(request, tmp_path_factory):
+    """A model of floats, and its folder."""
+    model = random_llama(request.param, dtype=request.param.dtype)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_quantise_is_off_by_half_a_scale_at_most(as_array) -> None:
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(3, 50, 40)).astype(np.float32) * np.logspace(-35, 30, 50)[:, None]
+    w = w.astype(np.float32)
+    w[0, 7], w[1, 3] = 0.0, np.float32(1e-44)
+    values, scales = map(np.asarray, quantise(as_array(w)))
+    assert values.dtype == np.int8 and scales.dtype == np.float32 and scales.shape == (3, 50)
+    error = np.abs(values * scales.astype(np.float64)[..., None] - w)
+    assert (error <= 0.5001 * scales[..., None]).all()
+    large = np.abs(w).max(-1) > 1e-30
+    assert (np.abs(values).max(-1)[large] == 127).all() and (values >= -127).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_linear_of_int8_matches_float64(backend, num_rows) -> None:
+    rng = np.random.default_rng(0)
+    values, scales = quantise(rng.normal(size=(2, 3, 4, 24)).astype(np.float32))
+    x = rng.normal(size=(num_rows, 24)).astype(np.float32)
+    w = Int8Weight(jnp.asarray(values), jnp.asarray(scales), jnp.dtype(jnp.bfloat16))
+    got = jax.jit(functools.partial(linear, backend=backend))(x, w)
+    exact = np.einsum("ni,abci->nabc", x.astype(np.float64), values * scales[..., None])
+    assert got.shape == exact.shape
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_int8_weights_are_those_of_floats_rounded_as_they_are_loaded(
+    saved, scan_layers, monkeypatch
+) -> None:
+    floats, folder = saved
+    monkeypatch.setattr(loading_int8, "_CHUNK_ELEMENTS", 100)
+    model = load_weights(Llama, folder, floats.config, dtype="int8", scan_layers=scan_layers)
+    assert (float_dtype(model), weight_dtype(model)) == (jnp.dtype(floats.config.dtype), jnp.int8)
+    assert model.config == floats.config
+    wide = load_weights(Llama, folder, floats.config, scan_layers=scan_layers)
+    expected = parameters(wide)
+    for name, parameter in parameters(model).items():
+        if name + SCALE in parameters(model):
+            values, scales = quantise(expected.pop(name).astype(np.float32))
+            np.testing.assert_array_equal(parameter, values, err_msg=name)
+            np.testing.assert_array_equal(parameters(model)[name + SCALE], scales, err_msg=name)
+        elif not name.endswith(SCALE):
+            np.testing.assert_array_equal(parameter, expected.pop(name), strict=True)
+    assert not expected
+    assert {"embed_tokens" + SCALE, "lm_head" + SCALE} & parameters(model).keys() == {
+        ("embed_tokens" if floats.config.tie_word_embeddings else "lm_head") + SCALE
+    }
+    weights = jax.tree.leaves(nnx.state(model))
+    assert weight_bytes(floats.config, "int8") == sum(x.nbytes for x in weights)
+    assert num_parameters(floats.config) == sum(x.size for x in parameters(wide).values())
+
+
+@pytest.mark.parametrize("saved_stacked", [False, True])
+@pytest.mark.parametrize("loaded_stacked", [False, True])
+def test_checkpoints_of_int8_and_int8_of_checkpoints(
+    saved, tmp_path, saved_stacked, loaded_stacked
+) -> None:
+    floats, folder = saved
+    config = floats.config
+    expected = load_weights(Llama, folder, config, dtype="int8", scan_layers=loaded_stacked)
+    for saved_as, loaded_as in (("auto", "int8"), ("int8", "auto")):
+        model = load_weights(Llama, folder, config, dtype=saved_as, scan_layers=saved_stacked)
+        save_checkpoint(model, tmp_path / saved_as)
+        options = {"dtype": loaded_as, "scan_layers": loaded_stacked}
+        loaded = load_checkpoint(Llama, tmp_path / saved_as, config, **options)
+        assert loaded.config == config
+        assert_same(loaded, expected)
+    with pytest.raises(ValueError, match="dtype must be 'auto' or 'int8' where weights are int8"):
+        load_checkpoint(Llama, tmp_path / "int8", config, dtype="float32")
+
+
+def test_int8_weights_are_neither_trained_nor_saved_for_transformers(saved, tmp_path) -> None:
+    floats, folder = saved
+    model = Llama.from_pretrained(folder, dtype="int8")
+    with pytest.raises(TypeError, match="real- or complex-valued"):
+        nnx.grad(lambda model: model(jnp.ones((1, 3), jnp.int32)).sum())(model)
+    with pytest.raises(ValueError, match="weights must be floating point, got int8"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_int8_weights_computes_about_what_its_floats_do() -> None:
+    """The bundled model, on text of its own: 3.2769 and 3.2772 nats a token were seen."""
+    floats, model = (Llama.from_pretrained(dtype=dtype) for dtype in ("float32", "int8"))
+    token_ids = np.random.default_rng(0).integers(3, 1536, (4, 48)).astype(np.int32)
+    score = jax.jit(Llama.__call__)
+    want, got = score(floats, token_ids), score(model, token_ids)
+    losses = []
+    for logits in (want, got):
+        logprobs = jax.nn.log_softmax(logits[:, :-1])
+        losses.append(-jnp.take_along_axis(logprobs, token_ids[:, 1:, None], -1).mean())
+    assert abs(losses[1] - losses[0]) < 0.01
+    assert 1e-4 < jnp.abs(got - want).mean() < 0.1 * jnp.std(want)
+
+
+def test_tokens_of_int8_weights_do_not_depend_on_the_batch(tiny_folder) -> None:
+    llm = LLM(tiny_folder, dtype="int8", **SIZES)
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 11], [7], [4, 4, 8, 20, 15], [9, 30])]
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
+    together = [x.outputs[0].token_ids for x in llm.generate(prompts, params)]
+    alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    assert together == alone and len({len(set(x)) for x in together}) > 1
+    new = llm.load_params(tiny_folder)
+    assert weight_dtype(new) == jnp.int8
+    llm.update_params(new)
+    assert [x.outputs[0].token_ids for x in llm.generate(prompts, params)] == together
+
+
+def test_load_weights_places_parts_of_int8_on_their_devices(tiny_folder) -> None:
+    """Columns of a matrix have scales of whole rows. In a process of its own."""
+    program = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from paged_jax.models.config import LlamaConfig
+        from paged_jax.models.llama import Llama
+        from paged_jax.models.loading import load_weights, named_parameters
+
+        folder = sys.argv[1]
+        config = LlamaConfig.from_file(folder)
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+        def place(name, shape):
+            last = None if name.endswith("lm_head_scale") else "x"  # an odd number
+            return NamedSharding(mesh, P(*[None] * (len(shape) - 1), last))
+
+        options = {"dtype": "int8", "scan_layers": False}
+        whole = dict(named_parameters(load_weights(Llama, folder, config, **options)))
+        model = load_weights(Llama, folder, config, sharding=place, **options)
+        for name, parameter in named_parameters(model):
+            assert parameter.sharding == place(name, parameter.shape), name
+            np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
+    """
+    run_on_devices(program, tiny_folder, num_devices=2)
