@@ -1,15 +1,21 @@
 """Completes prompts offline: `LLM`, with the names and meanings of vLLM's class."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
+
+import numpy as np
+from jax.typing import ArrayLike
 
 from paged_jax.engine.beam_search import beam_search
 from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
+from paged_jax.engine.transfers import own_transfers
 from paged_jax.progress import Progress
+from paged_jax.rollout import Rollout, check_prompts
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
@@ -54,15 +60,76 @@ class LLM(Engine):
           FloatingPointError: the model gave NaN for every prompt. Where it did for some only, their
             outputs have the finish_reason ``"error"``.
         """
-        with contextlib.closing(self._add(prompts, sampling_params, priority, explain)) as group:
+        group = self._add(prompts, sampling_params, priority, explain)
+        outputs = [request.output() for request in self._finish(group, use_tqdm=use_tqdm)]
+        _raise_if_all_failed(outputs)
+        return outputs
+
+    def rollout(
+        self,
+        prompt_token_ids: ArrayLike,
+        num_tokens: ArrayLike,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> Rollout:
+        """Complete prompts, arrays in and arrays out: the samples of a training step.
+
+        What the function `rollout` does inside `jit`, and in float32 the same tokens, but blocks
+        are held only as far as sequences have grown, what prompts have in common is computed and
+        held once, and slots are filled again as rows stop. No text is made, and no objects for
+        single tokens.
+
+        Args:
+          prompt_token_ids: integer [B, T], each row padded at its end.
+          num_tokens: integer [B], tokens in each prompt, 1 to T.
+          sampling_params: one for all prompts, or one for each with the same `n`; by default those
+            of `get_default_sampling_params`. Their `n` samples of a prompt are rows that follow
+            each other. Row b of the result is sample b of its seed, so rows with the same prompt
+            differ. `logprobs` and `prompt_logprobs` are not looked at.
+          use_tqdm: whether progress is shown on stderr, if that is a terminal.
+
+        Returns:
+          Arrays of NumPy: the tokens i32 [B * n, N], their log-probabilities f32 [B * n, N] under
+          the model at temperature 1, unfiltered, and how many there are in each row i32 [B * n]. N
+          is the largest `max_tokens`, whatever was drawn; of parameters without, the longest row.
+
+        Raises:
+          ValueError: shapes or types do not fit together, or as for `generate`. Nothing has been
+            run then.
+          FloatingPointError: the model gave NaN.
+
+        Example:
+          >>> llm = LLM(max_num_seqs=4)
+          >>> params = SamplingParams(n=2, max_tokens=5, seed=0)
+          >>> drawn = llm.rollout(np.array([[5, 9, 2], [7, 3, 0]]), np.array([3, 2]), params)
+          >>> drawn.token_ids.shape, drawn.logprobs.dtype, drawn.num_tokens.max()
+          ((4, 5), dtype('float32'), 5)
+        """
+        with own_transfers():
+            rows, lengths = np.asarray(prompt_token_ids), np.asarray(num_tokens)
+        check_prompts("LLM.rollout", self.config.vocab_size, rows, lengths)
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": row[:length]} for row, length in zip(rows, lengths, strict=True)
+        ]
+        params = self._list_params("LLM.rollout", sampling_params, len(prompts))
+        if len(counts := {each.n for each in params}) > 1:
+            raise ValueError(
+                f"LLM.rollout: n must be the same for all prompts, got {sorted(counts)}."
+            )
+        plain = [_of_tokens_only(each) for each in params]
+        group = self._add(prompts, plain, function="LLM.rollout", shares_seeds=True)
+        return _as_rollout(self._finish(group, use_tqdm=use_tqdm))
+
+    def _finish(self, group: "_RequestGroup", *, use_tqdm: bool) -> list[Request]:
+        """Run the requests of a call to their ends."""
+        with contextlib.closing(group):
             requests = list(group.requests.values())
             # disable=None: on a terminal only.
             with Progress(self, len(requests), disable=None if use_tqdm else True) as progress:
                 for _, request in group:
                     progress.update(request.is_finished)
-        outputs = [request.output() for request in requests]
-        _raise_if_all_failed(outputs)
-        return outputs
+        return requests
 
     def chat(
         self,
@@ -156,39 +223,54 @@ class LLM(Engine):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        explain: bool,
+        priority: Sequence[int] | None = None,
+        explain: bool = False,
+        *,
+        function: str = "LLM.generate",
+        shares_seeds: bool = False,
     ) -> "_RequestGroup":
-        """Queue all prompts, or none of them."""
+        """Queue all prompts, or none of them.
+
+        Samples of prompts that share a seed draw alike, unless `shares_seeds` numbers them all.
+        """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         count = len(prompts)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, Mapping):
-            raise ValueError(
-                "LLM.generate: sampling_params must be SamplingParams, got a dict. Pass "
-                "SamplingParams(**params)."
-            )
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * count
+        sampling_params = self._list_params(function, sampling_params, count)
         priority = [0] * count if priority is None else priority
-        for name, values in (("sampling_params", sampling_params), ("priority", priority)):
-            if len(values) != count:
-                raise ValueError(
-                    f"LLM.generate: {name} must be one or as many as the {count} prompts, got "
-                    f"{len(values)}."
-                )
+        _check_count(function, "priority", priority, count)
         requests: list[Request] = []
         with self.all_or_none():
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True):
+                offset = len(requests) * params.n if shares_seeds else 0
                 try:
-                    name = self.add_request(prompt, params, priority=rank, explain=explain)
+                    name = self.add_request(
+                        prompt, params, priority=rank, explain=explain, sample_offset=offset
+                    )
                 except ValueError as error:
                     if count == 1:
                         raise
                     raise ValueError(f"prompts[{len(requests)}]: {error}") from None
                 requests.append(self.get_request(name))
         return _RequestGroup(self, requests)
+
+    def _list_params(
+        self,
+        function: str,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+    ) -> Sequence[SamplingParams]:
+        """The parameters of each of so many prompts."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, Mapping):
+            raise ValueError(
+                f"{function}: sampling_params must be SamplingParams, got a dict. Pass "
+                "SamplingParams(**params)."
+            )
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        _check_count(function, "sampling_params", sampling_params, count)
+        return sampling_params
 
 
 class _RequestGroup:
@@ -262,6 +344,40 @@ class Stream:
     def close(self) -> None:
         """End the requests that have not finished."""
         self._group.close()
+
+
+def _check_count(function: str, name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise ValueError(
+            f"{function}: {name} must be one or as many as the {count} prompts, got {len(values)}."
+        )
+
+
+def _of_tokens_only(params: SamplingParams) -> SamplingParams:
+    """The parameters without what makes text or objects of tokens, unless it ends a row."""
+    return dataclasses.replace(
+        params, logprobs=None, prompt_logprobs=None, detokenize=bool(params.stop)
+    )
+
+
+def _as_rollout(requests: list[Request]) -> Rollout:
+    """The samples of requests that have ended, a row each.
+
+    Raises:
+      FloatingPointError: one ended with an error.
+    """
+    samples = [sequence for request in requests for sequence in request.sequences]
+    for sample in samples:
+        if sample.completion.finish_reason == "error":
+            raise FloatingPointError(f"LLM.rollout: {sample.completion.stop_reason}")
+    num_tokens = np.array([sample.num_generated for sample in samples], np.int32)
+    bounds = [request.params.max_tokens for request in requests]
+    shape = len(samples), max(int(num_tokens.max()), *(bound or 0 for bound in bounds))
+    token_ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    for row, sample in enumerate(samples):
+        token_ids[row, : num_tokens[row]] = sample.token_ids[sample.num_prompt_tokens :]
+        logprobs[row, : num_tokens[row]] = sample.completion.token_logprobs
+    return Rollout(*cast(Any, (token_ids, logprobs, num_tokens)))
 
 
 def _raise_if_all_failed(outputs: list[RequestOutput]) -> None:

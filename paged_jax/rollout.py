@@ -1,12 +1,13 @@
 """Generation as one pure function: for training loops, evals, and whatever else is jitted.
 
-The cache is made inside, with blocks for every row at its full length, and gone afterwards. So a
-rollout saves no memory by its blocks: it takes as much as a contiguous cache of the same lengths.
+The cache is made inside, with blocks for every row at its full length, and gone afterwards. Samples
+of one prompt share its blocks; rows of different prompts, or of prompts that are given twice, take
+as much as a contiguous cache of the same lengths.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import sampling
-from paged_jax.cache.sizes import num_cached_tokens_at
+from paged_jax.cache import paged_cache
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
-from paged_jax.kernels.checks import as_int32
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.llama import Llama
 from paged_jax.runner import DecodeState, decode_steps
@@ -27,7 +29,10 @@ from paged_jax.sampling import Constraints, SlotSampling
 
 
 class Rollout(NamedTuple):
-    """What was generated after each of B prompts, N tokens at most. A stop token counts."""
+    """What was generated in each of B rows, N tokens at most. A stop token counts.
+
+    With ``num_samples`` of a prompt, its samples are rows that follow each other.
+    """
 
     token_ids: jax.Array  # i32 [B, N]; 0 past num_tokens
     logprobs: jax.Array  # f32 [B, N], under the model at temperature 1, unfiltered
@@ -40,6 +45,7 @@ def rollout(
     num_tokens: jax.Array,
     *,
     max_tokens: int,
+    num_samples: int = 1,
     temperature: ArrayLike = 1.0,
     top_k: ArrayLike = 0,
     top_p: ArrayLike = 1.0,
@@ -55,9 +61,10 @@ def rollout(
     The weights are an argument like any other, so nothing has to be loaded or copied when they
     change. No gradient flows through a rollout: score its tokens with `model`, which does pass one.
 
-    What it does not save: the cache holds blocks for every row at its full length, T + N tokens,
-    whatever `num_tokens` and however early rows stop, and rows with the same prompt share none. An
-    `Engine` takes blocks only as sequences grow, and holds what prompts have in common once.
+    What it does not save: the cache holds blocks for every prompt and every sample at full length,
+    T and N tokens, whatever `num_tokens` and however early rows stop, and prompts share none. An
+    `Engine` takes blocks only as sequences grow, and holds what prompts have in common once;
+    `LLM.rollout` draws the same tokens with one.
 
     Args:
       model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
@@ -66,11 +73,14 @@ def rollout(
         others count as the nearer of the two.
       max_tokens: N, most tokens to generate in a row (static). T + N is at most
         ``model.config.max_position_embeddings``.
-      temperature, top_k, top_p, min_p: see `SamplingParams`; one for all rows or one for each;
+      num_samples: samples to draw from each prompt (static): rows of the result that follow each
+        other. Each prompt is computed once, and its blocks are held once.
+      temperature, top_k, top_p, min_p: see `SamplingParams`; one for all prompts or one for each;
         they may be traced.
-      seed: an integer of 0 to 2**32 - 1, or ``jax.random.key`` of it, one for all rows or one for
-        each; may be traced, as from the number of the training step. Row b is sample b of its seed,
-        so rows with the same prompt differ, and a row's draws do not depend on the rows beside it.
+      seed: an integer of 0 to 2**32 - 1, or ``jax.random.key`` of it, one for all prompts or one
+        for each; may be traced, as from the number of the training step. Row b of the result is
+        sample b of its seed, so rows with the same prompt differ, and a row's draws do not depend
+        on the rows beside it.
       stop_token_ids: tokens that end a row; None for ``model.config.eos_token_ids``, () for none
         (static).
       block_size: C, tokens in a block of the cache, see `PagedCache`.
@@ -78,14 +88,16 @@ def rollout(
       backend: the backend of the attention, see `paged_attention`.
 
     Returns:
-      The tokens, their log-probabilities and how many there are in each row.
+      The tokens, their log-probabilities and how many there are in each row; of ``B * num_samples``
+      rows, as if each prompt had been given `num_samples` times.
 
     Raises:
       ValueError: shapes or types do not fit together, a size is not positive, or rows may grow
         longer than the model's positions; outside of `jit` also for a number of tokens out of
         range, or a token outside of the vocabulary.
 
-    Cost: memory for K and V of B * (T + N) tokens; time until the last row has stopped.
+    Cost: memory for K and V of B * (T + num_samples * N) tokens, and up to a block more for each
+    sample; a pass over B * T tokens, then time until the last row has stopped.
 
     Example:
       >>> from flax import nnx
@@ -99,47 +111,80 @@ def rollout(
       >>> out.token_ids.shape, out.num_tokens.tolist()
       ((2, 6), [6, 6])
     """
-    check_positive("rollout", max_tokens=max_tokens, block_size=block_size)
-    prompt_token_ids, num_tokens = _as_prompts(
-        model.config.vocab_size, prompt_token_ids, num_tokens
-    )
-    B, T = prompt_token_ids.shape
+    check_positive("rollout", max_tokens=max_tokens, num_samples=num_samples, block_size=block_size)
+    check_prompts("rollout", model.config.vocab_size, prompt_token_ids, num_tokens)
+    prompts = jnp.asarray(prompt_token_ids).astype(jnp.int32)
+    num_tokens = jnp.asarray(num_tokens).astype(jnp.int32)
+    B, T = prompts.shape
     _check_fits(model, T, max_tokens)
     # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
     model = jax.tree.map(lax.stop_gradient, model)
-    slots = jnp.arange(B, dtype=jnp.int32)
+    num_tokens = jnp.clip(num_tokens, 1, T)
     cache = model.create_cache(
-        num_slots=B,
+        num_slots=B * num_samples,
         max_length=num_cached_tokens_at(T + max_tokens),
+        num_blocks=B * _num_blocks(T, max_tokens, num_samples, block_size),
         block_size=block_size,
         dtype=cache_dtype,
     )
-    num_tokens = jnp.clip(num_tokens, 1, T)
-    if T > 1:
-        _, cache, _ = model.prefill(
-            cache, prompt_token_ids[:, :-1], slots, num_tokens - 1, backend=backend
-        )
+    cache = _prefill(model, cache, prompts, num_tokens, num_samples, backend)
+
+    last_tokens = prompts[jnp.arange(B, dtype=jnp.int32), num_tokens - 1]
+    last_tokens, num_tokens = (jnp.repeat(x, num_samples) for x in (last_tokens, num_tokens))
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
     stop_ids = jnp.array([list(stop_token_ids)], jnp.int32)
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    rows = {name: _per_row(name, jnp.asarray(x), B, num_samples) for name, x in values.items()}
+    rows |= {"seed": _per_row("seed", _keys(seed), B, num_samples), "held_until": num_tokens}
+    num_rows = num_tokens.shape[0]
     state = DecodeState(
         cache=cache,
-        sampling=_sampling(
-            SlotSampling.create(B, model.config.vocab_size, max_logit_bias=0, max_stop_ids=0),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=_keys(seed),
-            held_until=num_tokens,
-        ),
-        token_ids=prompt_token_ids[slots, num_tokens - 1],
-        stop_ids=jnp.broadcast_to(stop_ids, (B, stop_ids.shape[1])),
+        sampling=_sampling(num_rows, model.config.vocab_size, rows),
+        token_ids=last_tokens,
+        stop_ids=jnp.broadcast_to(stop_ids, (num_rows, stop_ids.shape[1])),
         max_lengths=num_tokens + max_tokens,
-        constraints=Constraints.create(B, vocab_size=0, max_forced=0),
+        constraints=Constraints.create(num_rows, vocab_size=0, max_forced=0),
     )
+    slots = jnp.arange(num_rows, dtype=jnp.int32)
     tokens, _ = decode_steps(model, state, slots, max_tokens, max_steps=max_tokens, backend=backend)
     return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
+
+
+def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> int:
+    """Most blocks that the samples of a prompt of 1 to T tokens need."""
+
+    def blocks(length: int) -> int:
+        # Samples go on in copies of the block that the prompt has begun; the last one keeps it.
+        shared = num_cached_tokens_at(length) // block_size
+        whole = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
+        return shared + num_samples * (whole - shared)
+
+    # Not always of the longest prompt: one that ends within a block leaves all of that block to its
+    # samples. Those that are shorter by a block or more need no more than these.
+    return max(blocks(length) for length in range(max(1, T - block_size + 1), T + 1))
+
+
+def _prefill(
+    model: Llama,
+    cache: PagedCache,
+    prompt_token_ids: jax.Array,
+    num_tokens: jax.Array,
+    num_samples: int,
+    backend: str | None,
+) -> PagedCache:
+    """The empty cache with all tokens of the prompts but their last, shared by their samples."""
+    B, T = prompt_token_ids.shape
+    if T == 1:
+        return cache
+    slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
+    firsts = num_samples * (slots // num_samples)
+    _, cache, _ = model.prefill(
+        cache, prompt_token_ids[:, :-1], slots[::num_samples], num_tokens - 1, backend=backend
+    )
+    if num_samples > 1:
+        cache, _ = paged_cache.fork(cache, jnp.where(slots == firsts, -1, firsts))
+    return cache
 
 
 def _check_fits(model: Llama, T: int, max_tokens: int) -> None:
@@ -151,48 +196,59 @@ def _check_fits(model: Llama, T: int, max_tokens: int) -> None:
         )
 
 
-def _as_prompts(
-    vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
-) -> tuple[jax.Array, jax.Array]:
-    """The prompts i32[B, T] and their lengths i32[B], unless they do not fit together."""
-    prompts, lengths = jnp.asarray(prompt_token_ids), jnp.asarray(num_tokens)
-    sizes = bind("rollout", prompt_token_ids=(prompts, "BT"), num_tokens=(lengths, "B"))
+def check_prompts(
+    function: str, vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
+) -> None:
+    """Refuse prompts [B, T] and their lengths [B] that do not fit together, or tokens out of range.
+
+    Args:
+      function: the name that messages begin with.
+      vocab_size: V.
+      prompt_token_ids, num_tokens: see `rollout`; their values are checked where they are known.
+
+    Raises:
+      ValueError: see `rollout`.
+    """
+    given: dict[str, Any] = {"prompt_token_ids": prompt_token_ids, "num_tokens": num_tokens}
+    arrays = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in given.items()}
+    letters = {"prompt_token_ids": "BT", "num_tokens": "B"}
+    sizes = bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
     B, T = sizes["B"], sizes["T"]
     if not B or not T:
         raise ValueError(
-            f"rollout: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row for "
-            "each prompt, of at least one token."
+            f"{function}: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row "
+            "for each prompt, of at least one token."
         )
-    prompts, lengths = as_int32("rollout", prompt_token_ids=prompts, num_tokens=lengths)
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
     if not isinstance(num_tokens, Tracer):
         wrong = [count for count in np.asarray(num_tokens).tolist() if not 1 <= count <= T]
         if wrong:
             raise ValueError(
-                f"rollout: num_tokens must be in 1..{T}, the width of prompt_token_ids, got "
+                f"{function}: num_tokens must be in 1..{T}, the width of prompt_token_ids, got "
                 f"{wrong[0]}."
             )
-    check_token_ids("rollout", vocab_size, prompt_token_ids, num_tokens, name="prompt_token_ids")
-    return prompts, lengths
+    check_token_ids(function, vocab_size, prompt_token_ids, num_tokens, name="prompt_token_ids")
 
 
-def _sampling(state: SlotSampling, **values: ArrayLike) -> SlotSampling:
+def _sampling(num_rows: int, vocab_size: int, rows: dict[str, jax.Array]) -> SlotSampling:
     """What `sampling.write_slot` writes, for all rows at once; the values may be traced."""
-    B = state.temperature.shape[0]
-    rows = {name: _per_row(name, jnp.asarray(value), B) for name, value in values.items()}
-    keys = jax.random.key_data(rows.pop("seed"))
-    rows = {name: row.astype(getattr(state, name).dtype) for name, row in rows.items()}
-    state = dataclasses.replace(state, **rows, keys=keys)
-    return jax.vmap(sampling.settle)(state, jnp.arange(B, dtype=jnp.uint32))
+    state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=0, max_stop_ids=0)
+    keys = jax.random.key_data(rows["seed"])
+    fields = {name: row for name, row in rows.items() if name != "seed"}
+    fields = {name: row.astype(getattr(state, name).dtype) for name, row in fields.items()}
+    state = dataclasses.replace(state, **fields, keys=keys)
+    return jax.vmap(sampling.settle)(state, jnp.arange(num_rows, dtype=jnp.uint32))
 
 
-def _per_row(name: str, value: jax.Array, num_rows: int) -> jax.Array:
-    """One value for each row."""
-    if value.shape not in ((), (num_rows,)):
+def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array:
+    """One value for each row, of one for all prompts or one for each."""
+    if value.shape not in ((), (B,)):
         raise ValueError(
-            f"rollout: {name} must be one value or have shape [{num_rows}], got shape "
-            f"{list(value.shape)}."
+            f"rollout: {name} must be one value or have shape [{B}], got shape {list(value.shape)}."
         )
-    return jnp.broadcast_to(value, (num_rows,))
+    return jnp.repeat(jnp.broadcast_to(value, (B,)), num_samples)
 
 
 def _keys(seed: ArrayLike) -> jax.Array:

@@ -702,6 +702,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llm) -> None:
     assert bare.get_default_sampling_params() == SamplingParams(temperature=0)
 
 
+def test_no_text_is_made_where_none_is_wanted(llm) -> None:
+    plain = complete(llm, PROMPTS[0], detokenize=False)
+    assert plain.text == "" and plain.token_ids == complete(llm, PROMPTS[0]).token_ids
+    with pytest.raises(ValueError, match="detokenize must be True with stop strings"):
+        SamplingParams(stop="x", detokenize=False)
+
+
 def test_chat_uses_the_template(llm) -> None:
     messages = [{"role": "user", "content": "hello"}]
     [output] = llm.chat(messages, GREEDY, use_tqdm=False)

@@ -1,6 +1,7 @@
 """A rollout is what the steps of decoding would give, as one function inside other programs."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from paged_jax import LLM
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.runner import DecodeState, decode_state, decode_steps
 from paged_jax.sampling.params import SamplingParams
 from tests.support.random_model import random_llama
-from tests.support.tiny_model import BOS, CONFIG
+from tests.support.tiny_model import BOS, CONFIG, SIZES
+from tests.support.workload import check_empty
 
 PROMPTS = np.array([[BOS, 5, 6, 7, 8], [BOS, 20, 3, 0, 0], [BOS, 0, 0, 0, 0]], np.int32)
 NUM_TOKENS = np.array([5, 3, 1], np.int32)
@@ -205,3 +208,193 @@ def test_mistakes_are_refused(model, changes, message) -> None:
     arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS, "max_tokens": N}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: rollout(model, **{**arguments, **changes}))
+
+
+# Samples of a prompt
+
+
+@pytest.fixture(scope="module")
+def samples(model):
+    """Runs 3 samples of one prompt of 8 tokens at most, or of as many prompts as are given."""
+    ways = {"max_tokens": N, "block_size": 4, "stop_token_ids": (), "seed": np.uint32(9)}
+
+    def draw(prompt: np.ndarray, num_tokens: int, *, num_samples: int, times: int = 1) -> Rollout:
+        prompts, lengths = np.tile(prompt, (times, 1)), np.full(times, num_tokens, np.int32)
+        return SAMPLE(model, prompts, lengths, num_samples=num_samples, **ways)
+
+    return draw
+
+
+SAMPLE = jax.jit(
+    rollout, static_argnames=("max_tokens", "num_samples", "stop_token_ids", "block_size")
+)
+PROMPT = np.array([BOS, *range(5, 12)], np.int32)
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_a_prompt_given_as_often(samples) -> None:
+    """Of every length up to that of the array: blocks are counted for the worst of them."""
+    for length in range(1, PROMPT.size + 1):
+        out = samples(PROMPT, length, num_samples=3)
+        each = samples(PROMPT, length, num_samples=1, times=3)
+        np.testing.assert_array_equal(out.token_ids, each.token_ids)
+        np.testing.assert_allclose(out.logprobs, each.logprobs, atol=1e-5)
+        assert out.num_tokens.tolist() == [N] * 3, "blocks sufficed"
+        assert len(set(map(tuple, out.token_ids.tolist()))) == 3
+
+
+def test_samples_hold_and_compute_their_prompt_once(model, monkeypatch) -> None:
+    prefill, computed = Llama.prefill, []
+
+    def note_and_prefill(model, cache, token_ids, *args, **options):
+        computed.append(token_ids.shape)
+        return prefill(model, cache, token_ids, *args, **options)
+
+    monkeypatch.setattr(Llama, "prefill", note_and_prefill)
+
+    def num_blocks(num_samples: int, times: int) -> int:
+        """Blocks in the pool for samples of two prompts that are given so often."""
+        prompts, num_tokens = np.tile(PROMPT, (2 * times, 8))[:, :58], np.full(2 * times, 58)
+        sizes = {"max_tokens": N, "block_size": 4, "num_samples": num_samples}
+        traced = jax.make_jaxpr(lambda: rollout(model, prompts, num_tokens, **sizes))()
+        shapes = [out.aval.shape for eqn in traced.jaxpr.eqns for out in eqn.outvars]
+        [blocks] = {shape[1] for shape in shapes if len(shape) == 5}
+        return blocks
+
+    # Of 58 tokens 57 are computed before the loop, and 63 are in the cache at the end. A prompt of
+    # 56 needs most: 13 blocks that it fills, and 3 more for each sample.
+    assert num_blocks(4, 1) == 2 * (13 + 4 * 3) and num_blocks(1, 4) == 8 * 16
+    assert computed == [(2, 57), (8, 57)]
+
+
+def test_samples_may_have_parameters_of_their_prompt(model) -> None:
+    changes = {"temperature": np.array([0.0, 1.0, 0.0])}
+    with pytest.raises(ValueError, match=r"temperature must be one value or have shape \[3\]"):
+        shapes = {name: np.ones(12) for name in changes}
+        jax.eval_shape(lambda: rollout(model, PROMPTS, NUM_TOKENS, max_tokens=N, **shapes))
+    out = jax.eval_shape(
+        lambda: rollout(model, PROMPTS, NUM_TOKENS, max_tokens=N, num_samples=4, **changes)
+    )
+    assert out.token_ids.shape == out.logprobs.shape == (12, N) and out.num_tokens.shape == (12,)
+
+
+# With an engine
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model) -> LLM:
+    return LLM(tiny_model, **SIZES)
+
+
+@pytest.mark.slow
+def test_an_engine_draws_the_tokens_of_the_function(tiny_model, llm) -> None:
+    """With blocks and slots for a few rows at once, and a guard against transfers."""
+    sizes = {"max_tokens": N, "num_samples": 4, "block_size": 4, "stop_token_ids": ()}
+    way = {"seed": np.uint32(7), "temperature": np.float32(0.9)}
+    expected = SAMPLE(tiny_model, PROMPTS, NUM_TOKENS, **sizes, **way)
+    params = SamplingParams(n=4, max_tokens=N, seed=7, temperature=0.9, ignore_eos=True, logprobs=3)
+    with jax.transfer_guard("disallow_explicit"):
+        drawn = llm.rollout(PROMPTS, NUM_TOKENS, params)
+    for ours, theirs in zip(drawn, expected, strict=True):
+        assert isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(drawn.token_ids, expected.token_ids)
+    np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(drawn.num_tokens, expected.num_tokens)
+    check_empty(llm)
+    # Device arrays will do as well, and so will parameters for each prompt.
+    some = llm.rollout(jnp.asarray(PROMPTS), jnp.asarray(NUM_TOKENS), [params] * B)
+    np.testing.assert_array_equal(some.token_ids, drawn.token_ids)
+
+
+def test_rows_end_where_their_parameters_say(llm) -> None:
+    whole = llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(temperature=0, max_tokens=N))
+    stop = int(whole.token_ids[0, 2])
+    greedy = {"temperature": 0, "stop_token_ids": [stop], "ignore_eos": True}
+    bounds = (N, 2, N)
+    ways = [SamplingParams(**greedy, max_tokens=bound) for bound in bounds]
+    out = llm.rollout(PROMPTS, NUM_TOKENS, ways)
+    for row, bound in enumerate(bounds):
+        ids = whole.token_ids[row].tolist()
+        n = min(ids.index(stop) + 1 if stop in ids else N, bound)
+        assert out.num_tokens[row] == n
+        assert out.token_ids[row].tolist() == ids[:n] + [0] * (N - n)
+        np.testing.assert_allclose(out.logprobs[row, :n], whole.logprobs[row, :n], atol=1e-5)
+        assert not out.logprobs[row, n:].any()
+    # Without a bound, as wide as the longest row.
+    free = llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(**greedy, max_tokens=None))
+    assert free.token_ids.shape[1] == free.num_tokens.max() > 2
+
+
+def test_an_engine_sleeps_between_rollouts(llm, tiny_model) -> None:
+    """Memory is free meanwhile, weights are new after it, and nothing is compiled again."""
+    params = SamplingParams(n=2, max_tokens=N, seed=3, ignore_eos=True)
+    other = jax.tree.map(lambda x: 1.5 * x, nnx.state(tiny_model))
+    before = llm.rollout(PROMPTS, NUM_TOKENS, params)
+    llm.update_params(other)
+    changed = llm.rollout(PROMPTS, NUM_TOKENS, params)
+    assert changed.token_ids.tolist() != before.token_ids.tolist()
+    gc.collect()
+    held, pool = live_bytes(), llm.cache.nbytes
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **details) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(details["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with jax.transfer_guard("disallow_explicit"):
+            llm.sleep(level=2)
+            assert live_bytes() <= held - pool - sum(x.nbytes for x in jax.tree.leaves(other))
+            llm.update_params(nnx.state(tiny_model))
+            llm.wake_up()
+            again = llm.rollout(PROMPTS, NUM_TOKENS, params)
+            llm.sleep()
+            llm.wake_up()
+            llm.update_params(other)
+            last = llm.rollout(PROMPTS, NUM_TOKENS, params)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+    np.testing.assert_array_equal(again.token_ids, before.token_ids)
+    np.testing.assert_array_equal(last.token_ids, changed.token_ids)
+    llm.update_params(nnx.state(tiny_model))
+    check_empty(llm)
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tokens": NUM_TOKENS[:2]}, r"LLM\.rollout: num_tokens must have B .* = 3"),
+        ({"num_tokens": NUM_TOKENS * 0}, r"LLM\.rollout: num_tokens must be in 1\.\.5, .* got 0"),
+        ({"prompt_token_ids": PROMPTS + 999}, r"must be in 0\.\.42, the vocabulary, got 999"),
+        ({"prompt_token_ids": PROMPTS * 1.0}, "must be an integer array, got float64"),
+        ({"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]}, "must hold a token"),
+        ({"sampling_params": [SamplingParams()]}, "one or as many as the 3 prompts, got 1"),
+        (
+            {"sampling_params": [SamplingParams(n=n) for n in (1, 2, 1)]},
+            r"n must be the same for all prompts, got \[1, 2\]",
+        ),
+        (
+            {"prompt_token_ids": np.tile(PROMPTS, (1, 14))[:, :70], "num_tokens": NUM_TOKENS + 64},
+            r"prompts\[0\]: request: the prompt must have at most 63 tokens",
+        ),
+    ],
+)
+def test_an_engine_refuses_mistakes(llm, changes, message) -> None:
+    arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS}
+    with pytest.raises(ValueError, match=message):
+        llm.rollout(**{**arguments, **changes})
+    check_empty(llm)
+
+
+def test_nan_is_no_rollout(tiny_model) -> None:
+    bad = jax.tree.map(lambda x: x * jnp.nan, nnx.state(tiny_model))
+    llm = LLM(nnx.merge(nnx.graphdef(tiny_model), bad), **SIZES)
+    with pytest.raises(FloatingPointError, match=r"LLM\.rollout: the model gave NaN"):
+        llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(max_tokens=N))
+    check_empty(llm)

@@ -100,6 +100,7 @@ class Engine(Upkeep):
         arrival_time: float | None = None,
         explain: bool = False,
         client: str = "",
+        sample_offset: int = 0,
     ) -> str:
         """Queue a request, which runs in the steps that follow.
 
@@ -114,6 +115,8 @@ class Engine(Upkeep):
           arrival_time: time of arrival, of ``time.perf_counter()``; by default now.
           explain: whether the outputs carry an `Explanation` of what it waited for.
           client: whose request it is: of equal priority, clients take turns for slots.
+          sample_offset: number of its first sample among those of its seed: requests with the same
+            prompt and seed draw the same tokens unless these differ.
 
         Returns:
           The request's id.
@@ -142,6 +145,7 @@ class Engine(Upkeep):
             arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
             timeout=timeout,
             client=client,
+            sample_offset=sample_offset,
         )
         if explain:
             request.history = History(request.metrics.arrival_time)

@@ -55,6 +55,7 @@ class Inputs:
         arrival_time: float,
         timeout: float | None = None,
         client: str = "",
+        sample_offset: int = 0,
     ) -> Request:
         """Check a prompt and its parameters, and make a request of them.
 
@@ -68,6 +69,7 @@ class Inputs:
           arrival_time: seconds of a monotonic clock.
           timeout: seconds after which the request ends as it stands.
           client: whose request it is: clients take turns for slots.
+          sample_offset: number of its first sample among those of its seed.
 
         Raises:
           ArgumentError: naming the field and the bound.
@@ -76,6 +78,10 @@ class Inputs:
         text, token_ids = self._encode(prompt)
         salt = prompt.get("cache_salt", "")
         _check_options(salt, priority, arrival_time, timeout, client)
+        if not is_int(sample_offset) or not 0 <= sample_offset < 2**31 - params.n:
+            raise _refusal(
+                f"must be an integer in [0, 2**31), got {sample_offset!r}.", "sample_offset"
+            )
         self._check_params(params)
         form = params.structured_outputs
         grammar = None if form is None else self.grammars.compile(form)
@@ -97,6 +103,7 @@ class Inputs:
             deadline=None if timeout is None else arrival_time + timeout,
             cache_salt=salt,
             client=client,
+            sample_offset=sample_offset,
             # The first token has no log-probability.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )

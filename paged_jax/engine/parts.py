@@ -30,6 +30,7 @@ from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.run import PlanRunner
 from paged_jax.engine.sleep import Sleep
 from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
+from paged_jax.engine.transfers import own_transfers
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.text.grammar import Grammars
@@ -59,6 +60,7 @@ class EngineParts:
       delivery: hands on requests that have made progress.
     """
 
+    @own_transfers()
     def __init__(
         self,
         model: str | Path | Llama | None = None,
@@ -249,6 +251,7 @@ class EngineParts:
         return self._runner.is_compiling
 
     @property
+    @own_transfers()
     def cache_use(self) -> float:
         """The fraction of blocks that requests hold, 0 to 1; what is only cached is free.
 

@@ -5,6 +5,8 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
+from paged_jax.engine.transfers import own_transfers
+
 
 class ChangeGuard:
     """Guards the changes of an engine's state, such as a step.
@@ -43,15 +45,16 @@ class ChangeGuard:
         return contextlib.contextmanager(lambda: change)()
 
     def _change(self) -> Generator[None]:
-        if self._is_broken:
-            self.recover()
-        self._is_broken = True
-        try:
-            yield
-        except BaseException:
-            self.recover()
-            raise
-        self._is_broken = False
+        with own_transfers():
+            if self._is_broken:
+                self.recover()
+            self._is_broken = True
+            try:
+                yield
+            except BaseException:
+                self.recover()
+                raise
+            self._is_broken = False
 
     def recover(self) -> None:
         """Restart from what the host knows."""

@@ -8,6 +8,7 @@ from paged_jax.checks import ArgumentError
 from paged_jax.engine.compile_bar import compile_bar
 from paged_jax.engine.parts import EngineParts
 from paged_jax.engine.sleep import TAGS
+from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import load_like, place_like
 from paged_jax.models.llama import Llama
 
@@ -15,6 +16,7 @@ from paged_jax.models.llama import Llama
 class Upkeep(EngineParts):
     """Compiles, empties the prefix cache, replaces weights, sleeps. `Engine` has it all."""
 
+    @own_transfers()
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every program that requests may need, so that no request waits for it.
 
@@ -33,6 +35,7 @@ class Upkeep(EngineParts):
         with compile_bar() as show:
             self._runner.warmup(show)
 
+    @own_transfers()
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache: later requests find no block of earlier ones."""
         if not self._sleep.level:  # else there is none
@@ -64,6 +67,7 @@ class Upkeep(EngineParts):
             else:
                 self._runner.slots.reset_prefix_cache()
 
+    @own_transfers()
     def load_params(self, folder: str | Path) -> Llama:
         """Load weights for `update_params` from a folder, into host memory.
 

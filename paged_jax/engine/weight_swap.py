@@ -1,6 +1,8 @@
 """Takes new weights for a running engine: loads them, checks names and shapes, places them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.weight import weight_dtype
@@ -76,10 +79,27 @@ def place_like(model: Llama, params: Any) -> list[jax.Array]:
         )
     new, old = jax.tree.leaves(params), jax.tree.leaves(state)
     _check_shapes([jnp.shape(x) for x in new], [x.shape for x in old])
-    return [
-        jax.device_put(jnp.asarray(x, y.dtype), y.sharding, may_alias=False)
-        for x, y in zip(new, old, strict=True)
+    with own_transfers():  # of weights that are on the host
+        new = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in new]
+    places = [x.sharding for x in old]
+    near = [
+        x if x.sharding.device_set == place.device_set else jax.device_put(x, place)
+        for x, place in zip(new, places, strict=True)
     ]
+    return _copies(tuple(x.dtype for x in old), tuple(places))(near)
+
+
+@functools.lru_cache(maxsize=16)
+def _copies(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
+    """A program that copies arrays in these dtypes to these places, which have the same devices.
+
+    A program and not `jax.device_put`: no transfer takes place.
+    """
+
+    def copy(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+    return jax.jit(copy, out_shardings=list(places))
 
 
 def _names_of(state: nnx.State) -> list[str]:

@@ -39,10 +39,12 @@ class Caller:
 
 
 # Settings of a thread that programs depend on, and their contexts: else programs would be compiled
-# anew, or mean something else.
+# anew, or mean something else, or their arguments would be stopped on their way.
 _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_enable_x64": jax.enable_x64,
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
 }
 
 

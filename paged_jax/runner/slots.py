@@ -186,7 +186,7 @@ class Slots:
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             seed=request.seed,
-            sample_index=sequence.index,
+            sample_index=request.sample_offset + sequence.index,
             eos_token_ids=self._eos_token_ids,
             max_length=sequence.max_length,
         )

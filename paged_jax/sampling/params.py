@@ -83,6 +83,8 @@ NUMBERS: Mapping[str, Number] = {
 }
 """The numbers that shape the distribution: also what the server and the command line take."""
 
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -109,6 +111,7 @@ class SamplingParams:
         one; None reports nothing.
       prompt_logprobs: the same for each position of the prompt but the first.
       logit_bias: added to the logits of these tokens, of which there may be 1024.
+      detokenize: make text of the tokens; False saves that work where only tokens are wanted.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
       structured_outputs: the form that the text must have, such as a JSON schema. It ends where
@@ -145,6 +148,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     # A dict cannot be hashed; equality still compares it.
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
@@ -239,6 +243,13 @@ class SamplingParams:
             "Use None to stop at no text.",
         )
         object.__setattr__(self, "stop", tuple(stop or ()))
+        _require(
+            not stop or self.detokenize,
+            "detokenize",
+            "be True with stop strings",
+            self.detokenize,
+            "They are looked for in the text.",
+        )
         tokens = self.stop_token_ids
         _require(
             tokens is None or (_is_sequence(tokens) and all(_is_token_id(t) for t in tokens)),
@@ -250,7 +261,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(tokens or ()))
 
     def _check_flags(self) -> None:
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in _FLAGS:
             value = getattr(self, name)
             _require(isinstance(value, bool), name, "be a bool", value, "Use True or False.")
 

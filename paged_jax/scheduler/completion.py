@@ -1,5 +1,6 @@
 """What one sample has beside its tokens: its text, log-probabilities, and why it ended."""
 
+from array import array
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
@@ -12,11 +13,12 @@ class Completion:
 
     Args:
       params: the sampling parameters of the request.
-      tokenizer: turns tokens into text; None leaves the text empty.
+      tokenizer: turns tokens into text; None leaves the text empty, as the parameters may.
       continues_text: see `Tokenizer.decode`; true where the prompt has any text.
 
     Attributes:
       cumulative_logprob: sum of the tokens' log-probabilities, in nats.
+      token_logprobs: those of each token, float32.
       logprobs: candidates for each token; None if not asked for.
       finish_reason, stop_reason: see `CompletionOutput`.
     """
@@ -25,6 +27,7 @@ class Completion:
         self, params: SamplingParams, tokenizer: Tokenizer | None, *, continues_text: bool = False
     ):
         self.cumulative_logprob = 0.0
+        self.token_logprobs = array("f")
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -32,7 +35,7 @@ class Completion:
         self._stops = tuple(params.stop or ())
         self._most_held = max(map(len, self._stops), default=1) - 1
         self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None:
+        if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
@@ -44,7 +47,7 @@ class Completion:
     def snapshot(self) -> tuple[Any, ...]:
         """All of its state, for `restore`."""
         state = None if self._detokenizer is None else self._detokenizer.snapshot()
-        num_logprobs = 0 if self.logprobs is None else len(self.logprobs)
+        num_logprobs = len(self.token_logprobs), len(self.logprobs or ())
         reasons = self.finish_reason, self.stop_reason
         return self.cumulative_logprob, num_logprobs, reasons, self._text, self._num_final, state
 
@@ -54,8 +57,9 @@ class Completion:
             snapshot
         )
         self.finish_reason, self.stop_reason = reasons
+        del self.token_logprobs[num_logprobs[0] :]
         if self.logprobs is not None:
-            del self.logprobs[num_logprobs:]
+            del self.logprobs[num_logprobs[1] :]
         if self._detokenizer is not None:
             self._detokenizer.restore(state)
 
@@ -85,6 +89,7 @@ class Completion:
           candidates: what `logprobs` keeps for this token.
         """
         self.cumulative_logprob += logprob
+        self.token_logprobs.append(logprob)
         if self.logprobs is not None and candidates is not None:
             self.logprobs.append(candidates)
 
@@ -139,6 +144,7 @@ class Completion:
                         return False
             self._detokenizer.accept()
         self.cumulative_logprob = total
+        self.token_logprobs.extend(logprobs)
         self._text += text
         self._release_text()
         return True

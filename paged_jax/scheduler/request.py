@@ -36,6 +36,7 @@ class Request:
       deadline: time at which it expires, on the clock of the metrics; None for never.
       cache_salt: salt of the prefix cache: requests share cached blocks only where it is the same.
       client: whose request it is; clients take turns for slots.
+      sample_offset: number of its first sample among those of its seed.
       num_cached_tokens: tokens of the prompt that were found in the prefix cache.
       prompt_logprobs: see `RequestOutput`; grows while the prompt is computed.
       history: waits and preemptions; None if no explanation was asked for.
@@ -54,6 +55,7 @@ class Request:
     deadline: float | None = None
     cache_salt: str = ""
     client: str = ""
+    sample_offset: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     history: History | None = None

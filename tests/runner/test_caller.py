@@ -42,3 +42,10 @@ def test_programs_are_those_of_the_thread_that_asks() -> None:
     double(1)
     caller.submit(lambda: double(2)).result()
     assert traced == [(True, "highest"), (jax.config.jax_enable_x64, None)]
+
+
+@pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
+def test_transfers_are_guarded_as_in_the_thread_that_asks(direction) -> None:
+    guard = f"jax_transfer_guard_{direction}"
+    with getattr(jax, f"transfer_guard_{direction}")("log_explicit"):
+        assert Caller().submit(lambda: getattr(jax.config, guard)).result() == "log_explicit"

@@ -741,6 +741,7 @@ BAD_PARAMS = {
     ],  # fmt: skip
     "ignore_eos": [1, None],
     "skip_special_tokens": ["yes"],
+    "detokenize": [None],
     "include_stop_str_in_output": [0],
 }
 
