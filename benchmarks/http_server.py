@@ -15,11 +15,15 @@ prompts and must give the same tokens.
 
 The clients are one process, apart from the server as clients are. On few cores whatever they use is
 taken from the engine: they keep what they read, with the time, and look at it when the run is over.
+
+CPU time is that of the engine's process or, over HTTP, of the server's and that of the clients. It
+says less of what users feel than the clock does, and hardly depends on what else the machine does.
 """
 
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -29,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,9 +55,11 @@ GOALS = tuple(
     )
     for name in (STREAMING, WHOLE)
 )
+_RATIOS = ("ratios_to_engine", "cpu_ratios_to_engine")
 # The context of the bundled model.
 _CONTEXT = 512
 _SERVER_LOG_LINE = re.compile(r"Serving on (\S+)")
+_CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
 # What a client has got: when, after the start of the run, and which bytes.
 Parts = list[tuple[float, bytes]]
@@ -83,6 +90,25 @@ async def serve_over_http(url: str, is_stream: bool, requests: list[Request]) ->
     parts = await asyncio.gather(*asked)
     seconds = time.perf_counter() - start
     return _outcome([_tokens(each, is_stream) for each in parts], start, seconds)
+
+
+async def with_cpu_seconds(
+    serve: Serve, cpu_seconds: Callable[[], float], requests: list[Request]
+) -> Outcome:
+    """As `serve`, with the CPU seconds that it took among the details."""
+    start = await asyncio.to_thread(cpu_seconds)
+    outcome = await serve(requests)
+    seconds = await asyncio.to_thread(cpu_seconds) - start
+    return dataclasses.replace(outcome, details={"cpu_seconds": seconds})
+
+
+def cpu_seconds_over_http(url: str) -> float:
+    """CPU seconds so far, of the server, which counts hundredths, and of this process."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        found = _CPU_SECONDS.search(answer.read().decode())
+    if found is None:
+        raise ValueError("the server must count its CPU seconds, got none. Measure on Linux.")
+    return float(found[1]) + time.process_time()
 
 
 def _outcome(
@@ -191,13 +217,12 @@ async def measure_all(
     return outcomes
 
 
-def ratios(outcomes: dict[str, list[Outcome]]) -> dict[str, float]:
-    """The time of each over that of the engine in the same round, the median over rounds."""
+def ratios(outcomes: dict[str, list[Outcome]], of: Callable[[Outcome], float]) -> dict[str, float]:
+    """What each took over what the engine took in the same round, the median over rounds."""
     return {
         name: round(
             statistics.median(
-                http.seconds / engine.seconds
-                for http, engine in zip(each, outcomes[ENGINE], strict=True)
+                of(http) / of(engine) for http, engine in zip(each, outcomes[ENGINE], strict=True)
             ),
             4,
         )
@@ -262,11 +287,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "sizes": sizes._asdict(),
         "engine": settings,
         "results": {
-            name: median_summary(each) | {"rounds": [summary(outcome) for outcome in each]}
+            name: median_summary(each)
+            | {"cpu_us_per_token": round(statistics.median(map(_cpu_us_per_token, each)), 1)}
+            | {"rounds": [summary(outcome) for outcome in each]}
             for name, each in outcomes.items()
         },
-        "ratios_to_engine": ratios(outcomes),
+        "ratios_to_engine": ratios(outcomes, lambda outcome: outcome.seconds),
+        "cpu_ratios_to_engine": ratios(outcomes, _cpu_us_per_token),
     }
+
+
+def _cpu_us_per_token(outcome: Outcome) -> float:
+    return 1e6 * outcome.details["cpu_seconds"] / outcome.num_tokens
 
 
 def _option(name: str, value: int | str) -> list[str]:
@@ -277,13 +309,14 @@ async def _measure(
     engine: Engine, url: str, sizes: Sizes, options: argparse.Namespace
 ) -> dict[str, list[Outcome]]:
     async with AsyncEngine(engine) as asynchronous:
-        runs: dict[str, Serve] = {
-            ENGINE: lambda requests: serve_in_process(asynchronous, requests),
-            STREAMING: lambda requests: serve_over_http(url, True, requests),
-            WHOLE: lambda requests: serve_over_http(url, False, requests),
+        over_http = functools.partial(cpu_seconds_over_http, url)
+        runs: dict[str, tuple[Serve, Callable[[], float]]] = {
+            ENGINE: (functools.partial(serve_in_process, asynchronous), time.process_time),
+            STREAMING: (functools.partial(serve_over_http, url, True), over_http),
+            WHOLE: (functools.partial(serve_over_http, url, False), over_http),
         }
         return await measure_all(
-            runs,
+            {name: functools.partial(with_cpu_seconds, *run) for name, run in runs.items()},
             sizes,
             engine.config.vocab_size,
             num_warmup=options.warmup_runs,
@@ -293,14 +326,17 @@ async def _measure(
 
 def result_lines(report: dict[str, Any]) -> list[str]:
     """The table."""
-    heads = ("tokens/s", "x engine", "TTFT p50", "p99", "gap p50")
-    lines = [" " * 12 + "".join(f"{head:>10s}" for head in heads) + "  (ms)"]
+    heads = ("tokens/s", "x engine", "CPU us/tok", "x engine", "TTFT p50", "p99", "gap p50")
+    lines = [" " * 12 + "".join(f"{head:>11s}" for head in heads) + "  (ms)"]
     for name, figures in report["results"].items():
         # A whole answer has no gaps, and its first token comes with the last.
         times = [figures.get(key) for key in ("ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50")]
-        shown = "".join(f"{'-':>10s}" if t is None else f"{t:10.1f}" for t in times)
-        ratio = report["ratios_to_engine"][name]
-        lines.append(f"{name:12s}{figures['tokens_per_s']:10.0f}{ratio:10.3f}{shown}")
+        shown = "".join(f"{'-':>11s}" if t is None else f"{t:11.1f}" for t in times)
+        ratio, cpu_ratio = (report[key][name] for key in _RATIOS)
+        lines.append(
+            f"{name:12s}{figures['tokens_per_s']:11.0f}{ratio:11.3f}"
+            f"{figures['cpu_us_per_token']:11.1f}{cpu_ratio:11.3f}{shown}"
+        )
     return lines
 
 

@@ -283,18 +283,20 @@ class _Stream:
         self.request_id: str | None = None
         self.loop = loop
         self._newest: RequestOutput | Exception | None = None
-        self._has_news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the task waits for
 
     def set(self, item: RequestOutput | Exception) -> None:
         """Take the newest output, or the exception that ends them. In the loop's thread."""
         self._newest = item
-        self._has_news.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def get(self) -> RequestOutput:
         """Wait for an output that was not returned yet, and return the newest."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        item = self._newest
+        if self._newest is None:
+            self._news = self.loop.create_future()
+            await self._news
+        item, self._newest = self._newest, None
         if not isinstance(item, RequestOutput):
             self.is_done = True
             assert item is not None

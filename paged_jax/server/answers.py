@@ -18,6 +18,7 @@ from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.records import RequestRecord
+from paged_jax.server.responses import encode_event
 from paged_jax.server.service import Client, Service
 
 # The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
@@ -38,29 +39,26 @@ class Answer(ABC):
       service: the engine and how it is served.
       body: the request's body.
       client: who asks.
+      record: the record of the request, which gets what is generated.
 
     Attributes:
       prefix: the beginning of the answer's id.
       id: the id of the answer.
       name: name of the request in the engine, where no two may have the same.
-      record: the record of the request, if it has one.
       unrecommended: fields of `SamplingParams` for a model whose authors recommend none.
     """
 
     prefix = "cmpl"
     unrecommended: dict[str, Any] = {}
 
-    def __init__(self, service: Service, body: bodies.SamplingBody, client: Client):
+    def __init__(
+        self, service: Service, body: bodies.SamplingBody, client: Client, record: RequestRecord
+    ):
         self.service = service
         self.body = body
         self.client = client
-        self.id = self.name = f"{self.prefix}-{secrets.token_hex(8)}"
-        self.record: RequestRecord | None = None
-        self.created = int(time.time())
-
-    def belong_to(self, record: RequestRecord) -> None:
-        """Take the id of a request, and let its record have what is generated."""
         self.record = record
+        self.created = int(time.time())
         self.id = self.name = f"{self.prefix}-{record.request_id}"
         if record.is_given:  # perhaps to another request too
             self.name = f"{self.id}-{secrets.token_hex(4)}"
@@ -129,6 +127,10 @@ class Answer(ABC):
           output: its output so far.
           deltas: what is new in its samples.
         """
+
+    def events(self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
+        """As `chunks`, ready to be sent."""
+        return b"".join(map(encode_event, self.chunks(prompt, output, deltas)))
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
         """The last events of a stream, after all text."""

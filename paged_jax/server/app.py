@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paged_jax.server import admin, bodies, cache_page, openapi, router_info, schemas
-from paged_jax.server.answers import Answer
-from paged_jax.server.completions import complete
+from paged_jax.server.completions import AnswerType, complete
+from paged_jax.server.connected import ClientGone
 from paged_jax.server.errors import ApiError
 from paged_jax.server.generate_answer import GenerateAnswer
 from paged_jax.server.observer import Observer
@@ -22,7 +22,7 @@ from paged_jax.server.openai_answers import ChatAnswer, CompletionAnswer
 from paged_jax.server.records import RECORD
 from paged_jax.server.responses import json_response
 from paged_jax.server.security import IS_KNOWN, Security
-from paged_jax.server.service import Client, ClientGone, Service
+from paged_jax.server.service import Service
 from paged_jax.server.tokenization import detokenize, tokenize, tokenizer_info
 from paged_jax.version import __version__
 
@@ -38,7 +38,7 @@ def create_app(service: Service) -> Starlette:
     def route(path: str, endpoint: Callable[..., Any], *methods: str) -> Route:
         return Route(path, functools.partial(endpoint, service), methods=methods or ["GET"])
 
-    def text(path: str, body: type[B], answer: Callable[[Service, B, Client], Answer]) -> Route:
+    def text(path: str, body: type[B], answer: AnswerType[B]) -> Route:
         return route(path, functools.partial(complete, body_type=body, answer_type=answer), "POST")
 
     routes = [

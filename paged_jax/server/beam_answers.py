@@ -91,8 +91,7 @@ async def search(
     for index, choice in enumerate(choices):
         samples = [_sample(service, choice, rank, beam) for rank, beam in enumerate(choice.best())]
         output = dataclasses.replace(first[index], outputs=samples, finished=True)
-        if answer.record is not None:
-            answer.record.note_output(index, output)
+        answer.record.note_output(index, output)
         yield index, output
 
 

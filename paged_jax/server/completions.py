@@ -13,16 +13,17 @@ from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies
 from paged_jax.server.answers import Answer
 from paged_jax.server.beam_answers import check_beams, search
-from paged_jax.server.deltas import SampleDelta, Sent, num_entries, whole
+from paged_jax.server.deltas import Sent, num_entries, whole
 from paged_jax.server.generation import generate
 from paged_jax.server.jobs import Job, check_sizes, make_job
 from paged_jax.server.receiving import receive
-from paged_jax.server.records import RECORD
+from paged_jax.server.records import RECORD, RequestRecord
 from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Client, Service
 
 B = TypeVar("B", bound=bodies.SamplingBody)
+AnswerType = Callable[[Service, B, Client, RequestRecord], Answer]
 
 
 async def complete(
@@ -30,7 +31,7 @@ async def complete(
     request: Request,
     *,
     body_type: type[B],
-    answer_type: Callable[[Service, B, Client], Answer],
+    answer_type: AnswerType[B],
 ) -> Response:
     """Answer a request for generated text.
 
@@ -49,8 +50,7 @@ async def complete(
     body = await receive(service, request, body_type)
     if isinstance(body, bodies.OpenAiBody):
         service.check_model(body.model)
-    answer = answer_type(service, body, client)
-    answer.belong_to(request.scope[RECORD])
+    answer = answer_type(service, body, client, request.scope[RECORD])
     check_sizes(answer)
     run = generate
     if isinstance(body, bodies.OpenAiBody) and body.use_beam_search:
@@ -64,12 +64,11 @@ async def complete(
         if body.stream:
             events = _events(service, answer, job)
             # The first event is made before the status is sent, so that an error can have its own.
-            first = await service.while_connected(request.receive, anext(events))
+            async with service.while_connected(request.receive):
+                first = await anext(events)
             return EventStream(service, first, events, stack.pop_all())
-        outputs = run(service, answer, job)
-        return await service.while_connected(
-            request.receive, _collect(service, answer, job, outputs)
-        )
+        async with service.while_connected(request.receive):
+            return await _collect(service, answer, job, run(service, answer, job))
 
 
 async def _collect(
@@ -83,26 +82,33 @@ async def _collect(
         async for index, output in outputs:
             done[index] = output
     ordered = [done[index] for index in range(len(job.prompts))]
-    size = sum(num_entries(output, whole(output)) for output in ordered)
-    return await service.render(size, lambda: json_response(answer.answer(ordered)))
+    make = functools.partial(_whole, answer, ordered)
+    if service.is_small(sum(num_entries(output, whole(output)) for output in ordered)):
+        return make()
+    return await service.render(make)
+
+
+def _whole(answer: Answer, outputs: list[RequestOutput]) -> Response:
+    return json_response(answer.answer(outputs))
 
 
 async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
     """The answer as server-sent events: opening, chunks, closing, and the end mark."""
     sent, done = Sent(), {}
-    opening = b"".join(map(encode_event, answer.opening()))
+    data = b"".join(map(encode_event, answer.opening()))
     async with contextlib.aclosing(generate(service, answer, job)) as outputs:
         async for index, output in outputs:
             deltas = list(sent.deltas(index, output))
-            chunk = functools.partial(_chunk, answer, index, output, deltas)
-            if data := opening + await service.render(num_entries(output, deltas), chunk):
-                yield data
-            opening = b""
+            if service.is_small(num_entries(output, deltas)):
+                data += answer.events(index, output, deltas)
+            else:
+                make = functools.partial(answer.events, index, output, deltas)
+                data += await service.render(make)
             if output.finished:
                 done[index] = output
+            # The last of them goes with the end, in one piece.
+            if data and len(done) < len(job.prompts):
+                yield data
+                data = b""
     closing = answer.closing([done[index] for index in range(len(job.prompts))])
-    yield b"".join([*map(encode_event, closing), DONE])
-
-
-def _chunk(answer: Answer, index: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
-    return b"".join(map(encode_event, answer.chunks(index, output, deltas)))
+    yield b"".join([data, *map(encode_event, closing), DONE])

@@ -39,11 +39,16 @@ def whole(output: RequestOutput) -> list[SampleDelta]:
 
 def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
     """Number of tokens and log-probabilities in an answer made of `deltas`: what it costs."""
-    rows = [row for delta in deltas for row in delta.logprobs or ()]
+    count = 0
+    for delta in deltas:
+        count += len(delta.sample.token_ids) - delta.start
+        if delta.sample.logprobs is not None:
+            count += sum(map(len, delta.sample.logprobs[delta.start :]))
     # The prompt's rows are in the first answer or in the last.
-    if output.finished or any(delta.start == 0 for delta in deltas):
-        rows += [row for row in output.prompt_logprobs or () if row is not None]
-    return sum(map(len, rows)) + sum(len(delta.token_ids) for delta in deltas)
+    if output.prompt_logprobs is not None:
+        if output.finished or any(delta.start == 0 for delta in deltas):
+            count += sum(len(row) for row in output.prompt_logprobs if row is not None)
+    return count
 
 
 class Sent:

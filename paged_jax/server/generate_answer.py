@@ -53,21 +53,24 @@ class GenerateAnswer(Answer):
         return schemas.Generated.model_construct(
             request_id=self.id,
             text=[each.text for each in deltas],
-            outputs=[
-                schemas.GeneratedSample.model_construct(
-                    index=each.sample.index,
-                    text=each.text,
-                    token_ids=each.token_ids,
-                    cumulative_logprob=finite(each.sample.cumulative_logprob),
-                    logprobs=by_token_id(each.logprobs),
-                    finish_reason=each.sample.finish_reason,
-                    stop_reason=each.sample.stop_reason,
-                )
-                for each in deltas
-            ],
+            outputs=[_sample(each) for each in deltas],
             finished=is_end,
             usage=usage([output]) if is_end else None,
             prompt_token_ids=output.prompt_token_ids if is_end else None,
             prompt_logprobs=by_token_id(output.prompt_logprobs) if is_end else None,
             explanation=explanation(output) if is_end else None,
         )
+
+
+def _sample(delta: SampleDelta) -> schemas.GeneratedSample:
+    sample: schemas.GeneratedSample = {
+        "index": delta.sample.index,
+        "text": delta.text,
+        "token_ids": delta.token_ids,
+        "cumulative_logprob": finite(delta.sample.cumulative_logprob),
+        "logprobs": by_token_id(delta.logprobs),
+        "finish_reason": delta.sample.finish_reason,
+    }
+    if delta.sample.stop_reason is not None:
+        sample["stop_reason"] = delta.sample.stop_reason
+    return sample

@@ -44,8 +44,7 @@ async def _output(
                 arriving.enter_context(service.stalls.arrival())
                 async for output in stream:
                     arriving.close()
-                    if answer.record is not None:
-                        answer.record.note_output(index, output)
+                    answer.record.note_output(index, output)
                     for sample in output.outputs:
                         if sample.finish_reason == "error":
                             raise ApiError(500, str(sample.stop_reason), code="generation_failed")

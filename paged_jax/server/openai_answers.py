@@ -15,6 +15,7 @@ from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.explanations import explanation
 from paged_jax.server.messages import as_messages, num_chars
+from paged_jax.server.records import RequestRecord
 from paged_jax.server.service import Client, Service
 from paged_jax.server.token_texts import TokenTexts
 from paged_jax.server.tool_calls import ToolUse, no_tools
@@ -114,8 +115,10 @@ class CompletionAnswer(OpenAiAnswer):
     body: bodies.CompletionBody
     chunk_type = schemas.Completion
 
-    def __init__(self, service: Service, body: bodies.CompletionBody, client: Client):
-        super().__init__(service, body, client)
+    def __init__(
+        self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
+    ):
+        super().__init__(service, body, client, record)
         # Of each sample of which something was sent, the characters of its tokens so far.
         self._offsets: dict[tuple[int, int], int] = {}
         self._texts: dict[tuple[int, int], TokenTexts] = {}

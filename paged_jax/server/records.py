@@ -1,8 +1,8 @@
 """`RequestRecord`: what is known of a request to the server, for logs, metrics and traces."""
 
 import dataclasses
+import random
 import re
-import secrets
 import time
 from typing import Any
 
@@ -16,6 +16,8 @@ RECORD = "paged_jax.record"
 
 # What a request may be called by its client. It is printed in logs and names its blocks.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+# Ids need not be secret: the system's random numbers would cost a call of it for each request.
+_NUMBERS = random.Random()
 # Methods that metrics tell apart: a client may send any word.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -56,7 +58,8 @@ class RequestRecord:
         is_given = _ID.fullmatch(given) is not None
         method = scope["method"] if scope["method"] in _METHODS else "other"
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return cls(given if is_given else secrets.token_hex(8), is_given, method, path)
+        name = given if is_given else f"{_NUMBERS.getrandbits(64):016x}"
+        return cls(name, is_given, method, path)
 
     def note_output(self, prompt: int, output: RequestOutput) -> None:
         """Take the newest output of one of the request's prompts."""

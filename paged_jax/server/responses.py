@@ -9,9 +9,10 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paged_jax.server.connected import ClientGone
 from paged_jax.server.errors import ApiError
 from paged_jax.server.records import RECORD
-from paged_jax.server.service import ClientGone, Service
+from paged_jax.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
 """The event that ends a stream."""
@@ -62,11 +63,6 @@ class EventStream(Response):
         async def write(data: bytes, is_last: bool = False) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
-        async def pump() -> None:
-            await write(self._first)
-            async for event in self._events:
-                await write(event)
-
         with self._stack:
             async with contextlib.aclosing(self._events):
                 await send(
@@ -78,7 +74,10 @@ class EventStream(Response):
                 )
                 ending = b""
                 try:
-                    await self._service.while_connected(receive, pump())
+                    async with self._service.while_connected(receive):
+                        await write(self._first)
+                        async for event in self._events:
+                            await write(event)
                 except ClientGone:
                     return
                 except ApiError as error:

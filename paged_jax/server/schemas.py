@@ -4,7 +4,7 @@ Fields have OpenAI's names, or vLLM's where OpenAI has none.
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -213,16 +213,16 @@ class ChatCompletionChunk(OpenAiObject):
     prompt_token_ids: list[int] | None = _LEFT_OUT
 
 
-class GeneratedSample(BaseModel):
+class GeneratedSample(TypedDict):
     """A sample of the answer of `POST /generate`; in a stream, what is new in it."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float
-    logprobs: list[dict[int, Candidate]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = _LEFT_OUT
+    logprobs: list[dict[int, Candidate]] | None
+    finish_reason: str | None
+    stop_reason: NotRequired[str | int]
 
 
 class Generated(BaseModel):

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from paged_jax.engine.loading import find_eos_token_ids
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.scheduler.request import Request
 from paged_jax.server.cache_recorder import CacheRecorder
+from paged_jax.server.connected import Connected
 from paged_jax.server.errors import ApiError
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import CacheConfig, Metrics
@@ -27,8 +28,9 @@ from paged_jax.server.stalls import StallDetector
 T = TypeVar("T")
 # Seconds to wait for the last step at the end: one that is stuck must not keep the server alive.
 _LAST_STEP = 10.0
-# Characters of a text that is tokenized in some ten milliseconds.
-_SHORT = 2**14
+# Characters of a text that is tokenized in some ten milliseconds, and of one that is tokenized in
+# less time than it takes to hand it to another thread.
+_SHORT, _TINY = 2**14, 2**8
 # Seconds between two looks at what still runs.
 _POLL = 0.05
 # Tokens and log-probabilities in an answer that is made while streams wait: microseconds each.
@@ -46,10 +48,6 @@ class Client(NamedTuple):
 
     name: str = ""
     salt: str = ""
-
-
-class ClientGone(Exception):
-    """The client has disconnected before it got its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +120,7 @@ class Service:
         most = self.limits.max_streams
         self._streams = Shares("streams", limit="max_streams", most=most)
         self._is_stopping = asyncio.Event()
+        self._connected: set[Connected] = set()
         self._rendering = asyncio.Lock()
         self._encoders = [
             ThreadPoolExecutor(1, f"paged_jax encode {length}") for length in ("short", "long")
@@ -170,7 +169,7 @@ class Service:
 
     async def _drained(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(timeout, self._is_stopping.set)
+        loop.call_later(timeout, self._stop)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_stopping.wait(), grace)
         while self.num_active and not self._is_stopping.is_set():
@@ -180,7 +179,12 @@ class Service:
     def stop(self) -> None:
         """End the requests in progress with an error."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._is_stopping.set)
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._is_stopping.set()
+        for each in list(self._connected):
+            each.end(shutting_down())
 
     async def stopped(self) -> None:
         """Wait until `stop` was called or the time to drain has passed."""
@@ -258,7 +262,8 @@ class Service:
           ApiError: the engine or the server stops.
         """
         try:
-            return await self.while_connected(receive, self.engine.call(function))
+            async with self.while_connected(receive):
+                return await self.engine.call(function)
         except EngineClosedError:
             raise engine_stopped() from None
         except EngineAsleepError:
@@ -267,53 +272,45 @@ class Service:
     async def encode(self, receive: Receive, num_chars: float, function: Callable[[], T]) -> T:
         """Return ``function()``, which turns text into tokens, unless the client leaves before.
 
-        In one of two threads: those with short texts do not wait for long ones.
+        In one of two threads, unless it is done at once: short texts do not wait for long ones.
 
         Args:
           receive: the ASGI channel of the client.
           num_chars: characters of the text; infinity for other work that may take long.
           function: a function that shares no mutable state with other requests.
         """
+        if num_chars <= _TINY:
+            return function()
         lane = self._encoders[num_chars > _SHORT]
-        work = asyncio.get_running_loop().run_in_executor(lane, function)
-        return await self.while_connected(receive, work)
+        async with self.while_connected(receive):
+            return await asyncio.get_running_loop().run_in_executor(lane, function)
 
-    async def render(self, size: int, function: Callable[[], T]) -> T:
-        """Return ``function()``, which makes an answer; a large one is made in a thread.
+    @staticmethod
+    def is_small(size: int) -> bool:
+        """Whether an answer of so many tokens and log-probabilities is made at once."""
+        return size <= _SMALL
+
+    async def render(self, function: Callable[[], T]) -> T:
+        """Return ``function()``, which makes an answer that is not small: in a thread.
 
         One thread at a time: several would compete with the streams for Python's interpreter lock.
 
         Args:
-          size: number of tokens and log-probabilities in the answer.
           function: a function that shares no mutable state with other requests.
         """
-        if size <= _SMALL:
-            return function()
         async with self._rendering:
             return await asyncio.to_thread(function)
 
-    async def while_connected(self, receive: Receive, work: Awaitable[T]) -> T:
-        """Return the result of `work`; cancel it if the client leaves or the server stops.
+    def while_connected(self, receive: Receive) -> Connected:
+        """A context whose work is cancelled if the client leaves or the server stops.
 
-        Raises:
+        Leaving it raises:
           ClientGone: the client has left.
           ApiError: the server stops.
         """
-        task = asyncio.ensure_future(work)
-        gone = asyncio.create_task(_disconnected(receive))
-        stop = asyncio.create_task(self._is_stopping.wait())
-        tasks = {task, gone, stop}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if stop.done():
-                raise shutting_down()
-            raise ClientGone
-        finally:
-            for each in tasks:
-                each.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._is_stopping.is_set():
+            raise shutting_down()
+        return Connected(receive, self._connected)
 
 
 def shutting_down() -> ApiError:
@@ -339,8 +336,3 @@ def sleeping() -> ApiError:
 def engine_stopped() -> ApiError:
     """The answer to a request that the engine can no longer run."""
     return ApiError(503, "The engine has stopped.", code="engine_stopped")
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -27,14 +27,14 @@ _USAGE = {
 def span(record: RequestRecord, scope: Scope, model_name: str) -> Iterator[None]:
     """A context for serving a request; its span continues the trace that the client began.
 
-    Without an SDK that collects spans this does next to nothing, and without the API nothing.
+    Without the API, or an SDK that collects spans, this does nothing.
 
     Args:
       record: the request, complete when the context is left.
       scope: the request's ASGI scope.
       model_name: the model that is served.
     """
-    if trace is None or propagate is None:
+    if trace is None or propagate is None or _is_unused(trace.get_tracer_provider()):
         yield
         return
     tracer = trace.get_tracer("paged_jax")
@@ -56,3 +56,8 @@ def span(record: RequestRecord, scope: Scope, model_name: str) -> Iterator[None]
         current.set_attributes(attributes | {_USAGE[name]: value for name, value in usage.items()})
         if record.status >= 500:
             current.set_status(trace.Status(trace.StatusCode.ERROR, record.error_code))
+
+
+def _is_unused(provider: object) -> bool:
+    """Whether nobody collects spans, which would cost as much as to parse a request."""
+    return trace is not None and isinstance(provider, trace.ProxyTracerProvider)

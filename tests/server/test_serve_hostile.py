@@ -398,6 +398,7 @@ def test_short_prompts_do_not_wait_for_long_ones(server, monkeypatch) -> None:
         return encode(text, **options)
 
     monkeypatch.setattr(server.service.tokenizer, "encode", slow)
+    monkeypatch.setattr(service, "_TINY", 0)
     monkeypatch.setattr(service, "_SHORT", 2)
     body = {"prompt": "abcdef", "max_tokens": 2, "n": 2}
     with server.connect() as connection:
