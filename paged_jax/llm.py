@@ -103,8 +103,8 @@ class LLM(Engine):
           >>> llm = LLM(max_num_seqs=4)
           >>> params = SamplingParams(n=2, max_tokens=5, seed=0)
           >>> drawn = llm.rollout(np.array([[5, 9, 2], [7, 3, 0]]), np.array([3, 2]), params)
-          >>> drawn.token_ids.shape, drawn.logprobs.dtype, drawn.num_tokens.max()
-          ((4, 5), dtype('float32'), 5)
+          >>> drawn.token_ids.shape, drawn.logprobs.dtype, drawn.num_tokens.dtype
+          ((4, 5), dtype('float32'), dtype('int32'))
         """
         with own_transfers():
             rows, lengths = np.asarray(prompt_token_ids), np.asarray(num_tokens)

@@ -31,6 +31,7 @@ from paged_jax.engine.run import PlanRunner
 from paged_jax.engine.sleep import Sleep
 from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
 from paged_jax.engine.transfers import own_transfers
+from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.kernels import backend_over_devices, check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.text.grammar import Grammars
@@ -108,6 +109,7 @@ class EngineParts:
         check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
         check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
+        are_weights_shared = isinstance(model, Llama)
         if not isinstance(model, Llama):
             model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
         self.config = model.config
@@ -186,9 +188,9 @@ class EngineParts:
                 max_swapped_blocks=int(swap_space * 2**30) // taken.block,
             ),
         )
-        self._connect(Drafter(num_speculative_tokens))
+        self._connect(Drafter(num_speculative_tokens), are_weights_shared=are_weights_shared)
 
-    def _connect(self, drafter: Drafter) -> None:
+    def _connect(self, drafter: Drafter, *, are_weights_shared: bool) -> None:
         """Make the parts of a step, around the runner and the scheduler."""
         runner, scheduler = self._runner, self._scheduler
         self._stats = EngineStats()
@@ -197,6 +199,7 @@ class EngineParts:
         self._requests = RequestTable(scheduler, runner, drafter)
         self._guard = ChangeGuard(self._restart)
         self._sleep = Sleep(runner)
+        self._weight_swap = WeightSwap(runner, are_shared=are_weights_shared)
         self._postprocessor = Postprocessor(
             self.tokenizer, self._eos_token_ids, self._requests, self._stats
         )
@@ -209,6 +212,7 @@ class EngineParts:
     def _restart(self) -> None:
         """Empty the device, and begin again with the tokens that requests have."""
         self._pipeline.clear()
+        self._sleep.notice_lost_weights()
         self._requests.restart()
 
     @property
@@ -223,7 +227,8 @@ class EngineParts:
 
     @property
     def model(self) -> Llama:
-        """The model with its weights as they are now.
+        """The model with its weights as they are now. `update_params` writes over their arrays:
+        copy what must be kept.
 
         Raises:
           EngineAsleepError: the engine sleeps, and its weights are not on the device.
@@ -236,7 +241,8 @@ class EngineParts:
     def weights(self) -> list[jax.Array]:
         """The arrays of the model, in the order of the leaves of its ``nnx.state``.
 
-        None while the engine sleeps and its weights are not on the device.
+        Valid until `update_params` writes over them. None while the engine sleeps and its weights
+        are not on the device.
         """
         return list(self._runner.weights)
 

@@ -48,6 +48,11 @@ class Sleep:
         self._runner.set_asleep(True)
         self._runner.replace_weights([])
 
+    def notice_lost_weights(self) -> None:
+        """Sleep without weights if they are gone: new ones were cut short on their way."""
+        if any(array.is_deleted() for array in self._runner.weights):
+            self.begin(2)
+
     def weights_replaced(self) -> None:
         """Forget what waits on the host: the device has other weights."""
         self._on_host = None

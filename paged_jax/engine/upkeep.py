@@ -9,8 +9,9 @@ from paged_jax.engine.compile_bar import compile_bar
 from paged_jax.engine.parts import EngineParts
 from paged_jax.engine.sleep import TAGS
 from paged_jax.engine.transfers import own_transfers
-from paged_jax.engine.weight_swap import load_like, place_like
+from paged_jax.engine.weight_swap import load_like
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading import NameMap
 
 
 class Upkeep(EngineParts):
@@ -41,26 +42,47 @@ class Upkeep(EngineParts):
         if not self._sleep.level:  # else there is none
             self._runner.slots.reset_prefix_cache()
 
-    def update_params(self, params: Llama | Any) -> None:
-        """Replace the weights without compiling anything again, as after a training step.
+    def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
+        """Replace the weights, as after a training step. Only the first call compiles: how to copy.
 
         What the prefix cache holds is not found any more. Unfinished requests keep the tokens that
         they have, which are computed again under the new weights. An engine that sleeps has the
         weights on its device from then on.
 
+        One program copies the new weights over the old ones, whose arrays are gone then; only those
+        of a `Llama` that the engine was made from stay. So memory for the engine's weights is
+        needed once, beside the caller's.
+
         Args:
           params: a `Llama`, its ``nnx.state``, or a list of the leaves of that, in their order; of
-            the same structure and shapes as the engine's. Copied, in the dtypes and to the places
-            of the old weights.
+            the same structure and shapes as the engine's. With a `mapping` the parameters of any
+            definition of the same model: a module, its state, or a tree of arrays, on these devices
+            or others. Copied, in the dtypes and to the places of the old weights.
+          mapping: names of Hugging Face by the dotted paths to the arrays. A ``*`` stands for the
+            number of a layer, ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``; in
+            the second name only, for the first axis of the array. With ``(name, axes)`` the array
+            is transposed first. Axes of Hugging Face may be divided, ``[H, D, E]`` for
+            ``[H * D, E]``. What the mapping leaves out has its name of Hugging Face already.
 
         Raises:
-          ValueError: structure or shapes differ; nothing has changed then.
+          ValueError: structure, names or shapes differ; nothing has changed then.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from paged_jax import Engine
+          >>> engine = Engine(max_num_seqs=2)
+          >>> kernel = jnp.zeros((5, engine.config.hidden_size, engine.config.intermediate_size))
+          >>> engine.update_params({"layers": {"gate": kernel}}, mapping={
+          ...     "layers.gate": ("model.layers.*.mlp.gate_proj.weight", (0, 2, 1))})
+          Traceback (most recent call last):
+          ...
+          paged_jax.models.loading.parameters.WeightsError: update_params: params must hold ...
         """
-        weights = place_like(self._runner.layout_model, params)
+        new = self._weight_swap.prepare(params, mapping)
         with self._guard.change():
             # First: from here on nothing is found that the old weights have computed.
             has_unfinished = self._requests.note_new_weights()
-            self._runner.replace_weights(weights)
+            self._weight_swap.replace(new)
             self._sleep.weights_replaced()
             if has_unfinished or self._sleep.level:
                 self._restart()

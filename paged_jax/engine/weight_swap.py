@@ -4,16 +4,19 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.weight import weight_dtype
+from paged_jax.models.loading import NameMap, assemble, find_sources, named_arrays
+from paged_jax.models.weight import SCALE, quantise, weight_dtype
+from paged_jax.runner import ModelRunner
 
 # What a config says besides how the model computes.
 _IRRELEVANT = {
@@ -54,57 +57,167 @@ def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
             )
 
 
-def place_like(model: Llama, params: Any) -> list[jax.Array]:
-    """Copy new weights in the dtypes and to the places of a model's.
+class NewWeights(NamedTuple):
+    """What `WeightSwap.prepare` has checked.
+
+    Attributes:
+      arrays: the new weights, on the engine's devices, in whatever layout they came.
+      convert: program ``(arrays, room)`` to the leaves of the engine's model. It donates `room`,
+        arrays of their shapes, in whose memory they then are.
+    """
+
+    arrays: Any
+    convert: Callable[[Any, list[jax.Array]], list[jax.Array]]
+
+
+class WeightSwap:
+    """Writes new weights over those that an engine has, in one program.
+
+    So there are never both and a copy: the old weights are donated, and the new ones are renamed,
+    transposed and fused on their way.
 
     Args:
-      model: the model whose weights they replace.
-      params: a `Llama`, its ``nnx.state``, or a list of the leaves of that, in their order.
-
-    Returns:
-      The leaves, in the order of those of the model's ``nnx.state``.
-
-    Raises:
-      ValueError: names, their number or shapes differ from the model's.
+      runner: has the weights.
+      are_shared: whether others hold the arrays that it has now, which must then stay as they are.
     """
-    state = nnx.state(model)
-    if isinstance(params, Llama):
-        params = nnx.state(params)
-    if isinstance(params, nnx.State):
-        _check_names(_names_of(params), _names_of(state))
-    elif not isinstance(params, list | tuple):
-        raise ValueError(
-            "update_params: params must be a Llama, its nnx.state, or a list of its leaves, got "
-            f"{type(params).__name__}."
-        )
-    new, old = jax.tree.leaves(params), jax.tree.leaves(state)
-    _check_shapes([jnp.shape(x) for x in new], [x.shape for x in old])
-    with own_transfers():  # of weights that are on the host
-        new = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in new]
-    places = [x.sharding for x in old]
-    near = [
-        x if x.sharding.device_set == place.device_set else jax.device_put(x, place)
-        for x, place in zip(new, places, strict=True)
-    ]
-    return _copies(tuple(x.dtype for x in old), tuple(places))(near)
+
+    def __init__(self, runner: ModelRunner, *, are_shared: bool):
+        self._runner = runner
+        self._are_shared = are_shared
+
+    def prepare(self, params: Any, mapping: NameMap | None) -> NewWeights:
+        """Check new weights, and bring them to the engine's devices. Changes nothing.
+
+        Args:
+          params, mapping: see `Upkeep.update_params`.
+
+        Raises:
+          ValueError: names, their number or shapes differ from those of the engine's model.
+        """
+        model = self._runner.layout_model
+        if mapping is not None:
+            return self._prepare_other(model, params, mapping)
+        state = nnx.state(model)
+        if isinstance(params, Llama):
+            params = nnx.state(params)
+        if isinstance(params, nnx.State):
+            _check_names(_names_of(params), _names_of(state))
+        elif not isinstance(params, list | tuple):
+            raise ValueError(
+                "update_params: params must be a Llama, its nnx.state, or a list of its leaves, "
+                f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
+            )
+        new, layout = jax.tree.leaves(params), self._runner.layout
+        _check_shapes([jnp.shape(x) for x in new], [x.shape for x in layout])
+        arrays = [_bring(x, y.sharding) for x, y in zip(new, layout, strict=True)]
+        return NewWeights(arrays, _copying(*_kinds(layout)))
+
+    def _prepare_other(self, model: Llama, params: Any, mapping: NameMap) -> NewWeights:
+        arrays, layout = named_arrays(params), self._runner.layout
+        names = tuple(_names_of(nnx.state(model)))
+        shapes = {name: jnp.shape(array) for name, array in arrays.items()}
+        matrices = [name for name in names if not name.endswith(SCALE)]
+        sources = find_sources("update_params", model.config, matrices, shapes, mapping)
+        place = layout[0].sharding
+        used = {source.name for source in sources.values()}
+        near = {name: _bring(arrays[name], _part(shapes[name], place)) for name in sorted(used)}
+        rules = tuple(sources.items())
+        return NewWeights(near, _assembling(model.config, names, rules, *_kinds(layout)))
+
+    def replace(self, new: NewWeights) -> None:
+        """Let the engine have new weights. Those of before are gone, unless others hold them."""
+        ours = {id(x) for x in self._runner.weights}
+        is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
+        if self._are_shared or is_own or not ours:
+            room = _allocating(
+                tuple(x.shape for x in self._runner.layout), *_kinds(self._runner.layout)
+            )
+            self._runner.update_weights(lambda old: new.convert(new.arrays, room()))
+        else:
+            self._runner.update_weights(lambda old: new.convert(new.arrays, old))
+        self._are_shared = False
+
+
+def _kinds(layout: list[jax.ShapeDtypeStruct]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(x.dtype for x in layout), tuple(x.sharding for x in layout)
+
+
+def _bring(array: Any, place: Sharding) -> jax.Array:
+    """An array on the devices of a place, where it need not be that very place."""
+    if not isinstance(array, jax.Array):
+        with own_transfers():
+            return jax.device_put(array, place)
+    if array.sharding.device_set == place.device_set:
+        return array
+    return jax.device_put(array, place)
+
+
+def _part(shape: tuple[int, ...], place: Sharding) -> Sharding:
+    """A place for an array of another layout: divided over the devices, if one axis can be."""
+    if not isinstance(place, NamedSharding):
+        return place
+    axes = [None] * len(shape)
+    for axis, size in enumerate(shape):
+        if size % place.mesh.size == 0:
+            return NamedSharding(place.mesh, PartitionSpec(*axes[:axis], place.mesh.axis_names))
+    return NamedSharding(place.mesh, PartitionSpec())
+
+
+# Programs, shared by engines of the same structure. They are no `jax.device_put`: where the arrays
+# are on these devices already, no transfer takes place.
 
 
 @functools.lru_cache(maxsize=16)
-def _copies(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
-    """A program that copies arrays in these dtypes to these places, which have the same devices.
-
-    A program and not `jax.device_put`: no transfer takes place.
-    """
-
-    def copy(arrays: list[jax.Array]) -> list[jax.Array]:
+def _copying(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
+    def copy(arrays: list[jax.Array], room: list[jax.Array]) -> list[jax.Array]:
         return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
-    return jax.jit(copy, out_shardings=list(places))
+    return _writing(copy, places)
+
+
+@functools.lru_cache(maxsize=16)
+def _assembling(
+    config: LlamaConfig,
+    names: tuple[str, ...],
+    rules: tuple[tuple[str, Any], ...],
+    dtypes: tuple[Any, ...],
+    places: tuple[Any, ...],
+) -> Callable[..., list[jax.Array]]:
+    sources = dict(rules)
+
+    def assemble_all(arrays: dict[str, jax.Array], room: list[jax.Array]) -> list[jax.Array]:
+        new: dict[str, jax.Array] = {}
+        for name, dtype in zip(names, dtypes, strict=True):
+            if name.endswith(SCALE):
+                continue
+            new[name] = assemble(config, name, arrays, sources)
+            if dtype == jnp.int8:
+                new[name], new[name + SCALE] = quantise(new[name].astype(jnp.float32))
+        return [jnp.copy(new[name]).astype(t) for name, t in zip(names, dtypes, strict=True)]
+
+    return _writing(assemble_all, places)
+
+
+def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
+    # The room is not read, only written over.
+    return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
+
+
+@functools.lru_cache(maxsize=16)
+def _allocating(
+    shapes: tuple[Any, ...], dtypes: tuple[Any, ...], places: tuple[Any, ...]
+) -> Callable[[], list[jax.Array]]:
+    def allocate() -> list[jax.Array]:
+        return [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    return jax.jit(allocate, out_shardings=list(places))
 
 
 def _names_of(state: nnx.State) -> list[str]:
+    """The names of parameters, such as ``"layers.0.qkv_proj"``, in the order of the leaves."""
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    return [jax.tree_util.keystr(path) for path, _ in paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    return [name.removesuffix(".value") for name in names]
 
 
 def _check_names(names: list[str], own: list[str]) -> None:
@@ -112,7 +225,7 @@ def _check_names(names: list[str], own: list[str]) -> None:
         differing = sorted(set(names) ^ set(own))[:3]
         raise ValueError(
             "update_params: params must have the names of the model's, got others: "
-            f"{', '.join(differing)}."
+            f"{', '.join(differing)}. Pass a mapping for other definitions of the model."
         )
 
 

@@ -167,6 +167,11 @@ class Executor:
         """The model over the `layout`, which has no weights."""
         return self._structure.model(self.layout)  # type: ignore[arg-type]
 
+    def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
+        """Continue with what a function makes of the weights, which it may donate."""
+        self._join()  # calls that are to be made need those of before
+        self.weights = update(self.weights)
+
     @property
     def num_free(self) -> int:
         """Free blocks in the pool, those that are cached included."""

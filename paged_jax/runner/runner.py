@@ -93,6 +93,10 @@ class ModelRunner:
         """
         self._executor.weights = weights
 
+    def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
+        """As `replace_weights`, by what a function makes of those of before; it may donate them."""
+        self._executor.update_weights(update)
+
     @property
     def layout(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes, types and places of the weights."""

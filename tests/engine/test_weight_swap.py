@@ -1,0 +1,253 @@
+"""New weights for an engine from other definitions of its model, written over the old ones."""
+
+import dataclasses
+import gc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import LLM, Llama, SamplingParams
+from paged_jax.engine.sleep import EngineAsleepError
+from paged_jax.engine.weight_swap import WeightSwap
+from paged_jax.models.loading import named_parameters, pieces
+from tests.support.random_model import random_llama
+from tests.support.tiny_model import BOS, CONFIG, SIZES
+from tests.support.workload import check_empty, finish
+
+L, E, D = CONFIG.num_hidden_layers, CONFIG.hidden_size, CONFIG.head_dim
+QWEN = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True, tie_word_embeddings=True)
+PARAMS = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
+PROMPT = {"prompt_token_ids": [BOS, *range(5, 15)]}
+# A trainer's names: matrices are [in, out], and heads have an axis of their own.
+MAPPING = {
+    "embed.table": "model.embed_tokens.weight",
+    "final_norm.w": "model.norm.weight",
+    "head.w": ("lm_head.weight", (1, 0)),
+    "blocks.*.norm1.w": "model.layers.*.input_layernorm.weight",
+    "blocks.*.norm2.w": "model.layers.*.post_attention_layernorm.weight",
+    "blocks.*.attn.q": ("model.layers.*.self_attn.q_proj.weight", (1, 2, 0)),
+    "blocks.*.attn.k": ("model.layers.*.self_attn.k_proj.weight", (1, 2, 0)),
+    "blocks.*.attn.v": ("model.layers.*.self_attn.v_proj.weight", (1, 2, 0)),
+    "blocks.*.attn.out": ("model.layers.*.self_attn.o_proj.weight", (2, 0, 1)),
+    "blocks.*.mlp.gate": ("model.layers.*.mlp.gate_proj.weight", (1, 0)),
+    "blocks.*.mlp.up": ("model.layers.*.mlp.up_proj.weight", (1, 0)),
+    "blocks.*.mlp.down": ("model.layers.*.mlp.down_proj.weight", (1, 0)),
+}
+
+
+def tensors_of(model: Llama) -> dict[str, np.ndarray]:
+    """The tensors of Hugging Face, by their names."""
+    return {
+        piece.tensor: np.asarray(array)[piece.box].reshape(piece.shape)
+        for name, array in named_parameters(model)
+        for piece in pieces(model.config, name)
+    }
+
+
+def layer_of(tensors: dict[str, np.ndarray], i: int) -> dict[str, Any]:
+    """A layer as the trainer has it, by the names of `MAPPING`."""
+    prefix = f"model.layers.{i}."
+    heads = {x: tensors[f"{prefix}self_attn.{x}_proj.weight"].T.reshape(E, -1, D) for x in "qkv"}
+    out = tensors[f"{prefix}self_attn.o_proj.weight"].T.reshape(-1, D, E)
+    return {
+        "attn": {**heads, "out": out},
+        "mlp": {x: tensors[f"{prefix}mlp.{x}_proj.weight"].T for x in ("gate", "up", "down")},
+        "norm1": {"w": tensors[f"{prefix}input_layernorm.weight"]},
+        "norm2": {"w": tensors[f"{prefix}post_attention_layernorm.weight"]},
+    }
+
+
+def trainers_tree(model: Llama) -> dict[str, Any]:
+    """The weights of a model as a trainer has them, on the device."""
+    tensors = tensors_of(model)
+    tree = {
+        "embed": {"table": tensors["model.embed_tokens.weight"]},
+        "final_norm": {"w": tensors["model.norm.weight"]},
+        "head": {"w": tensors["lm_head.weight"].T},
+        "blocks": [layer_of(tensors, i) for i in range(L)],
+    }
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def stacked(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The trainer's tree with an array for all layers, which are its second axis; and its names."""
+    blocks = jax.tree.map(lambda *x: jnp.stack(x, min(1, x[0].ndim)), *tree["blocks"])
+    mapping: dict[str, Any] = {}
+    for name, target in MAPPING.items():
+        if "*" in name:
+            tensor, axes = (target, (0,)) if isinstance(target, str) else target
+            target = tensor, (1, *(axis + (axis > 0) for axis in axes))
+        mapping[name.replace(".*", "")] = target
+    return {**tree, "blocks": blocks}, mapping
+
+
+def as_module(tree: Any) -> Any:
+    """The tree as a module of Flax, of which the arrays are parameters."""
+    if isinstance(tree, dict):
+        return nnx.Dict({name: as_module(each) for name, each in tree.items()})
+    if isinstance(tree, list):
+        return nnx.List([as_module(each) for each in tree])
+    return nnx.Param(tree)
+
+
+def check_weights(engine: LLM, model: Llama) -> None:
+    for ours, theirs in zip(engine.weights, jax.tree.leaves(nnx.state(model)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_weights_come_from_other_definitions(scan_layers) -> None:
+    engine = LLM(random_llama(CONFIG, scan_layers=scan_layers), **SIZES)
+    other = random_llama(CONFIG, scale=0.5, scan_layers=scan_layers)
+    tree, doubled = trainers_tree(other), jax.tree.map(lambda x: 2 * x, nnx.state(other))
+    engine.update_params(tree, mapping=MAPPING)
+    check_weights(engine, other)
+    engine.update_params(doubled)
+    by_layers, mapping = stacked(tree)
+    engine.update_params(by_layers, mapping=mapping)
+    check_weights(engine, other)
+    engine.update_params(doubled)
+    module = as_module(tree)
+    for params in (module, nnx.state(module)):
+        engine.update_params(params, mapping=MAPPING)
+        check_weights(engine, other)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_weights_come_by_names_of_hugging_face(scan_layers) -> None:
+    """Of all parameters that a model may have, from the host, and cast to the engine's type."""
+    engine = LLM(random_llama(QWEN, scan_layers=scan_layers), **SIZES)
+    other = random_llama(QWEN, scale=0.5, scan_layers=scan_layers)
+    tensors = {name: array.astype(np.float64) for name, array in tensors_of(other).items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, and kept by trainers
+    engine.update_params(tensors, mapping={})
+    check_weights(engine, other)
+    assert {x.dtype for x in engine.weights} == {np.dtype("float32")}
+
+
+def test_weights_become_int8_on_their_way() -> None:
+    """Of a trainer's floats, as of those of files: no number is off by more than half a scale."""
+    engine, other = (
+        LLM(random_llama(CONFIG, dtype="int8"), **SIZES),
+        random_llama(CONFIG, scale=0.5),
+    )
+    engine.update_params(trainers_tree(other), mapping=MAPPING)
+    ours, theirs = (dict(named_parameters(model)) for model in (engine.model, other))
+    matrices = [name.removesuffix("_scale") for name in ours if name.endswith("_scale")]
+    assert len(matrices) == 4 * L + 1
+    for name in matrices:
+        scales = np.asarray(ours[f"{name}_scale"])[..., None]
+        assert (np.abs(ours[name] * scales - theirs[name]) <= 0.501 * scales).all()
+
+
+def test_new_weights_are_written_over_the_old(tiny_model) -> None:
+    """Without a transfer, a second copy, or, from the second time on, a compilation."""
+    engine, other = LLM(tiny_model, **SIZES), random_llama(CONFIG, scale=0.5)
+    tree = trainers_tree(other)
+    expected = tokens_of(LLM(other, **SIZES))
+    before = tokens_of(engine)
+    engine.update_params(tree, mapping=MAPPING)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(tiny_model)))
+    assert tokens_of(engine) == expected != before, "no block of the old weights is found"
+
+    old, compiled = engine.weights, []
+
+    def listen(event: str, duration: float, **details) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(details["fun_name"])
+
+    changed = jax.tree.map(lambda x: 1.5 * x, tree)
+    held = live_bytes()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with jax.transfer_guard("disallow_explicit"):
+            engine.update_params(changed, mapping=MAPPING)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+    assert all(x.is_deleted() for x in old) and live_bytes() <= held
+    assert not any(x.is_deleted() for x in jax.tree.leaves(changed))
+    assert tokens_of(engine) not in (expected, before)
+    engine.update_params(engine.weights)  # its own, which can be no room for themselves
+    engine.sleep(2)
+    engine.update_params(tree, mapping=MAPPING)
+    engine.wake_up()
+    assert tokens_of(engine) == expected
+
+
+@pytest.mark.optimised
+def test_conversion_takes_no_memory_beside_the_weights(tiny_model) -> None:
+    engine = LLM(tiny_model, **SIZES)
+    new = WeightSwap(engine._runner, are_shared=True).prepare(trainers_tree(tiny_model), MAPPING)
+    memory = new.convert.lower(new.arrays, engine.weights).compile().memory_analysis()
+    sizes = [x.nbytes for x in engine.weights]
+    assert memory.alias_size_in_bytes >= sum(sizes), "all of them in the memory of the old ones"
+    assert memory.temp_size_in_bytes <= max(sizes)
+
+
+def tokens_of(engine: LLM) -> list[int]:
+    request_id = engine.add_request(PROMPT, PARAMS)
+    return finish(engine)[request_id]
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_an_engine_whose_weights_are_lost_sleeps_until_it_gets_others(tiny_model) -> None:
+    """Ctrl-C after the old weights were written over, and before the new ones are known."""
+    engine, other = LLM(tiny_model, **SIZES), nnx.state(random_llama(CONFIG, scale=0.5))
+    engine.update_params(other)
+    request_id = engine.add_request(PROMPT, PARAMS)
+    expected = finish(engine)[request_id]
+    request_id = engine.add_request(PROMPT, PARAMS)
+    engine.step()
+    new = engine._weight_swap.prepare(other, None)
+
+    def convert(arrays: Any, room: list[jax.Array]) -> Any:
+        new.convert(arrays, room)
+        raise KeyboardInterrupt
+
+    engine._weight_swap.prepare = lambda *args: new._replace(convert=convert)
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_params(other)
+    del engine._weight_swap.prepare
+    assert engine.is_sleeping and engine.has_unfinished
+    with pytest.raises(EngineAsleepError):
+        engine.step()
+    engine.update_params(other)
+    engine.wake_up()
+    assert finish(engine)[request_id] == expected
+    check_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks.*.mlp.up": "model.layers.*.mlp.up_proj.weight"},
+         r"mlp\.up_proj\.weight must have shape \[48, 32\], got \[32, 48\] from blocks\.0\.ml"),
+        ({"blocks.*.mlp.up": ("model.layers.*.mlp.up_proj.weight", (1, 1))},
+         r"mapping must order the 2 axes of blocks\.0\.mlp\.up, got \(1, 1\)"),
+        ({"blocks.*.norm2.w": "model.layers.*.input_layernorm.weight"},
+         r"name model\.layers\.0\.input_layernorm\.weight once, got blocks\.0\.norm1\.w and "),
+        ({"blocks.*.norm2.w": "model.layers.*.no.weight"},
+         r"must hold model\.layers\.0\.post_attention_layernorm\.weight and 1 others, got no arr"),
+        ({"blocks.*.norm2.w": ("model.layers.*.post_attention_layernorm.weight", (0, 1))},
+         r"mapping must order the 1 axes of blocks\.0\.norm2\.w, got \(0, 1\)"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_mapping_are_refused(tiny_model, changes, message) -> None:
+    engine = LLM(tiny_model, **SIZES)
+    tree, before = trainers_tree(tiny_model), engine.weights
+    with pytest.raises(ValueError, match=f"update_params: .*{message}"):
+        engine.update_params(tree, mapping=MAPPING | changes)
+    with pytest.raises(ValueError, match=r"got x \(x\), for which it has no place"):
+        engine.update_params({**tree, "x": jnp.zeros(3)}, mapping=MAPPING)
+    with pytest.raises(ValueError, match="must be a Llama.* Pass a mapping for other definitions"):
+        engine.update_params(tree)
+    assert all(x is y for x, y in zip(before, engine.weights, strict=True))
