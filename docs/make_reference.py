@@ -42,7 +42,8 @@ PAGES = {
         "Ops over blocks",
         _of(
             "paged_jax",
-            "paged_attention paged_prefill_attention cascade_attention merge_attention "
+            "paged_attention paged_prefill_attention ragged_paged_attention cascade_attention "
+            "merge_attention "
             "paged_rope_write paged_write copy_blocks",
         )
         + _of(

@@ -16,6 +16,7 @@ from paged_jax.kernels.dispatch import (
 from paged_jax.kernels.layout import padded_head_dim
 from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
+from paged_jax.kernels.ragged import ragged_paged_attention
 from paged_jax.kernels.writing import copy_blocks, paged_rope_write, paged_write
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "paged_rope_write",
     "paged_write",
     "quantise",
+    "ragged_paged_attention",
 ]

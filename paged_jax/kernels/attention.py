@@ -14,18 +14,22 @@ than M * C tokens are M * C, and a chunk has at most T queries and at most the t
 sequence. A traced layer that the pools do not have holds no tokens, and writes to it are dropped.
 """
 
-import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from paged_jax import dims
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Pools, Problem, attend
-from paged_jax.kernels.checks import as_arrays, as_int32, check_pools, check_sharding, pool_letters
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem, attend
+from paged_jax.kernels.checks import (
+    as_arrays,
+    as_int32,
+    check_pools,
+    check_sharding,
+    checked_options,
+    pool_letters,
+)
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import attend_differentiably
 
@@ -188,7 +192,7 @@ def _attend(
     """Check the arguments of either op, choose the backend and run it."""
     args, sizes = _checked(call, args)
     default_scale: float = sizes["D"] ** -0.5
-    options = _checked_options(
+    options = checked_options(
         call.function, default_scale if scale is None else scale, sliding_window, soft_cap
     )
     args = _bounded(args, sizes)
@@ -254,38 +258,3 @@ def _attend_to_nothing(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
     if args.query_lens is None and args.sinks is not None:
         lse = jnp.broadcast_to(args.sinks.astype(lse.dtype)[None], lse.shape)
     return jnp.zeros_like(args.q), lse
-
-
-def _checked_options(
-    function: str, scale: float, sliding_window: int | None, soft_cap: float | None
-) -> Options:
-    """The options as Python numbers, which a program can be made for."""
-    scale = _static(function, "scale", scale, float)
-    window = _static(function, "sliding_window", sliding_window, operator.index)
-    soft_cap = _static(function, "soft_cap", soft_cap, float)
-    if not math.isfinite(scale):
-        raise ValueError(f"{function}: scale must be finite, got {scale}.")
-    if window is not None and not 1 <= window < 2**31:
-        raise ValueError(
-            f"{function}: sliding_window must be an integer, at least 1 and below 2**31, or None, "
-            f"got {window}."
-        )
-    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
-        raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
-    return Options(scale, window, soft_cap)
-
-
-def _static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-    """A number that the program depends on, as Python's own; None stays None."""
-    if value is None:
-        return None
-    if isinstance(value, Tracer):
-        raise ValueError(
-            f"{function}: {name} must be static, got a traced {jax.typeof(value)}. Pass a Python "
-            "number; in your own jit, name it in static_argnames."
-        )
-    try:
-        return convert(value)
-    except (TypeError, ValueError):
-        kind = "an integer" if convert is operator.index else "a number"
-        raise ValueError(f"{function}: {name} must be {kind} or None, got {value!r}.") from None

@@ -3,13 +3,14 @@
 A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. One that writes may have a
 kernel of its own for `RopeWritingOps`. Its `refusal` says in a sentence what it cannot do.
 Arguments have been checked before a backend sees them, and in attention ``layer`` is in 0..L - 1,
-``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``.
+``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``; in ragged batches
+``cu_query_lens`` is in 0..N.
 
 The arrays of a call and its `Options` define its result. Whether a kernel is compiled or
 interpreted is a property of the backend: see `PallasBackend`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -17,7 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-Op = Literal["decode", "prefill", "write", "rope_write", "copy_blocks"]
+Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
+
+ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
+
+# Keys or values.
+Half = Literal["k", "v"]
 
 # False, True, or the `jax.experimental.pallas.tpu.InterpretParams` of the TPU backend.
 Interpret = Any
@@ -44,13 +50,94 @@ class Pools(NamedTuple):
         """Whether the pools hold int8 or fp8 numbers and their scales."""
         return self.k_scale is not None
 
+    @property
+    def dtype(self) -> Any:
+        """Type of the numbers."""
+        return self.k.dtype
+
+    @property
+    def num_blocks(self) -> int:
+        """P."""
+        return self.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.k.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        """C."""
+        return self.k.shape[3]
+
+    def map(self, function: Callable[[Any], Any]) -> "Pools":
+        """The same with another array for the keys and for the values, that a function makes."""
+        return self._replace(k=function(self.k), v=function(self.v))
+
+    def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
+        """The array that holds keys or values, and the index of tokens of a head in it."""
+        return getattr(self, half), (layer, block, head, offset)
+
+
+class Pages(NamedTuple):
+    """K and V of every block of one layer in one array: the layout of JAX's kernel for TPUs.
+
+    Attributes:
+      kv: ``[P, C, 2 * K, D]``, of each token the key of head 0, its value, the key of head 1, ...;
+        floating point or int8.
+    """
+
+    kv: jax.Array
+
+    @property
+    def k_scale(self) -> None:
+        """There are no scales of tokens; what all keys are multiplied by is in `Options`."""
+
+    @property
+    def v_scale(self) -> None:
+        """As `k_scale`."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether there are scales for each token: never."""
+        return False
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the numbers."""
+        return self.kv.dtype
+
+    @property
+    def num_blocks(self) -> int:
+        """P."""
+        return self.kv.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.kv.shape[2] // 2
+
+    @property
+    def block_size(self) -> int:
+        """C."""
+        return self.kv.shape[1]
+
+    def map(self, function: Callable[[Any], Any]) -> "Pages":
+        """The same with another array, that a function makes."""
+        return Pages(function(self.kv))
+
+    def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
+        """The array, and the index of the keys or values of tokens of a head in it."""
+        del layer  # there is one
+        return self.kv, (block, offset, 2 * head + (1 if half == "v" else 0))
+
 
 class AttentionArgs(NamedTuple):
     """The arrays of a decode, one query for each sequence, or of a prefill, a chunk of them.
 
     Attributes:
       q: ``[B, H, D]`` in decode, ``[B, T, H, D]`` in prefill, floating point.
-      pools: the pools of all layers.
+      pools: the pools of all layers; or the pages of one, where the call is a part of a ragged one.
       block_tables: i32 ``[B, M]``.
       context_lens: i32 ``[B]``, tokens in each sequence.
       query_lens: i32 ``[B]``, tokens in each chunk; None in decode.
@@ -59,12 +146,33 @@ class AttentionArgs(NamedTuple):
     """
 
     q: jax.Array
-    pools: Pools
+    pools: Pools | Pages
     block_tables: jax.Array
     context_lens: jax.Array
     query_lens: jax.Array | None
     sinks: jax.Array | None
     layer: int | jax.Array
+
+
+class RaggedArgs(NamedTuple):
+    """The arrays of a ragged batch: chunks of any lengths, one behind the other.
+
+    Attributes:
+      q: ``[N, H, D]``, floating point.
+      pages: keys and values.
+      block_tables: i32 ``[B, M]``.
+      context_lens: i32 ``[B]``, tokens in each sequence; 0 in rows that are no sequence.
+      cu_query_lens: i32 ``[B + 1]``, row of `q` where each chunk begins, and where the last one
+        ends; from the number of sequences on all the same.
+      num_sequences: i32 ``[1]``, rows that are sequences, in 0..B.
+    """
+
+    q: jax.Array
+    pages: Pages
+    block_tables: jax.Array
+    context_lens: jax.Array
+    cu_query_lens: jax.Array
+    num_sequences: jax.Array
 
 
 class WriteArgs(NamedTuple):
@@ -136,12 +244,29 @@ class Options:
       sliding_window: how many last tokens a query sees, its own included; None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
       norm_eps: added to the mean square of a head that is normed.
+      value_scale: what all values are multiplied by.
     """
 
     scale: float = 1.0
     sliding_window: int | None = None
     soft_cap: float | None = None
     norm_eps: float = 0.0
+    value_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class RaggedOptions(Options):
+    """What a ragged op means, and what JAX's kernel for TPUs may be told besides.
+
+    Attributes:
+      num_kv_pages_per_block: blocks in a tile of keys there; None for its own choice.
+      num_queries_per_block: query tokens in a tile there; None for its own choice.
+      vmem_limit_bytes: bytes of VMEM that it may use; None for ours.
+    """
+
+    num_kv_pages_per_block: int | None = None
+    num_queries_per_block: int | None = None
+    vmem_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +297,7 @@ class Problem:
         op: Op,
         sizes: Mapping[str, int],
         dtype: DTypeLike,
-        pools: Pools,
+        pools: Pools | Pages,
         options: Options,
         *,
         has_sinks: bool = False,
@@ -182,10 +307,10 @@ class Problem:
             op=op,
             sizes=tuple(sizes.items()),
             q_dtype=jnp.dtype(dtype),
-            pool_dtype=pools.k.dtype,
+            pool_dtype=pools.dtype,
             has_sinks=has_sinks,
             options=options,
-            lanes=pools.k.shape[-1],
+            lanes=pools[0].shape[-1],
         )
 
     def __getitem__(self, letter: str) -> int:
@@ -217,6 +342,10 @@ class AttentionOps(Protocol):
 
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Attend with a chunk of queries: ``(out, lse)``, as `paged_prefill_attention`."""
+        ...
+
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """Attend with chunks of any lengths: the output, as `ragged_paged_attention`."""
         ...
 
 
@@ -272,7 +401,7 @@ class CompiledBackend(Backend, Protocol):
 
 def has_op(backend: Backend, op: Op) -> bool:
     """Whether a backend has an op."""
-    return isinstance(backend, AttentionOps if op in ("decode", "prefill") else WritingOps)
+    return isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
 
 
 def attend(ops: AttentionOps, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:

@@ -1,13 +1,17 @@
 """What every op over a pool refuses at trace time, with the shapes in the message."""
 
+import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType
 
-from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.layout import in_whole_lanes
 from paged_jax.kernels.quantisation import is_quantised
 
@@ -114,3 +118,38 @@ def _without_padding(pool: jax.Array, head_dim: int) -> Any:
     if pool.ndim == 5 and pool.shape[-1] == in_whole_lanes(head_dim):
         return jax.ShapeDtypeStruct((*pool.shape[:-1], head_dim), pool.dtype)
     return pool
+
+
+def checked_options(
+    function: str, scale: float, sliding_window: int | None, soft_cap: float | None
+) -> Options:
+    """The options as Python numbers, which a program can be made for."""
+    scale = static(function, "scale", scale, float)
+    window = static(function, "sliding_window", sliding_window, operator.index)
+    soft_cap = static(function, "soft_cap", soft_cap, float)
+    if not math.isfinite(scale):
+        raise ValueError(f"{function}: scale must be finite, got {scale}.")
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(
+            f"{function}: sliding_window must be an integer, at least 1 and below 2**31, or None, "
+            f"got {window}."
+        )
+    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
+    return Options(scale, window, soft_cap)
+
+
+def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A number that the program depends on, as Python's own; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{function}: {name} must be static, got a traced {jax.typeof(value)}. Pass a Python "
+            "number; in your own jit, name it in static_argnames."
+        )
+    try:
+        return convert(value)
+    except (TypeError, ValueError):
+        kind = "an integer" if convert is operator.index else "a number"
+        raise ValueError(f"{function}: {name} must be {kind} or None, got {value!r}.") from None

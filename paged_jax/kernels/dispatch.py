@@ -29,6 +29,8 @@ from paged_jax.kernels.backend import (
     PallasBackend,
     Pools,
     Problem,
+    RaggedArgs,
+    RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
     WritingOps,
@@ -38,7 +40,7 @@ from paged_jax.kernels.rope import rope_write
 
 _logger = logging.getLogger(__name__)
 
-Args = TypeVar("Args", AttentionArgs, WriteArgs, RopeWriteArgs, CopyArgs)
+Args = TypeVar("Args", AttentionArgs, RaggedArgs, WriteArgs, RopeWriteArgs, CopyArgs)
 Result = TypeVar("Result")
 
 
@@ -232,6 +234,10 @@ class Dispatch:
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Prefill on the backend, or on that of the platform."""
         return self._run(lambda each: partial(_attention(each).prefill, options=options), args)
+
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """A ragged batch on the backend, or on that of the platform."""
+        return self._run(lambda each: partial(_attention(each).ragged, options=options), args)
 
     def write(self, args: WriteArgs) -> Pools:
         """Write on the backend, or on that of the platform."""

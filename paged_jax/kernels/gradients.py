@@ -32,7 +32,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.backend import AttentionArgs, AttentionOps, Options, Pools, attend
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    AttentionOps,
+    Options,
+    Pages,
+    Pools,
+    attend,
+)
 from paged_jax.kernels.quantisation import wider_dtype
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
@@ -112,6 +119,7 @@ def _forward(ops: AttentionOps, options: Options, primals: AttentionArgs):
     has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(primals.pools)]
     args: AttentionArgs = custom_vjp_primal_tree_values(primals)
     pools, layer = args.pools, args.layer
+    assert isinstance(pools, Pools)
     out, lse = attend(ops, args, options)
     if not any(has_gradient):
         return (out, lse), _Residuals(args, out, lse, layer, None)
@@ -205,7 +213,7 @@ def prefill_backward(
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     assert query_lens is not None
     B, T, H, D = q.shape
-    P, K, C = pools.k.shape[1:4]
+    P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
     is_row = lse != -jnp.inf  # elsewhere the results are constants
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
@@ -300,7 +308,7 @@ def _read_rows(
 
 def _fold_keys(
     rows: _QueryTile,
-    pools: Pools,
+    pools: Pools | Pages,
     tables_BM: jax.Array,
     layer: int | jax.Array,
     options: Options,
@@ -313,7 +321,7 @@ def _fold_keys(
     Returns:
       ``(q_bar, k_bar, v_bar)``, the first as the rows' q.
     """
-    P, K, C = pools.k.shape[1:4]
+    P, C = pools.num_blocks, pools.block_size
     group = rows.q.shape[2] // rows.positions.shape[1]
     tile_blocks = max(min(TILE // C, tables_BM.shape[1]), 1)
     tile = tile_blocks * C
@@ -338,8 +346,7 @@ def _fold_keys(
         # Keys that no query sees may hold NaN, which a weight of zero would not remove.
         is_seen = seen_BTN.any(axis=1)[:, None, :, None]
         k, v = (
-            jnp.where(is_seen, _gather(pool, scale, layer, blocks_BM, rows.q), 0)
-            for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
+            jnp.where(is_seen, tokens, 0) for tokens in _gather(pools, layer, blocks_BM, rows.q)
         )
         seen_BRN = jnp.repeat(seen_BTN, group, axis=1)
         weights, scores_bar = _weights(rows, k, v, seen_BRN[:, None], options, dot)
@@ -374,20 +381,24 @@ def _blocks_and_heads(blocks_BM: jax.Array, num_kv_heads: int) -> tuple[jax.Arra
 
 
 def _gather(
-    pool: jax.Array,
-    scale: jax.Array | None,
+    pools: Pools | Pages,
     layer: int | jax.Array,
     blocks_BM: jax.Array,
     like: jax.Array,  # for its head dimension and dtype
-) -> jax.Array:
-    """Copy blocks out of the pool, ``[B, K, M * C, D]``; ids out of range give any block."""
-    *_, K, C, _ = pool.shape
-    D = like.shape[-1]
-    index = (layer, *_blocks_and_heads(blocks_BM, K))
-    tokens = pool.at[index].get(mode="clip")[..., :D].astype(like.dtype)
-    if scale is not None:
-        tokens *= scale.at[index].get(mode="clip").astype(like.dtype)[..., None]
-    return tokens.reshape(len(blocks_BM), K, -1, D)
+) -> list[jax.Array]:
+    """Copy blocks of K and V out, ``[B, K, M * C, D]`` each; ids out of range give any block."""
+    (B, M), K, D = blocks_BM.shape, pools.num_kv_heads, like.shape[-1]
+    if isinstance(pools, Pages):
+        tokens = pools.kv.at[blocks_BM].get(mode="clip").astype(like.dtype)
+        tokens = tokens.reshape(B, M * pools.block_size, K, 2, D)
+        return [jnp.swapaxes(tokens[:, :, :, part], 1, 2) for part in range(2)]
+    index, parts = (layer, *_blocks_and_heads(blocks_BM, K)), []
+    for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
+        tokens = pool.at[index].get(mode="clip")[..., :D].astype(like.dtype)
+        if scale is not None:
+            tokens *= scale.at[index].get(mode="clip").astype(like.dtype)[..., None]
+        parts.append(tokens.reshape(B, K, -1, D))
+    return parts
 
 
 def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKND: jax.Array) -> jax.Array:

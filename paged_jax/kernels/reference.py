@@ -11,8 +11,17 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Problem
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    Options,
+    Pages,
+    Pools,
+    Problem,
+    RaggedArgs,
+    RaggedOptions,
+)
 from paged_jax.kernels.quantisation import wider_dtype
+from paged_jax.kernels.ragged_batch import find_chunks, find_rows
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,23 @@ class Reference:
         """A chunk of queries for each sequence."""
         return prefill(args, options)
 
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """Chunks of any lengths."""
+        return ragged(args, options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def ragged(args: RaggedArgs, options: Options) -> jax.Array:
+    """Chunks of any lengths: each query is that of a sequence which ends with it."""
+    chunks = find_chunks(args)
+    rows = find_rows(args, chunks)
+    before = args.context_lens - chunks.lens
+    context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
+    tables = args.block_tables[rows.sequence]
+    return decode(AttentionArgs(args.q, args.pages, tables, context_lens, None, None, 0), options)[
+        0
+    ]
+
 
 @functools.partial(jax.jit, static_argnames="options")
 def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -54,7 +80,7 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     assert query_lens is not None
     B, T, H, D = q.shape
-    K, C = pools.k.shape[2:4]
+    K, C = pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
     tokens_T = jnp.arange(T, dtype=jnp.int32)
     is_query_BT = tokens_T[None] < query_lens[:, None]
@@ -68,8 +94,8 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     # Tokens that no query sees may hold NaN, which neither a weight nor a gradient of 0 removes.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
     k_BNKD, v_BNKD = (
-        jnp.where(is_seen, _gather(pool, scale, layer, block_tables, dtype)[..., :D], 0)
-        for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
+        jnp.where(is_seen, tokens[..., :D], 0)
+        for tokens in _gather(pools, layer, block_tables, dtype)
     )
 
     q_BTKGD = q.astype(dtype).reshape(B, T, K, H // K, D)
@@ -89,20 +115,26 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     weights = (weights_BTHN / total[..., None]).reshape(B, T, K, H // K, N)
     out = jnp.einsum("btkgn,bnkd->btkgd", weights, v_BNKD, precision="highest")
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
-    return out.reshape(B, T, H, D).astype(q.dtype), lse
+    return (out * options.value_scale).reshape(B, T, H, D).astype(q.dtype), lse
 
 
 def _gather(
-    pool: jax.Array, scale: jax.Array | None, layer: int | jax.Array, tables: jax.Array, dtype
-) -> jax.Array:
-    """Tokens of every sequence in order, ``[B, M * C, K, D]``; entries out of range give NaN."""
+    pools: Pools | Pages, layer: int | jax.Array, tables: jax.Array, dtype
+) -> tuple[jax.Array, jax.Array]:
+    """K and V of every sequence in order, ``[B, M * C, K, D]``; entries out of range give NaN."""
     # Through rows that are in range, since small integers have no NaN to fill with.
-    P = pool.shape[1]
+    P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)
-    values = pool[layer][rows].astype(dtype)
-    if scale is not None:
-        values *= scale[layer][rows].astype(dtype)[..., None]
-    values = jnp.where(is_block, values, jnp.nan)  # [B, M, K, C, D]
-    B, M, K, C, D = values.shape
-    return values.transpose(0, 1, 3, 2, 4).reshape(B, M * C, K, D)
+    if isinstance(pools, Pages):
+        pages = pools.kv[rows].astype(dtype)  # [B, M, C, 2 * K, D]
+        parts = [pages[:, :, :, part::2] for part in range(2)]
+    else:
+        parts = []
+        for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
+            values = pool[layer][rows].astype(dtype)
+            if scale is not None:
+                values *= scale[layer][rows].astype(dtype)[..., None]
+            parts.append(jnp.swapaxes(values, 2, 3))  # [B, M, C, K, D]
+    k, v = (jnp.where(is_block, part, jnp.nan) for part in parts)
+    return k.reshape(len(tables), -1, *k.shape[3:]), v.reshape(len(tables), -1, *v.shape[3:])

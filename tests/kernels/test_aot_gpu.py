@@ -17,6 +17,7 @@ from tests.support.aot_cases import (
     GPU_CASES,
     GPU_DECODE,
     GPU_PREFILL,
+    GPU_RAGGED,
     GPU_STEPS,
     GPU_UPDATES,
     compiled,
@@ -83,6 +84,23 @@ def test_prefill_compiles_for_h200(results, name) -> None:
     assert_fits(program)
     assert_reads_well(program, GPU_PREFILL[name])
     assert program["temporary_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", GPU_RAGGED)
+def test_ragged_batch_reads_pages_where_they_lie_on_h200(results, name) -> None:
+    """As kernels over pools do: the layout changes no instruction that reads them."""
+    program, case = compiled(results, name), GPU_RAGGED[name]
+    kernels = {kernel["name"]: kernel for kernel in program["kernels"]}
+    assert kernels.keys() == {"paged_decode", "paged_decode_merge", "paged_prefill"}
+    for kernel in kernels.values():
+        # What a program puts aside before its loop, once.
+        assert kernel["spills_in_loops"] == 0 and kernel["spilled_bytes"] <= 64, kernel
+    for name in ("paged_decode", "paged_prefill"):
+        assert set(kernels[name]["async_copies"]) == {"16 bytes"}, kernels[name]
+        assert (kernels[name]["tensor_core_products"] > 0) == (case.dtype != "float32"), name
+    # Besides: where chunks begin and end, queries of decode, and the rows of both made one.
+    assert len(program["launches"]) <= 8, program["launches"]
+    assert program["temporary_bytes"] <= 0.001 * case.pool_bytes
 
 
 def test_chunks_take_few_instructions_on_h200(results) -> None:

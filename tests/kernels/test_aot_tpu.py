@@ -11,6 +11,7 @@ import pytest
 from tests.support.aot_cases import (
     TPU_ATTENTION,
     TPU_CASES,
+    TPU_RAGGED,
     TPU_STEPS,
     TPU_UPDATES,
     compiled,
@@ -42,6 +43,13 @@ def test_attention_compiles_for_tpu(results, name) -> None:
     # it may lay out scales, which have no whole registers of lanes.
     case = TPU_ATTENTION[name]
     assert program["temporary_bytes"] < 0.01 * case.pool_bytes + 1.1 * case.scale_bytes
+
+
+@pytest.mark.parametrize("name", TPU_RAGGED)
+def test_ragged_batch_reads_pages_where_they_lie_on_tpu(results, name) -> None:
+    program = compiled(results, name)
+    assert program["kernels"] == 1
+    assert program["temporary_bytes"] < 0.01 * TPU_RAGGED[name].pool_bytes
 
 
 @pytest.mark.parametrize("name", TPU_UPDATES)

@@ -64,6 +64,22 @@ ON_TPU: dict[Any, list[Kind]] = {
     "is_padded": each(True),
 }
 CHUNKS: dict[Any, list[Kind]] = {"T": [(5, 3), (1,), (100, 300)]}
+# Pages have no scales, no padding, and queries no sinks.
+RAGGED: dict[Any, list[Kind]] = ATTENTION | {
+    "T": [(5, 32), (1,)],
+    "variant": each("plain", "window", "cap"),
+    "is_padded": each(False),
+    ("B", "M"): each((3, 6), (1, 1), (70, 700)),
+}
+# JAX's kernel: types no wider than that of the queries, and whole registers of heads.
+RAGGED_ON_TPU: dict[Any, list[Kind]] = {
+    "dtype": each("float32", "bfloat16"),
+    "pool_dtype": each("bfloat16", "float8_e4m3fn"),
+    "C": [(16, 8, 32, 64, 128)],
+    "D": each(128),
+    "K": [(2, 8), (4, 16)],
+    "G": [(4, 2, 8), (1,)],
+}
 WRITING: dict[Any, list[Kind]] = {
     "dtype": DTYPES,
     "pool_dtype": POOL_DTYPES,
@@ -86,11 +102,13 @@ KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}
 SUPPORTED = [
     ("cuda", "triton", "decode", ATTENTION),
     ("cuda", "triton", "prefill", ATTENTION | CHUNKS),
+    ("cuda", "triton", "ragged", RAGGED),
     ("cuda", "triton", "write", WRITING),
     ("cuda", "triton", "rope_write", PROJECTED),
     ("cuda", "triton", "copy_blocks", WRITING | {"dtype": each("float32")}),
     ("tpu", "mosaic_tpu", "decode", ATTENTION | ON_TPU),
     ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
+    ("tpu", "mosaic_tpu", "ragged", RAGGED | RAGGED_ON_TPU),
 ]
 # The first rows of a covering array have most of the pairs.
 NUM_QUICK = 6
@@ -144,8 +162,10 @@ def check_lowers_to_one_kernel(platform: str, case: Case) -> None:
     """One, or two for sequences that are decoded in parts: the second one merges these."""
     text = case.lower(platform).as_text()
     is_merged = 'name = "paged_decode_merge"' in text
-    assert text.count(KERNEL[platform]) == 1 + is_merged
-    assert not is_merged or (case.op, platform) == ("decode", "cuda")
+    # Single queries and chunks of a ragged batch have a kernel each on GPUs.
+    is_mixed = (case.op, platform) == ("ragged", "cuda")
+    assert text.count(KERNEL[platform]) == 1 + is_merged + is_mixed
+    assert not is_merged or platform == "cuda" and case.op in ("decode", "ragged")
 
 
 @pytest.mark.parametrize("factors", [row[-1] for row in SUPPORTED])
@@ -174,7 +194,9 @@ def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
     assert text.count(KERNEL["cuda"]) == (1 if M == 1 else 2)
 
 
-@pytest.mark.parametrize("op", ["decode", "prefill", "write", "rope_write", "copy_blocks"])
+@pytest.mark.parametrize(
+    "op", ["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
+)
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None:
     case = Case(op)
@@ -197,7 +219,9 @@ def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("op", ["decode", "prefill", "write", "rope_write", "copy_blocks"])
+@pytest.mark.parametrize(
+    "op", ["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
+)
 def test_kernels_lower_for_a_gpu_that_nothing_names(op) -> None:
     """JAX asks since 0.11 which one it is. No other test has these sizes: traces are kept."""
     case = Case(op, "triton", B=5, T=7, P=11)

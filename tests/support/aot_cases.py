@@ -67,6 +67,22 @@ GPU_PREFILL: Mapping[str, Case] = {
     "prefill, float32": _gpu("prefill", dtype="float32"),
 }
 
+# Of 64 sequences, in 2048 rows; `paged_prefill` reads the chunks, `paged_decode` the single tokens.
+_SEEN = {"sliding_window": 1024, "soft_cap": 30.0}
+
+GPU_RAGGED: Mapping[str, Case] = {
+    "ragged": _gpu("ragged", B=64, T=32),
+    "ragged, rows of decode alone": _gpu("ragged", B=64, T=1),
+    "ragged, blocks of 64": _gpu("ragged", B=64, T=32, C=64, P=2048, M=128),
+    "ragged, group of 7": _gpu("ragged", B=64, T=32, K=4, G=7),
+    "ragged, D 64": _gpu("ragged", B=64, T=32, K=4, G=8, D=64),
+    "ragged, D 80": _gpu("ragged", B=64, T=32, D=80),
+    "ragged, int8": _gpu("ragged", B=64, T=32, pool_dtype="int8"),
+    "ragged, fp8": _gpu("ragged", B=64, T=32, pool_dtype="float8_e4m3fn"),
+    "ragged, all variants": _gpu("ragged", B=64, T=32, **_SEEN),
+    "ragged, float32": _gpu("ragged", B=64, T=32, dtype="float32"),
+}
+
 # A model's products give float32.
 _PROJECTION = {"dtype": "float32", "pool_dtype": "bfloat16"}
 
@@ -134,7 +150,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 GPU_CASES: Mapping[str, Case | DecodeStep] = {
-    **GPU_DECODE, **GPU_PREFILL, **GPU_UPDATES, **GPU_STEPS
+    **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS
 }  # fmt: skip
 
 
@@ -171,6 +187,21 @@ TPU_ATTENTION: Mapping[str, Case] = {
     "prefill, float32": _tpu("prefill", dtype="float32"),
 }
 
+TPU_RAGGED: Mapping[str, Case] = {
+    "ragged": _tpu("ragged", B=64, T=32),
+    "ragged, rows of decode alone": _tpu("ragged", B=64, T=1),
+    "ragged, one chunk of 2048": _tpu("ragged", B=1, T=2048),
+    "ragged, one KV head": _tpu("ragged", B=64, T=32, K=1, G=8, P=32768),
+    "ragged, blocks of 128": _tpu("ragged", B=64, T=32, C=128, P=512, M=64),
+    "ragged, group of 1": _tpu("ragged", B=64, T=32, K=16, G=1, P=2048),
+    "ragged, fp8": _tpu("ragged", B=64, T=32, pool_dtype="float8_e4m3fn"),
+    "ragged, all variants": _tpu("ragged", B=64, T=32, **_SEEN),
+    "ragged, float32": _tpu("ragged", B=64, T=32, dtype="float32"),
+    "ragged, float32 over bfloat16": _tpu(
+        "ragged", B=64, T=32, dtype="float32", pool_dtype="bfloat16"
+    ),
+}
+
 # XLA's scatters, which are in place on a TPU without a kernel.
 TPU_UPDATES: Mapping[str, Case] = {
     "write of 64 tokens": _tpu("write", backend=None, B=64, T=1),
@@ -188,7 +219,8 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
 }
 
 TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep]] = {
-    generation: {**TPU_ATTENTION, **TPU_UPDATES, **steps} for generation, steps in TPU_STEPS.items()
+    generation: {**TPU_ATTENTION, **TPU_RAGGED, **TPU_UPDATES, **steps}
+    for generation, steps in TPU_STEPS.items()
 }
 
 # What the names of this library's Triton kernels begin with. The others of a program are XLA's.

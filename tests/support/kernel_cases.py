@@ -8,14 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
     CopyArgs,
     Op,
-    Options,
+    Pages,
     Pools,
     Problem,
+    RaggedArgs,
+    RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
     attend,
@@ -30,7 +33,8 @@ class Case:
     """One call, by the letters of `paged_jax.dims` and the variants of the op.
 
     Attributes:
-      op: ``"decode"``, ``"prefill"``, ``"write"``, ``"rope_write"`` or ``"copy_blocks"``.
+      op: ``"decode"``, ``"prefill"``, ``"ragged"``, ``"write"``, ``"rope_write"`` or
+        ``"copy_blocks"``.
       backend: as for `paged_jax.paged_attention`.
       dtype: of queries, of new keys and values, of a projection; of the pools too unless
         `pool_dtype` is given.
@@ -69,7 +73,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """N: the tokens of a write, the pairs of a copy."""
+        """N: the tokens of a write or of a ragged batch, the pairs of a copy."""
         return self.B * self.T
 
     @property
@@ -81,7 +85,7 @@ class Case:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of K and V, 0 where the pools are not quantised."""
-        _, _, *scales = self._pools(None)
+        scales = self._pools(None)[2:]
         return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(scales))
 
     def function(self) -> Callable[..., Any]:
@@ -90,7 +94,7 @@ class Case:
         Raises:
           NotImplementedError: the backend refuses the case.
         """
-        options = Options(
+        options = RaggedOptions(
             scale=self.D**-0.5, sliding_window=self.sliding_window, soft_cap=self.soft_cap
         )
         sizes = {letter: getattr(self, letter) for letter in "BTKGCDMLP"}
@@ -107,12 +111,16 @@ class Case:
                 return ops.rope_write(RopeWriteArgs(*arrays), options)
             if self.op == "copy_blocks":
                 return ops.copy_blocks(CopyArgs(*arrays))
+            if self.op == "ragged":
+                return ops.ragged(RaggedArgs(*arrays), options)
             return attend(ops, AttentionArgs(*arrays), options)
 
         op.__name__ = self.op
         return op
 
-    def shapes(self, sharding: Any = None) -> AttentionArgs | WriteArgs | RopeWriteArgs | CopyArgs:
+    def shapes(
+        self, sharding: Any = None
+    ) -> AttentionArgs | RaggedArgs | WriteArgs | RopeWriteArgs | CopyArgs:
         """What `function` takes, as `jax.ShapeDtypeStruct`, on a device where one is given."""
 
         def array(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -132,6 +140,9 @@ class Case:
             return RopeWriteArgs(pools, qkv, angles, angles, norms, array(N), array(N), layer)
         sinks = array(H, dtype=jnp.float32) if self.has_sinks else None
         tables, lens = array(self.B, self.M), array(self.B)
+        if self.op == "ragged":
+            q = array(N, H, self.D, dtype=self.dtype)
+            return RaggedArgs(q, pools, tables, lens, array(self.B + 1), array(1))
         if self.op == "decode":
             q = array(self.B, H, self.D, dtype=self.dtype)
             return AttentionArgs(q, pools, tables, lens, None, sinks, layer)
@@ -142,11 +153,20 @@ class Case:
         """The op for ``"cuda"`` or ``"tpu"``, with the pools donated where it writes to them."""
         donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
         shapes = self.shapes(sharding)
+        if platform == "tpu" and self.op == "ragged":
+            # JAX's kernel asks which TPU it is for, of the mesh if there is none here.
+            kind = next(iter(sharding.device_set)).device_kind if sharding else "TPU v5e"
+            tpu = AbstractDevice(kind, 1, "tpu")
+            with use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
+                return lower(self.function(), *shapes, platform=platform)
         return lower(self.function(), *shapes, platform=platform, donate_argnums=donated)
 
-    def _pools(self, sharding: Any) -> Pools:
+    def _pools(self, sharding: Any) -> Any:
         shape = (self.L, self.P, self.K, self.C)
         dtype = jnp.dtype(self.pool_dtype or self.dtype)
+        if self.op == "ragged":
+            shape = (self.L * self.P, self.C, 2 * self.K, self.D)
+            return Pages(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))  # type: ignore
         pool: Any = jax.ShapeDtypeStruct((*shape, self.lanes or self.D), dtype, sharding=sharding)
         if not is_quantised(dtype):
             return Pools(pool, pool)

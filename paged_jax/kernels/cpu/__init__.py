@@ -6,15 +6,23 @@ both where they lie, on XLA's own threads, through its foreign function interfac
 when a program is lowered that needs them, see `library`; where that cannot be, XLA does the work.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
 
 from paged_jax.kernels import xla
-from paged_jax.kernels.backend import AttentionArgs, Options, Problem
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    Options,
+    Problem,
+    RaggedArgs,
+    RaggedOptions,
+)
 from paged_jax.kernels.cpu import decode as _decode
 from paged_jax.kernels.cpu.linear import copies_weights, is_few, linear, sum_rows, takes
+from paged_jax.kernels.ragged_batch import attend_in_parts
 
 __all__ = ["Cpu", "copies_weights", "is_few", "linear", "sum_rows", "takes"]
 
@@ -40,3 +48,11 @@ class Cpu:
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """A chunk of queries for each sequence, by XLA: products of many rows."""
         return xla.prefill(args, options)
+
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """Single queries by the kernel, chunks by XLA."""
+        return attend_in_parts(
+            functools.partial(self.decode, options=options),
+            functools.partial(xla.attend_to_chunks, options=options),
+            args,
+        )

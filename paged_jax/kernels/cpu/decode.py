@@ -1,5 +1,6 @@
 """Decode by the kernel of `source/decode.cc`."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels import xla
-from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem
+from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, Problem
 from paged_jax.kernels.cpu.calls import call
 from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, load
 from paged_jax.kernels.cpu.self_test import attributes_of
@@ -35,16 +36,18 @@ def unavailable(problem: Problem) -> str | None:
 def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Attend with one query for each sequence."""
     pools, sinks = args.pools, args.sinks
-    operands = [args.q.astype(jnp.float32), pools.k, pools.v, args.block_tables, args.context_lens]
+    # Of pages, keys and values are one array.
+    arrays = (pools.kv, pools.kv) if isinstance(pools, Pages) else (pools.k, pools.v)
+    operands = [args.q.astype(jnp.float32), *arrays, args.block_tables, args.context_lens]
     operands.append(jnp.asarray(args.layer, jnp.int32))
     if pools.k_scale is not None and pools.v_scale is not None:
         operands += [pools.k_scale, pools.v_scale]
     if sinks is not None:
         operands.append(sinks.astype(jnp.float32))
-    kernel = Kernel("decode", pools.k.dtype)
-    plain = _Plain(options, pools.is_quantised, sinks is not None)
+    kernel = Kernel("decode", pools.dtype)
+    plain = _Plain(options, pools.is_quantised, sinks is not None, isinstance(pools, Pages))
     out, lse = call(kernel, plain, tuple(operands), plain.attributes())
-    return out.astype(args.q.dtype), lse
+    return (out * options.value_scale).astype(args.q.dtype), lse
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,23 @@ class _Plain:
     options: Options
     has_scales: bool
     has_sinks: bool
+    is_interleaved: bool
 
     def attributes(self):
         """The static numbers of the kernel."""
         options = self.options
         return attributes_of(
-            options.scale, options.sliding_window, options.soft_cap, self.has_scales, self.has_sinks
+            options.scale,
+            options.sliding_window,
+            options.soft_cap,
+            self.has_scales,
+            self.has_sinks,
+            self.is_interleaved,
         )
 
     def __call__(self, q, k, v, block_tables, context_lens, layer, *rest):
         scales = rest[:2] if self.has_scales else (None, None)
         sinks = rest[-1] if self.has_sinks else None
-        args = AttentionArgs(
-            q, Pools(k, v, *scales), block_tables, context_lens, None, sinks, layer
-        )
-        return xla.decode(args, self.options)
+        pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
+        args = AttentionArgs(q, pools, block_tables, context_lens, None, sinks, layer)
+        return xla.decode(args, dataclasses.replace(self.options, value_scale=1.0))

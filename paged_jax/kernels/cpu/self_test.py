@@ -59,7 +59,12 @@ def _decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attributes_of(
-    scale: float, window: int | None, cap: float | None, has_scales: bool, has_sinks: bool
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    has_scales: bool,
+    has_sinks: bool,
+    is_interleaved: bool = False,
 ) -> dict[str, np.generic]:
     """The static numbers of a decode, as the kernel reads them."""
     return {
@@ -68,4 +73,5 @@ def attributes_of(
         "soft_cap": np.float32(cap or 0),
         "has_scales": np.int32(has_scales),
         "has_sinks": np.int32(has_sinks),
+        "is_interleaved": np.int32(is_interleaved),
     }

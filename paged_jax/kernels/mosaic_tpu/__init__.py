@@ -34,7 +34,15 @@ from typing import ClassVar
 
 import jax
 
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    Interpret,
+    Options,
+    Problem,
+    RaggedArgs,
+    RaggedOptions,
+)
+from paged_jax.kernels.mosaic_tpu import ragged
 from paged_jax.kernels.mosaic_tpu.attention import decode, prefill, refusal
 
 __all__ = ["MosaicTpu", "decode", "prefill", "refusal"]
@@ -54,7 +62,7 @@ class MosaicTpu:
 
     def refusal(self, problem: Problem) -> str | None:
         """Why this kernel cannot do what is asked, or None if it can."""
-        return refusal(problem)
+        return ragged.refusal(problem) if problem.op == "ragged" else refusal(problem)
 
     def interpreted(self, interpret: Interpret) -> "MosaicTpu":
         """The same backend, with its kernel interpreted."""
@@ -67,3 +75,12 @@ class MosaicTpu:
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """A chunk of queries for each sequence."""
         return prefill(args, options, self.interpret)
+
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """Chunks of any lengths, by the kernel that JAX has for them."""
+        if self.interpret:
+            raise NotImplementedError(
+                "ragged_paged_attention: mosaic_tpu cannot be interpreted: JAX's interpreter lacks "
+                "what JAX's own kernel does. Interpret 'triton', or compile for a TPU."
+            )
+        return ragged.ragged(args, options)

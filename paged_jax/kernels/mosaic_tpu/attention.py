@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Pools, Problem
 from paged_jax.kernels.layout import LANES, in_whole_lanes
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
@@ -79,6 +79,7 @@ def _attend(
     args: AttentionArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
+    assert isinstance(pools, Pools)
     B, T, H, D = q.shape
     *_, K, C, lanes = pools.k.shape
     tiling = choose_tiling(T, H // K, block_tables.shape[1], pools.k)

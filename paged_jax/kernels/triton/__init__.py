@@ -4,6 +4,7 @@ JAX has deprecated that backend since 0.11. Nothing outside of this package know
 comes without it, every call is refused, and XLA does the work.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,20 +12,24 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import (
+    ATTENTION,
     AttentionArgs,
     CopyArgs,
     Interpret,
     Options,
     Pools,
     Problem,
+    RaggedArgs,
+    RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
 )
 from paged_jax.kernels.quantisation import QUANTISED
-from paged_jax.kernels.triton import pallas, tiles, tuning
+from paged_jax.kernels.ragged_batch import attend_in_parts
+from paged_jax.kernels.triton import pallas, schedule, tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
-from paged_jax.kernels.triton.prefill import prefill
+from paged_jax.kernels.triton.prefill import attend_to_chunks, prefill
 from paged_jax.kernels.triton.rope_write import rope_write
 from paged_jax.kernels.triton.write import copy_blocks, write
 
@@ -59,6 +64,14 @@ class Triton:
         """A chunk of queries for each sequence, in one launch."""
         return prefill(args, options, interpret=self.interpret)
 
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """Chunks of any lengths: single queries by one kernel, the others by the other one."""
+        return attend_in_parts(
+            functools.partial(self.decode, options=options),
+            functools.partial(attend_to_chunks, options=options, interpret=self.interpret),
+            args,
+        )
+
     def write(self, args: WriteArgs) -> Pools:
         """Write new tokens, in one launch."""
         return write(args, self.interpret)
@@ -76,7 +89,9 @@ def refusal(problem: Problem) -> str | None:
     """Why these kernels cannot do what is asked, or None if they can."""
     if (why_not := pallas.refusal()) is not None:
         return why_not
-    attends = problem.op in ("decode", "prefill")
+    if problem.op == "ragged" and problem["B"] > schedule.MOST_SEQUENCES:
+        return f"a ragged batch has {schedule.MOST_SEQUENCES} rows at most, not {problem['B']}"
+    attends = problem.op in ATTENTION
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)
     )

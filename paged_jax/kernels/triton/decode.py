@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
+from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
@@ -61,9 +61,9 @@ def decode(
     """
     q, pools, block_tables = args[:3]
     B, H, D = q.shape
-    K, C = pools.k.shape[2:4]
+    K, C = pools.num_kv_heads, pools.block_size
     device = tuning.device()
-    shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.k.dtype.name)
+    shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name)
     if params is None:
         params = tuning.decode_params(device.kind, **shape._asdict())
     capacity = block_tables.shape[1] * C
@@ -84,8 +84,8 @@ def _decode(
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, _, sinks, layer = args
     B, H, D = q.shape
-    K, N = pools.k.shape[2], schedule.num_programs
-    words = pools._replace(k=tiles.as_words(pools.k), v=tiles.as_words(pools.v))
+    K, N = pools.num_kv_heads, schedule.num_programs
+    words = pools.map(tiles.as_words)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
     if schedule.num_parts:
@@ -94,7 +94,7 @@ def _decode(
         functools.partial(
             _attend_kernel,
             options=options,
-            pool_dtype=pools.k.dtype,
+            pool_dtype=pools.dtype,
             schedule=schedule,
             instructions=choose_instructions(interpret),
         ),
@@ -176,7 +176,7 @@ def _attend(
     instructions: Instructions,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """The result of a group over a part, as f32 ``[R, lanes]`` for each tuple of lanes, and lse."""
-    G = q_ref.shape[1] // source.pools.k.shape[2]
+    G = q_ref.shape[1] // source.pools.num_kv_heads
     num_rows, num_copies = _choose_rows(G, tiles.operand_dtype(q_ref.dtype, source.pool_dtype))
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
     heads, is_row = _heads(source.head, G, tiles.remainder(rows, num_rows))
@@ -195,7 +195,7 @@ def _attend(
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
     softmax = _fold_part(q, sinks, is_rest, part, source, options, schedule, instructions)
-    return _join_copies(*tiles.finish(softmax), num_copies)
+    return _join_copies(*tiles.finish(softmax, options), num_copies)
 
 
 def _store(
@@ -210,7 +210,7 @@ def _store(
     out_ref, lse_ref = refs
     H, D = out_ref.shape[1:]
     rows = jnp.arange(lse.size, dtype=jnp.int32)
-    heads, is_row = _heads(source.head, H // source.pools.k.shape[2], rows)
+    heads, is_row = _heads(source.head, H // source.pools.num_kv_heads, rows)
     is_row = is_row & is_written
     for lane, array in zip(_lanes(D, len(out)), out, strict=True):
         plgpu.store(
@@ -285,7 +285,7 @@ def _fold_part(
         q[0].shape[0],
         tuple(array.shape[1] for array in q),
         sinks,
-        has_scales=is_quantised(source.pool_dtype),
+        has_scales=source.pools.v_scale is not None,
     )
 
     offsets = jnp.arange(schedule.step_tokens, dtype=jnp.int32)
@@ -295,7 +295,7 @@ def _fold_part(
         return part.first + index, part.first + index < part.length
 
     def block_ids_of(step):
-        block_size = source.pools.k.shape[3]
+        block_size = source.pools.block_size
         return tiles.load_block_ids(source.tables_ref, part.sequence, *tokens_of(step), block_size)
 
     def fold_step(step, carry):
@@ -303,10 +303,7 @@ def _fold_part(
         next_block_ids = block_ids_of(step + 1)
         positions, is_seen = tokens_of(step)
         place = (source.layer, block_ids, source.head, positions, is_seen)
-        k, v = (
-            _load_heads(pool_ref, place, source, dtype, instructions)
-            for pool_ref in (source.pools.k, source.pools.v)
-        )
+        k, v = (_load_heads(half, place, source, dtype, instructions) for half in ("k", "v"))
         k_scale = tiles.load_scales(source.pools.k_scale, *place)
         v_scale = tiles.load_scales(source.pools.v_scale, *place)
         scores, factor = tiles.score(q, unit, k, k_scale, is_seen[None], options)
@@ -318,7 +315,7 @@ def _fold_part(
 
 
 def _load_heads(
-    pool_ref: Any,
+    half: Half,
     place: tuple[Any, Any, Any, Any, Any],
     source: _Source,
     dtype: Any,
@@ -326,6 +323,6 @@ def _load_heads(
 ) -> tuple[jax.Array, ...]:
     """A tile of K or of V: one array, or its even and odd lanes if the pool is one of words."""
     if is_quantised(source.pool_dtype):
-        words = tiles.load_heads(pool_ref, *place, source.head_dim // 2)
+        words = tiles.load_heads(source.pools, half, *place, source.head_dim // 2)
         return tuple(x.astype(dtype) for x in instructions.split_words(words, source.pool_dtype))
-    return (tiles.load_heads(pool_ref, *place, source.head_dim).astype(dtype),)
+    return (tiles.load_heads(source.pools, half, *place, source.head_dim).astype(dtype),)

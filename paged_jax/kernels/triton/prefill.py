@@ -15,6 +15,10 @@ of a group are flattened into rows, so that any group fills a tile: row r of KV 
 
 The last tiles take longest and start first, so that the short ones fill the gaps at the end. All
 heads of a tile come before the next tile: programs that read the same blocks run side by side.
+
+Chunks of a ragged batch are not padded: their queries lie one behind the other. Then program (k, i)
+counts the tiles of all chunks, from their lengths, to find its own; there are as many programs as
+there can be tiles, and the last ones find none.
 """
 
 import functools
@@ -25,8 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options, RaggedArgs
+from paged_jax.kernels.ragged_batch import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
@@ -51,51 +55,141 @@ def prefill(
       interpret: how to interpret the kernel, if at all.
       params: launch parameters; those of `tuning` for this device and shape if None.
     """
-    q, pools = args[:2]
-    if params is None:
-        K, C = pools.k.shape[2:4]
-        params = tuning.prefill_params(
-            tuning.device().kind,
-            head_dim=q.shape[-1],
-            group=q.shape[-2] // K,
-            block_size=C,
-            q_dtype=q.dtype,
-            pool_dtype=pools.k.dtype,
-        )
-    return _prefill(args, options, params, interpret)
+    return _prefill(args, None, options, params or _params(args), interpret)
+
+
+def attend_to_chunks(
+    args: RaggedArgs,
+    chunks: Chunks,
+    options: Options,
+    *,
+    interpret: Interpret = False,
+    params: tuning.PrefillParams | None = None,
+) -> jax.Array:
+    """Attend with the queries of all chunks, ``[N, H, D]``, in one launch; others hold anything.
+
+    Args:
+      args, chunks, options: the call; a chunk of one token is welcome, too.
+      interpret, params: as for `prefill`.
+    """
+    flat = AttentionArgs(
+        q=args.q,
+        pools=args.pages,
+        block_tables=args.block_tables,
+        context_lens=args.context_lens,
+        query_lens=chunks.lens,
+        sinks=None,
+        layer=jnp.zeros((), jnp.int32),
+    )
+    return _prefill(flat, chunks.starts, options, params or _params(flat), interpret)[0]
+
+
+def _params(args: AttentionArgs) -> tuning.PrefillParams:
+    *_, H, D = args.q.shape
+    return tuning.prefill_params(
+        tuning.device().kind,
+        head_dim=D,
+        group=H // args.pools.num_kv_heads,
+        block_size=args.pools.block_size,
+        q_dtype=args.q.dtype,
+        pool_dtype=args.pools.dtype,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("options", "params", "interpret"))
 def _prefill(
-    args: AttentionArgs, options: Options, params: tuning.PrefillParams, interpret: Interpret
+    args: AttentionArgs,
+    starts: jax.Array | None,
+    options: Options,
+    params: tuning.PrefillParams,
+    interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
+    """Both kinds of batches.
+
+    Args:
+      args: the call, with queries ``[B, T, H, D]`` or ``[N, H, D]``.
+      starts: None, or i32 ``[B]``, the row of the first query of each chunk of a ragged batch.
+    """
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
-    B, T, H, D = q.shape
-    K = pools.k.shape[2]
+    (longest, H, _), B, K = q.shape[-3:], len(block_tables), pools.num_kv_heads
     G = H // K
-    words = pools._replace(k=tiles.as_words(pools.k), v=tiles.as_words(pools.v))
+    query_rows = min(params.query_rows, pl.next_power_of_2(longest * G))
+    grid = (K, pl.cdiv(longest * G, query_rows), B)
+    if starts is not None:
+        # Each sequence may leave one tile partly empty.
+        grid = (K, longest * G // query_rows + min(B, longest))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
-    query_rows = min(params.query_rows, pl.next_power_of_2(T * G))
     return pallas_call(
         functools.partial(
             _attend_kernel,
             options=options,
-            pool_dtype=pools.k.dtype,
+            pool_dtype=pools.dtype,
             query_rows=query_rows,
             step_tokens=params.step_tokens,
             instructions=choose_instructions(interpret),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((B, T, H, D), q.dtype),
-            jax.ShapeDtypeStruct((B, T, H), jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
         ),
-        grid=(K, pl.cdiv(T * G, query_rows), B),
+        grid=grid,
         compiler_params=plgpu.CompilerParams(
             num_warps=params.num_warps, num_stages=params.num_stages
         ),
         interpret=interpret,
         name="paged_prefill",
-    )(q, words, block_tables, context_lens, query_lens, sinks, layers)
+    )(q, pools.map(tiles.as_words), block_tables, context_lens, query_lens, starts, sinks, layers)
+
+
+class _Tile(NamedTuple):
+    """The queries of one program, as i32 scalars.
+
+    Attributes:
+      sequence: theirs.
+      query_len: queries in its chunk.
+      start: the first of them among all queries; None where each chunk has an axis of its own.
+      first_row: the first row of the tile among those of the chunk, a token and a head each.
+      num_written: tokens of the chunk that have a result, padding included.
+    """
+
+    sequence: jax.Array
+    query_len: jax.Array
+    start: jax.Array | None
+    first_row: jax.Array
+    num_written: jax.Array | int
+
+    def place(self, tokens: jax.Array, heads: jax.Array) -> tuple[jax.Array, ...]:
+        """Index of some tokens of the chunk, of a head each, in queries and results."""
+        if self.start is None:
+            return self.sequence, tokens, heads
+        return self.start + tokens, heads
+
+
+def _tile_of_padded(query_lens_ref: Any, T: int, query_rows: int) -> _Tile:
+    """The tile of program ``(k, i, b)``, of chunks that are padded to the same length."""
+    sequence = pl.program_id(2)
+    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * query_rows
+    return _Tile(sequence, jnp.minimum(query_lens_ref[sequence], T), None, first_row, T)
+
+
+def _tile_of_ragged(query_lens_ref: Any, starts_ref: Any, group: int, query_rows: int) -> _Tile:
+    """The tile of program ``(k, i)``; it has no queries where there is none."""
+    B, program = query_lens_ref.shape[0], pl.program_id(1)
+    index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)
+    lens = plgpu.load(query_lens_ref.at[index], mask=index < B, other=0)
+    counts = tiles.divide(lens * group + query_rows - 1, query_rows)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    is_before = ends <= program
+    sequence = jnp.sum(is_before, dtype=jnp.int32)
+
+    def of_sequence(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(index == sequence, x, 0), dtype=jnp.int32)
+
+    last = jnp.maximum(of_sequence(ends) - 1, program)
+    sequence, query_len = jnp.minimum(sequence, B - 1), of_sequence(lens)
+    return _Tile(
+        sequence, query_len, starts_ref[sequence], (last - program) * query_rows, query_len
+    )
 
 
 class _Keys(NamedTuple):
@@ -132,6 +226,7 @@ def _attend_kernel(
     tables_ref: Any,
     context_lens_ref: Any,
     query_lens_ref: Any,
+    starts_ref: Any,
     sinks_ref: Any,
     layer_ref: Any,
     out_ref: Any,
@@ -143,26 +238,29 @@ def _attend_kernel(
     step_tokens: int,
     instructions: Instructions,
 ) -> None:
-    T, H, D = q_ref.shape[1:]
-    G = H // pools.k.shape[2]
-    head, sequence = pl.program_id(0), pl.program_id(2)
+    T, H, D = q_ref.shape[-3:]
+    head, G = pl.program_id(0), H // pools.num_kv_heads
+    if starts_ref is None:
+        tile = _tile_of_padded(query_lens_ref, T, query_rows)
+    else:
+        tile = _tile_of_ragged(query_lens_ref, starts_ref, G, query_rows)
+    sequence, first_row = tile.sequence, tile.first_row
     # Lengths are bounded by what holds them: an address past an array is no error on a GPU.
-    capacity = tables_ref.shape[1] * pools.k.shape[3]
+    capacity = tables_ref.shape[1] * pools.block_size
     context_len = jnp.minimum(context_lens_ref[sequence], capacity)
-    query_len = jnp.minimum(query_lens_ref[sequence], jnp.minimum(context_len, T))
+    query_len = jnp.minimum(tile.query_len, context_len)
     num_rows = query_len * G
-    first_row = (pl.num_programs(1) - 1 - pl.program_id(1)) * query_rows
 
     rows = first_row + jnp.arange(query_rows, dtype=jnp.int32)
     tokens, heads = tiles.divide(rows, G), head * G + tiles.remainder(rows, G)
     lanes = jnp.arange(_num_lanes(D, pool_dtype), dtype=jnp.int32)
-    place = (sequence, tokens[:, None], heads[:, None], lanes[None])
+    row = (*tile.place(tokens[:, None], heads[:, None]), lanes[None])
     is_query, is_lane = tokens < query_len, (lanes < D)[None]
 
     def write(out: jax.Array, lse: jax.Array) -> None:
-        is_row = tokens < T
-        plgpu.store(out_ref.at[*place], out.astype(out_ref.dtype), mask=is_row[:, None] & is_lane)
-        plgpu.store(lse_ref.at[sequence, tokens, heads], lse, mask=is_row)
+        is_row = tokens < tile.num_written
+        plgpu.store(out_ref.at[*row], out.astype(out_ref.dtype), mask=is_row[:, None] & is_lane)
+        plgpu.store(lse_ref.at[*tile.place(tokens, heads)], lse, mask=is_row)
 
     @pl.when(first_row >= num_rows)
     def _():
@@ -171,14 +269,16 @@ def _attend_kernel(
 
     @pl.when(first_row < num_rows)
     def _():
-        q = plgpu.load(q_ref.at[*place], mask=is_query[:, None] & is_lane, other=0)
+        q = plgpu.load(q_ref.at[*row], mask=is_query[:, None] & is_lane, other=0)
         sinks = None
         if sinks_ref is not None:
             sinks = plgpu.load(sinks_ref.at[heads], mask=is_query, other=-jnp.inf)
         chunk_start = context_len - query_len
         last_row = jnp.minimum(first_row + query_rows, num_rows) - 1
         softmax = _fold_keys(
-            tiles.start_softmax(query_rows, lanes.size, sinks, has_scales=is_quantised(pool_dtype)),
+            tiles.start_softmax(
+                query_rows, lanes.size, sinks, has_scales=pools.v_scale is not None
+            ),
             q,
             chunk_start + tokens,
             chunk_start + tiles.divide(first_row, G),
@@ -188,7 +288,7 @@ def _attend_kernel(
             step_tokens,
             instructions,
         )
-        out, lse = tiles.finish(softmax)
+        out, lse = tiles.finish(softmax, options)
         # The chunk's padding has seen tokens as its queries have.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
@@ -222,7 +322,7 @@ def _fold_keys(
         return tokens, (tokens >= begin) & (tokens <= last)
 
     def block_ids_of(step):
-        C = keys.pools.k.shape[3]
+        C = keys.pools.block_size
         return tiles.load_block_ids(keys.tables_ref, keys.sequence, *tokens_of(step), C)
 
     def fold_step(step, carry, is_masked):
@@ -236,10 +336,7 @@ def _fold_keys(
             # Constants, with which the compiler leaves the masks out.
             is_read, is_seen = jnp.full(step_tokens, True), jnp.full((1, step_tokens), True)
         place = (keys.layer, block_ids, keys.head, tokens, is_read)
-        k, v = (
-            _load_heads(pool_ref, place, keys, dtype, instructions)
-            for pool_ref in (keys.pools.k, keys.pools.v)
-        )
+        k, v = (_load_heads(half, place, keys, dtype, instructions) for half in ("k", "v"))
         k_scale = tiles.load_scales(keys.pools.k_scale, *place)
         v_scale = tiles.load_scales(keys.pools.v_scale, *place)
         scores, factor = tiles.score(q, unit, k, k_scale, is_seen, options)
@@ -274,7 +371,7 @@ def _cut_into_runs(
 
 
 def _load_heads(
-    pool_ref: Any,
+    half: Half,
     place: tuple[Any, Any, Any, Any, Any],
     keys: _Keys,
     dtype: Any,
@@ -282,8 +379,8 @@ def _load_heads(
 ) -> jax.Array:
     """A tile of K or of V ``[N, lanes]`` in the type of the products, as `tiles.load_heads`."""
     if keys.pool_dtype.itemsize > 1:
-        return tiles.load_heads(pool_ref, *place, keys.head_dim).astype(dtype)
-    words = tiles.load_heads(pool_ref, *place, keys.head_dim // 2)
+        return tiles.load_heads(keys.pools, half, *place, keys.head_dim).astype(dtype)
+    words = tiles.load_heads(keys.pools, half, *place, keys.head_dim // 2)
     # One dot over all lanes needs fewer registers than two over the even and the odd ones, which
     # spill at 128 rows and D 128. The pairs are put together where they are, in registers.
     pairs = jnp.stack(instructions.split_words(words, keys.pool_dtype), axis=-1)

@@ -34,7 +34,7 @@ _MERGE_STEPS = 6
 _LONG_STEPS = 16
 
 # Lengths that a program holds in registers.
-_MOST_SEQUENCES = 4096
+MOST_SEQUENCES = 4096
 
 
 class Schedule(NamedTuple):
@@ -119,7 +119,7 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
     saved_steps = max_steps - math.ceil(max_steps * batch / num_parts)
     is_worth_it = saved_steps > _MERGE_STEPS or max_steps > _LONG_STEPS
-    return num_parts if is_worth_it and batch <= _MOST_SEQUENCES else 0
+    return num_parts if is_worth_it and batch <= MOST_SEQUENCES else 0
 
 
 def load_lengths(schedule: Schedule, lens_ref: Any) -> jax.Array:

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.backend import Half, Options, Pages, Pools, Problem
 from paged_jax.kernels.quantisation import is_quantised, product_dtype
 from paged_jax.kernels.triton.instructions import Instructions
 from paged_jax.kernels.triton.pallas import plgpu
@@ -129,7 +129,8 @@ def load_block_ids(
 
 
 def load_heads(
-    pool_ref: Any,
+    pools: Pools | Pages,
+    half: Half,
     layer: jax.Array,
     block_ids: jax.Array,
     head: jax.Array,
@@ -140,7 +141,8 @@ def load_heads(
     """Gather one head of some tokens from a pool: a tile of K or of V.
 
     Args:
-      pool_ref: ``[L, P, K, C, lanes]``; the lanes beyond D are padding.
+      pools: of refs; the lanes beyond D are padding.
+      half: whether keys or values are gathered.
       layer, head: scalars.
       block_ids, positions: i32 ``[N]``, each token's block, and its place in the sequence.
       is_read: bool ``[N]``; the rows of other tokens are 0, whatever the pool holds.
@@ -150,15 +152,12 @@ def load_heads(
       ``[N, lanes]`` in the pool's type; lanes from D on are 0.
     """
     lanes = jnp.arange(num_lanes(head_dim), dtype=jnp.int32)[None]
-    offsets = remainder(positions, pool_ref.shape[3])
+    offsets = remainder(positions, pools.block_size)
+    ref, row = pools.place(half, layer, block_ids[:, None], head, offsets[:, None])
     mask = is_read[:, None]
     if lanes.size != head_dim:
         mask = mask & (lanes < head_dim)
-    return plgpu.load(
-        pool_ref.at[layer, block_ids[:, None], head, offsets[:, None], lanes],
-        mask=mask,
-        other=jnp.zeros((), pool_ref.dtype),
-    )
+    return plgpu.load(ref.at[*row, lanes], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def load_scales(
@@ -326,12 +325,12 @@ def fold(
     return Softmax(peak, total, out, unit)
 
 
-def finish(softmax: Softmax) -> tuple[Any, jax.Array]:
+def finish(softmax: Softmax, options: Options) -> tuple[Any, jax.Array]:
     """Result f32 ``[R, lanes]`` and natural log-sum-exp f32 ``[R]``; 0 and -inf of no token."""
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = softmax.peak * math.log(2) + jnp.log(total)
-    factor = 1.0 if softmax.unit is None else softmax.unit
+    factor = options.value_scale if softmax.unit is None else softmax.unit * options.value_scale
     out = jax.tree.map(lambda out: out * factor / total[:, None], softmax.out)
     return out, jnp.where(is_empty, -jnp.inf, lse)
 

@@ -3,6 +3,7 @@
 It is correct anywhere, and takes what kernels leave.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,13 +15,17 @@ from paged_jax.kernels.backend import (
     Options,
     Pools,
     Problem,
+    RaggedArgs,
+    RaggedOptions,
     WriteArgs,
 )
+from paged_jax.kernels.ragged_batch import attend_in_parts
 from paged_jax.kernels.xla.decode import decode
-from paged_jax.kernels.xla.prefill import prefill
+from paged_jax.kernels.xla.prefill import QUERIES, prefill
+from paged_jax.kernels.xla.ragged import attend_to_chunks
 from paged_jax.kernels.xla.writing import copy_blocks, write
 
-__all__ = ["Xla"]
+__all__ = ["QUERIES", "Xla", "attend_to_chunks", "decode", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,14 @@ class Xla:
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """A chunk of queries for each sequence."""
         return prefill(args, options)
+
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+        """Chunks of any lengths."""
+        return attend_in_parts(
+            functools.partial(decode, options=options),
+            functools.partial(attend_to_chunks, options=options),
+            args,
+        )
 
     def write(self, args: WriteArgs) -> Pools:
         """Scatter new tokens to their places."""

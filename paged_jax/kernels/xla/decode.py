@@ -39,7 +39,7 @@ ROWS = 16
 def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Attend with one query for each sequence."""
     B, H, D = args.q.shape
-    K, C = args.pools.k.shape[2:4]
+    K, C = args.pools.num_kv_heads, args.pools.block_size
     rows, tile = _step_sizes(B, K, D)
     tile_blocks = blocks_in_tile(tile, C, args.block_tables.shape[1])
     tile = tile_blocks * C
@@ -80,7 +80,7 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
     sinks = None if args.sinks is None else args.sinks.reshape(1, K, H // K)
     empty = start_softmax(batch.q_BKGD, sinks)
     *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, empty))
-    out, lse = finish(softmax)
+    out, lse = finish(softmax, options.value_scale)
     out, lse = out.reshape(padded, H, D), lse.reshape(padded, H)
     if B > rows:
         places = jnp.argsort(order)
@@ -107,7 +107,7 @@ def _sort_by_length(
       ``(batch, order)``: the sequence of each row is ``order``, which is B in rows of padding.
     """
     B, H, D = args.q.shape
-    K = args.pools.k.shape[2]
+    K = args.pools.num_kv_heads
     starts = jnp.zeros_like(args.context_lens)
     if options.sliding_window is not None:
         starts = jnp.maximum(args.context_lens - options.sliding_window, 0)

@@ -35,7 +35,7 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     q, pools, _, context_lens, query_lens, _, _ = args
     assert query_lens is not None
     B, T, H, D = q.shape
-    K = pools.k.shape[2]
+    K = pools.num_kv_heads
     G = H // K
     queries = min(T, QUERIES)
     num_query_tiles = ceil_div(T, queries)
@@ -55,7 +55,7 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
         q_KRD = lax.dynamic_slice(
             q_BKTGD, (b, zero, first, zero, zero), (1, K, queries, G, D)
         ).reshape(K, queries * G, D)
-        out, lse = _attend(args, options, b, q_KRD, query_positions, start, num_queries)
+        out, lse = attend_to_tile(args, options, b, q_KRD, query_positions, start, num_queries)
         lse = jnp.where(
             (offsets < num_queries)[None, :, None], lse.reshape(K, queries, G), -jnp.inf
         )
@@ -68,7 +68,7 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     return out[:, :T].astype(q.dtype), lse[:, :T]
 
 
-def _attend(
+def attend_to_tile(
     args: AttentionArgs,
     options: Options,
     b: jax.Array,
@@ -91,7 +91,7 @@ def _attend(
       ``(out, lse)``: f32 ``[K, R, D]`` and ``[K, R]``.
     """
     K, R, D = q_KRD.shape
-    queries, C = query_positions.size, args.pools.k.shape[3]
+    queries, C = query_positions.size, args.pools.block_size
     G = R // queries
     tile_blocks = blocks_in_tile(TILE, C, args.block_tables.shape[1])
     tile = tile_blocks * C
@@ -120,4 +120,5 @@ def _attend(
     if args.sinks is not None:
         sinks_KR = jnp.tile(args.sinks.reshape(K, G), (1, queries))
     empty = start_softmax(q_KRD, sinks_KR)
-    return finish(lax.fori_loop(begin // tile, ceil_div(end, tile), step, empty))
+    softmax = lax.fori_loop(begin // tile, ceil_div(end, tile), step, empty)
+    return finish(softmax, options.value_scale)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.backend import Pages, Pools
 from paged_jax.kernels.xla.writing import BITS
 
 # Most tokens of a sequence in a loop step. Longer tiles waste more on short contexts.
@@ -39,13 +39,34 @@ def ceil_div(a, b):
 
 
 def gather(
-    pools: Pools, layer: int | jax.Array, blocks: jax.Array, head_dim: int
+    pools: Pools | Pages, layer: int | jax.Array, blocks: jax.Array, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
     """Copy the blocks ``i32 [..., M]`` out of the pools: K and V, float32 ``[..., K, M * C, D]``.
 
+    Ids out of range are clipped; the caller masks them.
+    """
+    if isinstance(pools, Pages):
+        return _gather_pages(pools, blocks)
+    return _gather_blocks(pools, layer, blocks, head_dim)
+
+
+def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A page, of all its heads, is a row of the matrix."""
+    P, C, K2, D = pages.kv.shape
+    rows = jnp.clip(blocks, 0, P - 1)
+    tokens = _take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
+    tokens = tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * C, K2 // 2, 2, D)
+    k, v = (jnp.swapaxes(tokens[..., part, :], -3, -2) for part in range(2))
+    return k, v
+
+
+def _gather_blocks(
+    pools: Pools, layer: int | jax.Array, blocks: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """As `gather`.
+
     One head of one block is a row of the pool seen as a matrix: gathering rows needs no transpose,
-    of the pool or of the result, and XLA copies a row at a time. Ids out of range are clipped; the
-    caller masks them.
+    of the pool or of the result, and XLA copies a row at a time.
     """
     L, P, K = pools.k.shape[:3]
     heads = jnp.arange(K, dtype=blocks.dtype).reshape((1,) * (blocks.ndim - 1) + (K, 1))
@@ -117,9 +138,9 @@ def fold(
     )
 
 
-def finish(softmax: Softmax) -> tuple[jax.Array, jax.Array]:
+def finish(softmax: Softmax, value_scale: float) -> tuple[jax.Array, jax.Array]:
     """Result and log-sum-exp; 0 and -inf of no token."""
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = jnp.where(is_empty, -jnp.inf, softmax.peak + jnp.log(total))
-    return softmax.out / total[..., None], lse
+    return softmax.out * value_scale / total[..., None], lse

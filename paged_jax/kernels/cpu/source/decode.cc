@@ -21,7 +21,7 @@ constexpr float LOWEST = -1e30f;  // finite, for differences
 
 struct Tile {
   int count;
-  int64_t rows[TILE];  // of its tokens, in the pools' scales and numbers
+  int64_t rows[TILE];  // of its tokens: D numbers of a key or a value each, and a scale
 };
 
 struct Segment {
@@ -34,6 +34,7 @@ struct Decode {
   const float *k_scale, *v_scale, *sinks;
   const int32_t *tables, *lengths;
   int64_t P, K, C, M, lanes, layer;
+  int64_t block_step, head_step, token_step;  // rows from one to the next
   int H, G, D, stride;
   float soft_cap;  // 0 for none
   Segment* segments;
@@ -77,8 +78,8 @@ struct Decode {
     for (int i = 0; i < tile.count; column++, offset = 0) {
       int64_t block = table[column];
       block = block < 0 ? 0 : block < P ? block : P - 1;  // what is no block must not end the process
-      int64_t first = ((layer * P + block) * K + head) * C;
-      for (; offset < C && i < tile.count; offset++) tile.rows[i++] = first + offset;
+      int64_t first = (layer * P + block) * block_step + head * head_step;
+      for (; offset < C && i < tile.count; offset++) tile.rows[i++] = first + offset * token_step;
     }
     return tile;
   }
@@ -269,7 +270,16 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   }
   if (attribute<int32_t>(frame, "has_sinks"))
     decode.sinks = (const float*)argument(frame, next++)->data;
-  decode.P = k->dims[1], decode.K = k->dims[2], decode.C = k->dims[3], decode.lanes = k->dims[4];
+  if (attribute<int32_t>(frame, "is_interleaved")) {  // [P, C, 2 * K, D], given as both
+    decode.P = k->dims[0], decode.C = k->dims[1], decode.K = k->dims[2] / 2, decode.lanes = k->dims[3];
+    decode.v += decode.lanes;
+    decode.head_step = 2, decode.token_step = 2 * decode.K;
+    decode.block_step = decode.C * decode.token_step;
+  } else {  // [L, P, K, C, lanes]
+    decode.P = k->dims[1], decode.K = k->dims[2], decode.C = k->dims[3], decode.lanes = k->dims[4];
+    decode.token_step = 1, decode.head_step = decode.C;
+    decode.block_step = decode.K * decode.head_step;
+  }
   decode.M = tables->dims[1];
   int B = q->dims[0];
   decode.H = q->dims[1], decode.D = q->dims[2];

@@ -1,0 +1,330 @@
+"""Ragged batches over interleaved pages: every backend against float64, and against JAX's own op.
+
+Programs are shared as in `test_attention.py`: batches of one shape differ in what they hold.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+    dynamic_validate_inputs,
+    ref_ragged_paged_attention,
+)
+
+from paged_jax.kernels import ragged_paged_attention
+from paged_jax.kernels.backend import Pages, RaggedArgs, RaggedOptions
+from paged_jax.kernels.dispatch import backends_of
+from paged_jax.kernels.mosaic_tpu import ragged as on_tpu
+from tests.support import oracles
+from tests.support.compiler import needs_compiler
+from tests.support.paged_batch import BACKENDS
+from tests.support.ragged_batch import RaggedBatch, attend
+
+# JAX's kernel for TPUs cannot be interpreted: see the tests of what it is handed.
+INTERPRETED = "mosaic_tpu"
+
+
+def marked(name: str, *others: Any, is_slow: bool = False) -> Any:
+    """A case of a backend; slow where a kernel is interpreted, which takes seconds to compile."""
+    marks = [pytest.mark.slow] if is_slow else []
+    marks += [needs_compiler] if name == "cpu" else []
+    return pytest.param(name, *others, marks=marks, id="-".join(map(str, (name, *others))))
+
+
+NAMES = [name for name in BACKENDS if name != INTERPRETED]
+
+# Queries and tokens: single queries among chunks, around the ends of pages and of tiles; no
+# queries, no tokens, and more queries than tokens.
+LENGTHS = [(1, 1), (1, 200), (0, 7), (5, 18), (130, 150), (33, 33), (3, 2), (1, 0), (8, 8), (1, 9)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"sm_scale": 0.3, "sliding_window": 20, "soft_cap": 3.0, "k_scale": 0.5, "v_scale": 3.0},
+}
+
+
+def test_every_backend_has_ragged_batches() -> None:
+    assert set(BACKENDS) == set(backends_of("ragged"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        marked(name, options, is_slow=name == "triton" and options == "plain")
+        for name in NAMES
+        for options in OPTIONS
+    ],
+)
+def test_ragged_attention_matches_float64(name, options) -> None:
+    batch, options = RaggedBatch.random(LENGTHS), OPTIONS[options]
+    got, want = batch.attend(**BACKENDS[name], **options), batch.expected(**options)
+    assert got.dtype == batch.q.dtype
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    # Where there are fewer tokens than queries, and behind the last sequence.
+    assert not got[batch.cu_q_lens[6]].any() and not got[batch.num_rows :].any()
+
+
+# Every type, and sizes that are no powers of two; each kernel has its own ways through most.
+SHAPES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"q_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "C": 16, "D": 32},
+    "int8": {"q_dtype": jnp.bfloat16, "dtype": jnp.int8, "C": 16, "D": 64, "K": 1, "G": 4},
+    "fp8": {"q_dtype": jnp.bfloat16, "dtype": jnp.float8_e4m3fn, "K": 3, "G": 1},
+    "float32 over int8": {"dtype": jnp.int8, "C": 32, "D": 80, "G": 2},
+    "float16": {"q_dtype": jnp.float16, "dtype": jnp.float16, "C": 1, "D": 24, "G": 7},
+    "e5m2": {"q_dtype": jnp.bfloat16, "dtype": jnp.float8_e5m2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        marked(name, shape, is_slow=name != "cpu")
+        for name in NAMES
+        for shape in SHAPES
+        if (name, shape) not in {("triton", "e5m2"), ("cpu", "e5m2")}
+    ],
+)
+def test_ragged_attention_of_any_shape(name, shape) -> None:
+    batch = RaggedBatch.random([(1, 40), (9, 30), (2, 2), (1, 3)], **SHAPES[shape])
+    options = {"sm_scale": 0.2, "k_scale": 0.25, "v_scale": 0.5}
+    # Half a unit in the last place of the type of the result, and of the weights of a softmax.
+    unit = float(jnp.finfo(batch.q.dtype).eps)
+    largest = np.abs(batch.expected(**options)).max()
+    np.testing.assert_allclose(
+        batch.attend(**BACKENDS[name], **options).astype(np.float64),
+        batch.expected(**options),
+        rtol=max(unit, 1e-5),
+        atol=max(unit, 1e-5) * largest,
+    )
+
+
+# The batches of JAX's tests of its kernel (tests/pallas/tpu_ragged_paged_attention_test.py), of
+# fewer heads and shorter: by kinds of lengths, variants and types.
+MIXED = [(5, 18), (1, 29), (20, 37)]
+JAX_CASES: dict[str, dict[str, Any]] = {
+    "mixed": {"lengths": MIXED},
+    "decode only": {"lengths": [(1, 18), (1, 29), (1, 37)]},
+    "window": {"lengths": MIXED, "sliding_window": 5},
+    "cap": {"lengths": MIXED, "soft_cap": 50.0},
+    "scales": {"lengths": MIXED, "k_scale": 0.5, "v_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [marked(name, case) for case in JAX_CASES for name in ("cpu", "xla")],
+)
+def test_ragged_attention_means_what_jax_means(name, case) -> None:
+    options = dict(JAX_CASES[case])
+    batch = RaggedBatch.random(options.pop("lengths"), extra_rows=0)
+    got = batch.attend(**BACKENDS[name], **options)
+    np.testing.assert_allclose(got, what_jax_says(case), atol=2e-5)
+
+
+@functools.cache
+def what_jax_says(case: str) -> Any:
+    """JAX's own definition, of one of its cases."""
+    options = dict(JAX_CASES[case])
+    batch = RaggedBatch.random(options.pop("lengths"), extra_rows=0)
+    # It asks for lengths in rows that are none, and reads what is past the end of a table.
+    batch.kv_lens[len(MIXED) :], batch.page_indices = 0, batch.page_indices % len(batch.kv_pages)
+    arrays = [jnp.asarray(x) for x in batch.arrays]
+    dynamic_validate_inputs(*arrays)
+    return jax_reference(*arrays, **options)
+
+
+def jax_reference(*arrays: Any, **options: Any) -> Any:
+    """JAX's own definition, in float32."""
+    with jax.default_matmul_precision("highest"):
+        return ref_ragged_paged_attention(*arrays, **options)
+
+
+def test_ragged_attention_rows_do_not_see_each_other() -> None:
+    """Bitwise, with the sequences' places in the batch and the nonsense in other rows changed."""
+    batch = RaggedBatch.random(LENGTHS)
+    before = batch.attend(backend="xla")
+    batch.kv_lens[len(LENGTHS) :], batch.page_indices[len(LENGTHS) :] = 40, 1
+    batch.cu_q_lens[len(LENGTHS) + 1 :], batch.q[batch.num_rows :] = 2**31 - 1, 3.0
+    batch.kv_lens[0] = 0  # of the first sequence nothing is left
+    after = batch.attend(backend="xla")
+    np.testing.assert_array_equal(before[1:], after[1:])
+    assert not after[0].any()
+
+
+def test_ragged_attention_shows_nan_of_real_tokens() -> None:
+    batch = RaggedBatch.random(LENGTHS)
+    batch.kv_pages[batch.page_indices[3, 1], 1] = np.nan  # token 9 of a chunk of tokens 13 to 17
+    rows = slice(*batch.cu_q_lens[3:5])
+    out = batch.attend(backend="xla")
+    assert np.isnan(out[rows]).all() and np.isfinite(np.delete(out, np.r_[rows], axis=0)).all()
+
+
+@pytest.mark.parametrize("num_seqs", [0, -3, 5])
+def test_ragged_attention_of_few_sequences(num_seqs) -> None:
+    batch = RaggedBatch.random(LENGTHS)
+    batch.num_seqs[0] = num_seqs
+    out, want = batch.attend(backend="xla"), RaggedBatch.random(LENGTHS).attend(backend="xla")
+    end = batch.cu_q_lens[max(num_seqs, 0)]
+    np.testing.assert_array_equal(out[:end], want[:end])
+    assert not out[end:].any()
+
+
+@pytest.mark.parametrize(("N", "S", "M"), [(0, 2, 3), (4, 0, 3), (4, 2, 0)])
+def test_ragged_attention_of_nothing(N, S, M) -> None:
+    q, pages = np.ones((N, 4, 16), np.float32), np.ones((3, 8, 4, 16), np.float32)
+    ints = np.zeros(S, np.int32), np.zeros((S, M), np.int32), np.zeros(S + 1, np.int32)
+    out = ragged_paged_attention(q, pages, *ints, np.zeros(1, np.int32))
+    np.testing.assert_array_equal(out, np.zeros_like(q))
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [marked("xla"), marked("cpu")])
+def test_ragged_attention_copies_no_pages(name, dtype) -> None:
+    shapes = RaggedBatch.random(LENGTHS, dtype=dtype).arrays
+    pages = jax.ShapeDtypeStruct((400_000, *shapes[1].shape[1:]), shapes[1].dtype)
+    program = attend.lower(shapes[0], pages, *shapes[2:], backend=name).compile()
+    pages_bytes = pages.size * pages.dtype.itemsize
+    assert program.memory_analysis().temp_size_in_bytes < 0.01 * pages_bytes
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ragged_attention_gradients_match_float64(options) -> None:
+    batch, options = RaggedBatch.random(LENGTHS), {"sm_scale": 0.2} | OPTIONS[options]
+    bar = np.random.default_rng(7).normal(size=batch.q.shape).astype(np.float32)
+
+    def objective(q, pages):
+        out = ragged_paged_attention(q, pages, *batch.arrays[2:], backend="xla", **options)
+        return jnp.sum(out * bar)
+
+    q_bar, pages_bar = jax.jit(jax.grad(objective, (0, 1)))(*batch.arrays[:2])
+    want_q, want_pages = np.zeros(q_bar.shape), np.zeros(pages_bar.shape)
+    k_scale, v_scale = options.pop("k_scale", 1.0), options.pop("v_scale", 1.0)
+    scale, C = options.pop("sm_scale"), pages_bar.shape[1]
+    for s in range(len(LENGTHS)):
+        rows, k, v = batch.sequence(s)
+        lse_bar = np.zeros(bar[rows].shape[:2])
+        want_q[rows], k_bar, v_bar, _ = oracles.attention_gradients(
+            batch.q[rows], k * k_scale, v * v_scale, bar[rows], lse_bar, scale=scale, **options
+        )
+        places = np.arange(len(k))
+        place = batch.page_indices[s, places // C], places % C
+        want_pages[*place, 0::2], want_pages[*place, 1::2] = k_bar * k_scale, v_bar * v_scale
+    np.testing.assert_allclose(q_bar, want_q, atol=2e-5)
+    np.testing.assert_allclose(pages_bar, want_pages, atol=2e-5)
+
+
+def test_ragged_attention_refuses_a_gradient_in_quantised_pages() -> None:
+    q, pages, *rest = RaggedBatch.random(LENGTHS, dtype=jnp.float8_e4m3fn).arrays
+
+    def objective(q, pages):
+        return jnp.sum(ragged_paged_attention(q, pages, *rest, backend="xla"))
+
+    message = "kv_pages must have 16 bits or more for a gradient in them, got float8_e4m3fn"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(jax.grad(objective, 1), q, pages)
+    jax.eval_shape(jax.grad(objective), q, pages)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
+    """Its kernel's place is taken by its definition, and what the kernel hangs on is refused."""
+
+    def definition(q, pages, kv_lens, page_indices, cu_q_lens, num_seqs, **options):
+        del options["vmem_limit_bytes"]
+        tiles = {name: options.pop(name) for name in list(options) if "_per_block" in name}
+        arrays = q, pages, kv_lens, page_indices % len(pages), cu_q_lens, num_seqs
+        dynamic_validate_inputs(*arrays, **tiles)
+        count = int(num_seqs[0])
+        assert (kv_lens[:count] > 0).all() and cu_q_lens[count] > cu_q_lens[count - 1]
+        out = jax_reference(*arrays, **options)
+        return jnp.full_like(q, jnp.nan).at[: len(out)].set(out)
+
+    monkeypatch.setattr(on_tpu, "jax_kernel", SimpleNamespace(ragged_paged_attention=definition))
+    # Behind the last queries are a sequence without any and rows that are no sequence.
+    batch = RaggedBatch.random([(1, 1), (1, 20), (0, 7), (5, 18), (0, 0), (9, 9), (0, 4)])
+    options = OPTIONS[options]
+    args = RaggedArgs(
+        q=jnp.asarray(batch.q),
+        pages=Pages(jnp.asarray(batch.kv_pages)),
+        block_tables=jnp.asarray(batch.page_indices),
+        context_lens=jnp.array([1, 20, 7, 18, 0, 9, 4, 0, 0]),
+        cu_query_lens=jnp.asarray(np.append(batch.cu_q_lens[:8], [batch.num_rows] * 2)),
+        num_sequences=jnp.array([7]),
+    )
+    ours = RaggedOptions(
+        scale=options.get("sm_scale", 1.0) * options.get("k_scale", 1.0),
+        sliding_window=options.get("sliding_window"),
+        soft_cap=options.get("soft_cap"),
+        value_scale=options.get("v_scale", 1.0),
+    )
+    with jax.disable_jit():
+        out = on_tpu.ragged(args, ours)
+        nothing = on_tpu.ragged(args._replace(cu_query_lens=jnp.zeros(10, jnp.int32)), ours)
+    np.testing.assert_allclose(out, batch.expected(**options), atol=1e-5)
+    assert not nothing.any()
+
+
+PAGES = np.zeros((3, 8, 4, 16), np.float32)
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"kv_pages": PAGES[0]}, r"kv_pages must have shape \[P, C, 2 \* K, D\]"),
+    "odd": ({"kv_pages": PAGES[:, :, :3]}, r"keys and values in turn, got \[3, 8, 3, 16\]"),
+    "heads": ({"q": np.zeros((5, 3, 16), np.float32)}, "a multiple of the 2 KV heads"),
+    "head dim": ({"kv_pages": PAGES[..., :8]}, "kv_pages must have D"),
+    "type": ({"kv_pages": PAGES.astype(np.int16)}, "kv_pages must be floating point or int8"),
+    "q type": ({"q": np.zeros((5, 4, 16), np.int32)}, "q must be floating point, got int32"),
+    "rows": ({"cu_q_lens": np.zeros(2, np.int32)}, r"cu_q_lens must have shape \[3\]"),
+    "number": ({"num_seqs": np.int32(2)}, r"num_seqs must have shape \[1\], got \[\]"),
+    "lengths": ({"kv_lens": np.zeros(2, np.float32)}, "kv_lens must be an integer array"),
+    "missing": ({"kv_lens": None}, "kv_lens must be an array, got None"),
+    "window": ({"sliding_window": 0}, "sliding_window must be an integer, at least 1"),
+    "cap": ({"soft_cap": 0.0}, "soft_cap must be positive or None"),
+    "scale": ({"v_scale": float("inf")}, "v_scale must be finite"),
+    "backend": ({"backend": "cuda"}, "backend must be None or one of 'cpu', 'mosaic_tpu'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_ragged_attention_refuses(change, message) -> None:
+    arguments = {
+        "q": np.zeros((5, 4, 16), np.float32),
+        "kv_pages": PAGES,
+        "kv_lens": np.ones(2, np.int32),
+        "page_indices": np.zeros((2, 3), np.int32),
+        "cu_q_lens": np.arange(3, dtype=np.int32),
+        "num_seqs": np.array([2], np.int32),
+    }
+    with pytest.raises(ValueError, match=f"ragged_paged_attention: .*{message}"):
+        ragged_paged_attention(**(arguments | change))
+
+
+TPU = {"D": 128, "q_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"D": 64}, "the head dimension must be 128, got 64"),
+        ({"dtype": jnp.float32}, "pages of float32 would be rounded to bfloat16"),
+        ({"dtype": jnp.int8}, "pages must be .* got int8"),
+        ({"K": 3}, "keys and values of 3 heads do not fill registers of bfloat16"),
+    ],
+)
+def test_jax_is_not_asked_for_what_it_cannot(sizes, reason) -> None:
+    batch = RaggedBatch.random([(1, 3)], **(TPU | sizes))
+    with pytest.raises(NotImplementedError, match=f"mosaic_tpu cannot: {reason}"):
+        ragged_paged_attention(*batch.arrays, backend="mosaic_tpu")
+
+
+@pytest.mark.parametrize("setting", ["x64", "strict"])
+def test_ragged_attention_has_the_same_type_under_settings_of_jax(setting) -> None:
+    """With the branches of all platforms traced."""
+    batch = RaggedBatch.random([(1, 3), (4, 9)], D=128)
+    x64 = jax.enable_x64(True) if setting == "x64" else jax.numpy_dtype_promotion("strict")
+    with x64:
+        out = jax.eval_shape(lambda *x: ragged_paged_attention(*x, v_scale=2.0), *batch.arrays)
+    assert out.dtype == jnp.float32

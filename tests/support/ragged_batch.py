@@ -1,0 +1,105 @@
+"""A ragged batch over interleaved pages that are poisoned, and what attention over it gives."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels import ragged_paged_attention
+from tests.support import oracles
+
+OUT_OF_RANGE = 10**6
+STATIC = (
+    "sm_scale", "sliding_window", "soft_cap", "mask_value", "k_scale", "v_scale", "backend",
+    "interpret",
+)  # fmt: skip
+attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
+
+
+@dataclasses.dataclass
+class RaggedBatch:
+    """Sequences in shuffled pages, with rows behind them that are none.
+
+    Entries past a sequence's end are out of range, what says how long rows are that are no sequence
+    is nonsense, their queries are NaN, and so is all of the pages that is no token, or 99.
+    """
+
+    q: np.ndarray
+    kv_pages: np.ndarray
+    kv_lens: np.ndarray
+    page_indices: np.ndarray
+    cu_q_lens: np.ndarray
+    num_seqs: np.ndarray
+
+    @classmethod
+    def random(
+        cls,
+        lengths,  # of each sequence: queries, tokens
+        *,
+        K: int = 2,
+        G: int = 3,
+        C: int = 8,
+        D: int = 16,
+        q_dtype: Any = np.float32,
+        dtype: Any = np.float32,
+        extra_rows: int = 5,
+        extra_width: int = 2,
+        seed: int = 0,
+    ) -> "RaggedBatch":
+        """Random sequences, and two rows that are none."""
+        rng = np.random.default_rng(seed)
+        num_rows = sum(queries for queries, _ in lengths)
+        q = rng.normal(size=(num_rows + extra_rows, K * G, D)).astype(q_dtype)
+        q[num_rows:] = np.nan
+        counts = [-(-tokens // C) for _, tokens in lengths]
+        S, P = len(lengths) + 2, sum(counts) + 3
+        is_integer = jnp.issubdtype(dtype, jnp.integer)
+        pages = np.full((P, C, 2 * K, D), 99 if is_integer else np.nan, dtype)
+        tables = np.full((S, max(counts) + extra_width), OUT_OF_RANGE, np.int32)
+        kv_lens, cu_q_lens = np.full(S, 2**31 - 1, np.int32), np.full(S + 1, -7, np.int32)
+        cu_q_lens[0], free = 0, rng.permutation(P)
+        for s, (queries, tokens) in enumerate(lengths):
+            mine, free = free[: counts[s]], free[counts[s] :]
+            tables[s, : counts[s]] = mine
+            kv_lens[s], cu_q_lens[s + 1] = tokens, cu_q_lens[s] + queries
+            values = rng.normal(size=(tokens, 2 * K, D)) * (20 if is_integer else 1)
+            places = np.arange(tokens)
+            pages[mine[places // C], places % C] = values.astype(dtype)
+        num_seqs = np.array([len(lengths)], np.int32)
+        return cls(q, pages, kv_lens, tables, cu_q_lens, num_seqs)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arguments, in order."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of sequences."""
+        return int(self.cu_q_lens[self.num_seqs[0]])
+
+    def attend(self, **options) -> np.ndarray:
+        """The op."""
+        return np.asarray(attend(*self.arrays, **options))
+
+    def sequence(self, s: int) -> tuple[slice, np.ndarray, np.ndarray]:
+        """Rows of the queries of a sequence that are tokens, and its keys and values, float64."""
+        end, tokens = int(self.cu_q_lens[s + 1]), int(self.kv_lens[s])
+        rows = slice(end - min(end - int(self.cu_q_lens[s]), tokens), end)
+        places, C = np.arange(tokens), self.kv_pages.shape[1]
+        kv = self.kv_pages[self.page_indices[s, places // C], places % C].astype(np.float64)
+        return rows, kv[:, 0::2], kv[:, 1::2]
+
+    def expected(
+        self, *, sm_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0, **options
+    ) -> np.ndarray:
+        """What the op must return, in float64."""
+        out = np.zeros(self.q.shape)
+        for s in range(self.num_seqs[0]):
+            rows, k, v = self.sequence(s)
+            attention = functools.partial(oracles.attention, scale=sm_scale, **options)
+            out[rows] = attention(self.q[rows], k * k_scale, v * v_scale)
+        return out
