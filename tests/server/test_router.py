@@ -1,9 +1,13 @@
-"""SGLang's router in front of two servers knows the model, and sends prompts to their blocks."""
+"""SGLang's router in front of two servers knows the model, and sends prompts to their blocks.
+
+Its options are those of the page on replicas.
+"""
 
 import contextlib
-import socket
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,45 +16,34 @@ import pytest
 
 from paged_jax import Engine
 from paged_jax.server import Settings
-from tests.support.live_server import LiveServer, wait_until
-from tests.support.tiny_model import SIZES
+from tests.support import ROOT
+from tests.support.live_server import LiveServer, free_ports, wait_until
+from tests.support.server_process import ServerProcess
+from tests.support.streams import Stream
+from tests.support.tiny_model import SIZES, save_tiny_model
 
 pytest.importorskip("sglang_router")
 
 # Begin differently: the router tells prompts apart by their first characters.
 PROMPTS = ["the cat sat on the mat", "in a house of their own", "some are not as they were"]
+OPTIONS = re.findall(
+    r"--policy cache_aware .*?$\n.*?$", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE
+)
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in sockets]
-
-
-@pytest.fixture
-def servers(tiny_folder):
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                LiveServer(Engine(tiny_folder, **SIZES), Settings(model_name="tiny"))
-            )
-            for _ in range(2)
-        ]
-
-
-@pytest.fixture
-def router(servers, tmp_path: Path):
+@contextlib.contextmanager
+def routing(urls: list[str], log: Path) -> Iterator[str]:
+    """The address of a router in front of servers."""
     port, prometheus_port = free_ports(2)
     url = f"http://127.0.0.1:{port}"
     command = [
         sys.executable, "-m", "sglang_router.launch_router",
-        "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus_port),
-        "--policy", "cache_aware", "--worker-urls", *(server.url for server in servers),
+        "--host", "127.0.0.1", "--port", str(port),
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port),
+        "--worker-urls", *urls, *OPTIONS[0].replace("\\", "").split(),
     ]  # fmt: skip
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         wait_until(lambda: _models(url) == ["tiny"] or process.poll() is not None)
         yield url
@@ -67,16 +60,63 @@ def _models(url: str) -> list[str]:
     return [model["id"] for model in answer.json()["data"]] if answer.is_success else []
 
 
-def test_prompts_go_where_their_blocks_are(router, servers) -> None:
+def complete(router: str, prompt: str, num_tokens: int) -> httpx.Response:
+    return httpx.post(f"{router}/v1/completions", json=body(prompt, num_tokens), timeout=60)
+
+
+def body(prompt: str, num_tokens: int) -> dict:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens}
+    return {**body, "temperature": 0, "ignore_eos": True}
+
+
+def test_prompts_go_where_their_blocks_are(tiny_folder, tmp_path: Path) -> None:
     def num_cached(prompt: str) -> int:
         # So short that the blocks of two of them stay in a server's pool.
-        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{router}/v1/completions", json={**body, "model": "tiny"}, timeout=60)
+        answer = complete(router, prompt, 8)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        assert not any(pool.map(num_cached, PROMPTS))
-    assert all(server.engine.stats.num_steps for server in servers), "both have work"
-    # One after another: where blocks are is all that tells the servers apart.
-    for prompt in PROMPTS * 2:
-        assert num_cached(prompt)
+    settings = Settings(model_name="tiny")
+    with contextlib.ExitStack() as stack:
+        servers = [LiveServer(Engine(tiny_folder, **SIZES), settings) for _ in range(2)]
+        urls = [stack.enter_context(server).url for server in servers]
+        router = stack.enter_context(routing(urls, tmp_path / "log"))
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            assert not any(pool.map(num_cached, PROMPTS))
+        assert all(server.engine.stats.num_steps for server in servers), "both have work"
+        # One after another: where blocks are is all that tells the servers apart.
+        for prompt in PROMPTS * 2:
+            assert num_cached(prompt)
+
+
+@pytest.mark.slow
+def test_no_request_fails_that_had_not_begun_to_stream_when_a_server_is_killed(tmp_path) -> None:
+    folder = save_tiny_model(tmp_path, context=8192)
+    options = ["--model", str(folder), "--served-model-name", "tiny", "--no-warmup"]
+    options += ["--num-blocks", "4000", "--max-num-seqs", "8"]
+    with ThreadPoolExecutor(8) as pool, contextlib.ExitStack() as stack:
+
+        def start(_: int) -> ServerProcess:
+            server = ServerProcess(*options)
+            stack.callback(server.kill)
+            return server
+
+        servers = list(pool.map(start, range(2)))
+        router = stack.enter_context(routing([server.url for server in servers], tmp_path / "log"))
+
+        def ask(prompt: str, num_tokens: int) -> str:
+            answer = complete(router, prompt, num_tokens)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        # At once, so that both servers get some, and twice, so that they compile nothing later.
+        for _ in range(2):
+            list(pool.map(ask, PROMPTS * 2, [16] * 6))
+        expected = list(pool.map(ask, PROMPTS, [1200] * 3))
+        answers = [pool.submit(ask, prompt, 1200) for prompt in PROMPTS]
+        url = f"{router}/v1/completions"
+        streams = [Stream(pool, url, body(prompt, 2400)) for prompt in PROMPTS]
+        assert not any(each.done() for each in answers)
+        assert not any(stream.has_ended for stream in streams)
+        servers[0].process.kill()
+        assert [answer.result(60) for answer in answers] == expected
+        assert {stream.is_whole() for stream in streams} == {False, True}

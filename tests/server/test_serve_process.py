@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import pytest
 
 from paged_jax import serve
 from tests.support.live_server import check_error, wait_until
+from tests.support.server_process import ServerProcess
 from tests.support.tiny_model import save_tiny_model
 
 ENDLESS = {"prompt": "ab", "max_tokens": 8000, "ignore_eos": True, "n": 2, "stream": True}
@@ -28,65 +27,12 @@ OPTIONS = ["--no-warmup", "--num-blocks", "4000", "--max-num-seqs", "8"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A model with a context that takes long to fill."""
-    folder = save_tiny_model(tmp_path_factory.mktemp("process"))
-    config = json.loads((folder / "config.json").read_text())
-    config["max_position_embeddings"] = 8192
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-class Process:
-    """``python -m paged_jax.serve`` on a port of its own."""
-
-    def __init__(self, *arguments: str):
-        command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self._log: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        wait_until(lambda: "ready: " in self.log or self.process.poll() is not None, 120)
-        self.url = re.findall(r"Serving on (\S+)", self.log)[0]
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                self._log.append(line)
-
-    @property
-    def log(self) -> str:
-        return "".join(self._log)
-
-    def terminate(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-
-    def wait(self) -> int:
-        """The exit code."""
-        code = self.process.wait(60)
-        self._reader.join()
-        assert "Traceback" not in self.log
-        return code
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-
-    def is_closed_to(self, client) -> bool:
-        """Whether a request is refused: with 503, or for lack of a listener."""
-        try:
-            response = client.get(f"{self.url}/v1/models")
-        except httpx.TransportError:
-            return True
-        if response.status_code == 200:
-            return False
-        check_error(response.status_code, response.content, {503})
-        return True
+    return save_tiny_model(tmp_path_factory.mktemp("process"), context=8192)
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Process]:
-    server = Process("--model", str(folder), *OPTIONS, *arguments)
+def serving(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
+    server = ServerProcess("--model", str(folder), *OPTIONS, *arguments)
     try:
         yield server
     finally:
@@ -114,7 +60,7 @@ class Stream:
         return self.lines[-1].removeprefix("data: ")
 
 
-def begin_streams(server: Process, **options) -> list[Stream]:
+def begin_streams(server: ServerProcess, **options) -> list[Stream]:
     """Streams that have begun."""
     paths = ["/generate", "/v1/completions"] * 2
     streams = [Stream(server.url + path, {**ENDLESS, **options}) for path in paths]
@@ -174,7 +120,7 @@ def test_the_drain_ends_in_time(folder) -> None:
 
 
 @contextlib.contextmanager
-def stuck_clients(server: Process) -> Iterator[None]:
+def stuck_clients(server: ServerProcess) -> Iterator[None]:
     """One does not read its stream, one does not send its body, one sends nothing."""
     address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
     body = json.dumps({**ENDLESS, "logprobs": 20})

@@ -119,3 +119,12 @@ def wait_until(condition, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.01)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on 127.0.0.1 that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [each.getsockname()[1] for each in sockets]

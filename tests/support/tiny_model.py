@@ -35,12 +35,19 @@ CONFIG = LlamaConfig(
 )
 
 
-def save_tiny_model(folder: Path, *, chat_template: str | None = None) -> Path:
+def save_tiny_model(
+    folder: Path, *, chat_template: str | None = None, context: int | None = None
+) -> Path:
     """Write a Hugging Face folder without sampling defaults, and return it.
 
-    For what cannot share the fixture `tiny_folder`: another chat template, or files that change.
+    For what cannot share the fixture `tiny_folder`: another chat template, a context that takes
+    longer to fill, or files that change.
     """
     _model().save_pretrained(folder)
+    if context is not None:
+        sizes = json.loads((folder / "config.json").read_text())
+        sizes["max_position_embeddings"] = context
+        (folder / "config.json").write_text(json.dumps(sizes))
     _backend().save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     if chat_template is not None:

@@ -1,0 +1,37 @@
+"""An answer that is streamed to a client, and may be cut off."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from tests.support.live_server import wait_until
+
+
+class Stream:
+    """A streamed answer, read in a thread of a pool; it has begun, or ended, once it is made."""
+
+    def __init__(self, pool: ThreadPoolExecutor, url: str, body: dict):
+        self.headers = httpx.Headers()
+        self.lines: list[str] = []
+        self._done = pool.submit(self._read, url, {**body, "stream": True})
+        wait_until(lambda: len(self.lines) > 1 or self.has_ended)
+
+    def _read(self, url: str, body: dict) -> bool:
+        try:
+            with httpx.stream("POST", url, json=body, timeout=120) as answer:
+                assert answer.status_code == 200
+                self.headers = answer.headers
+                for line in filter(None, answer.iter_lines()):
+                    self.lines.append(line)
+        except httpx.TransportError:
+            return False
+        return self.lines[-1] == "data: [DONE]"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self._done.done()
+
+    def is_whole(self) -> bool:
+        """Wait for the end: whether it was that of the answer, and not of the connection."""
+        return self._done.result(120)
