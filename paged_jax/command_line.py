@@ -96,6 +96,7 @@ _SIZES = (
 )  # fmt: skip
 _OTHERS = (
     "num_blocks", "memory_fraction", "steps_per_dispatch", "preemption", "swap_space", "backend",
+    "tensor_parallel_size",
 )  # fmt: skip
 
 
@@ -149,6 +150,41 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("engine")
     add_size_arguments(group)
+    _add_pool_arguments(group)
+    group.add_argument(
+        "--steps-per-dispatch",
+        type=int,
+        metavar="N",
+        help="decode steps that the device runs before it reports their tokens, which a stream "
+        "then gets together; default: 8, but 1 for a single prompt of paged_jax.generate",
+    )
+    group.add_argument(
+        "--backend",
+        choices=tuple(BACKENDS),
+        help="implementation of the attention; default: the best for the device",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="devices that compute the model together, the first that JAX finds, each with a part "
+        "of its weights and of the KV cache; default: 1",
+    )
+    group.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help="do not keep compiled programs for the next start; by default they are kept in the "
+        "user's cache folder, or where JAX_COMPILATION_CACHE_DIR says",
+    )
+    group.add_argument(
+        "--contiguous",
+        action="store_true",
+        help="one block of --max-model-len tokens for each sequence, and no sharing: the same "
+        "engine with a cache that is not paged, to compare with",
+    )
+
+
+def _add_pool_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-blocks",
         type=int,
@@ -161,13 +197,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="fraction of the device's memory for weights, steps and pool together, at most 1; "
         "python -m paged_jax.plan shows what fits",
-    )
-    group.add_argument(
-        "--steps-per-dispatch",
-        type=int,
-        metavar="N",
-        help="decode steps that the device runs before it reports their tokens, which a stream "
-        "then gets together; default: 8, but 1 for a single prompt of paged_jax.generate",
     )
     group.add_argument(
         "--no-prefix-caching",
@@ -185,23 +214,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="GIB",
         help="host memory for swapped blocks, in GiB; default: 4",
-    )
-    group.add_argument(
-        "--backend",
-        choices=tuple(BACKENDS),
-        help="implementation of the attention; default: the best for the device",
-    )
-    group.add_argument(
-        "--no-compilation-cache",
-        action="store_true",
-        help="do not keep compiled programs for the next start; by default they are kept in the "
-        "user's cache folder, or where JAX_COMPILATION_CACHE_DIR says",
-    )
-    group.add_argument(
-        "--contiguous",
-        action="store_true",
-        help="one block of --max-model-len tokens for each sequence, and no sharing: the same "
-        "engine with a cache that is not paged, to compare with",
     )
 
 

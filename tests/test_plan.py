@@ -118,7 +118,7 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
     for call in list_calls(runner._executor.programs, sizes, runner.state.cache.pools):
         if names.get(call.name) not in kinds:
             continue
-        lowered = call.program.lower(runner.weights, runner.state, *call.args, **call.static)
+        lowered = call.program.lower(runner.weights.arrays, runner.state, *call.args, **call.static)
         analysis = lowered.compile().memory_analysis()
         new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         arguments = sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(call.args))

@@ -17,7 +17,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
 from paged_jax.cache import paged_cache
@@ -28,7 +27,7 @@ from paged_jax.kernels import rope
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import build
-from paged_jax.runner import Sizes
+from paged_jax.runner import Sizes, Weights
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import COMPILER_OPTIONS, Call, Program, Structure, list_programs
 from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
@@ -148,10 +147,9 @@ class Bench:
         self._platform = jax.default_backend()
         kv_dtype = footprint.resolve_kv_dtype(case.kv_dtype, case.dtype, self._platform)
         self._num_top = min(MAX_LOGPROBS, case.config.vocab_size)
-        self._graphdef, state = nnx.split(model)
-        self._treedef = jax.tree.structure(state)
+        self._weights = Weights(model)
         self._executor = Executor(
-            model,
+            self._weights,
             self.sizes,
             self._num_blocks(kv_dtype),
             cache_dtype=kv_dtype,
@@ -244,8 +242,8 @@ class Bench:
     def _calls(self, variant: Variant) -> list[Call]:
         """The calls of a turn."""
         structure = Structure(
-            self._graphdef,
-            self._treedef,
+            self._weights.graphdef,
+            self._weights.treedef,
             cascade=False,
             backend=variant.backend,
             platform=self._platform,

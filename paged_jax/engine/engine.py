@@ -66,8 +66,9 @@ class Engine(Upkeep):
         window.
       seed: seed of the draws of requests without one.
       backend: name of the attention's backend, see `paged_attention`.
-      sharding: places of the weights, see `Llama.from_pretrained`. Over several devices (CPUs or
-        TPUs) products are divided as the weights are; each device has the whole cache.
+      mesh: the devices that compute the model together, by tensor parallelism: each has an equal
+        part of the weights and K and V of its KV heads. All devices of the mesh, whatever its axes.
+      tensor_parallel_size: number of devices, the first that JAX finds, in place of `mesh`.
       on_compile: function that is called with one line before a program is compiled.
 
     Raises:

@@ -1,11 +1,73 @@
 """Loads what an engine runs: a model, its tokenizer, and the tokens that end its sequences."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.runner import Weights
+
+
+def load_model(
+    model: str | Path | Llama | None, *, dtype: Any, mesh: Mesh | None
+) -> tuple[Weights, TensorParallel | None]:
+    """The weights of a folder, or of a model, on one device or divided over those of a mesh.
+
+    Each device reads its part of a folder's files.
+
+    Returns:
+      The weights, and how they are divided; None for one device.
+
+    Raises:
+      ValueError: the model cannot be divided over so many devices, or as `Llama.from_pretrained`.
+      OSError: files are not there or cannot be read.
+    """
+    if isinstance(model, Llama):
+        parallel = None if mesh is None else TensorParallel.over("Engine", mesh, model.config)
+        return Weights(model, parallel), parallel
+    folder = bundled_folder() if model is None else Path(model)
+    if mesh is None or not folder.is_dir():  # of which `from_pretrained` says what is wrong
+        return Weights(Llama.from_pretrained(model, dtype=dtype)), None
+    parallel = TensorParallel.over("Engine", mesh, LlamaConfig.from_file(folder))
+    placed = Llama.from_pretrained(folder, dtype=dtype, sharding=parallel.placement)
+    parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights
+    return Weights(placed, parallel), parallel
+
+
+def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
+    """The devices that an engine runs on, where they are several: those of a mesh, or the first.
+
+    Args:
+      mesh, tensor_parallel_size: see `Engine`.
+
+    Raises:
+      ValueError: there are not so many devices, or both are given.
+    """
+    if tensor_parallel_size == 1:
+        return mesh
+    if mesh is not None:
+        raise ValueError(
+            "Engine: tensor_parallel_size must be 1 where mesh is given, whose devices count, got "
+            f"{tensor_parallel_size}. Give one of them."
+        )
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ValueError(
+            f"Engine: tensor_parallel_size must be at most the {len(devices)} devices of "
+            f"{devices[0].platform} that JAX finds, got {tensor_parallel_size}."
+        )
+    # All of them, so that JAX orders them by their links; of fewer, as they are numbered.
+    is_all = tensor_parallel_size == len(devices)
+    return jax.make_mesh(
+        (tensor_parallel_size,), ("tp",), devices=None if is_all else devices[:tensor_parallel_size]
+    )
 
 
 def load_tokenizer(

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
-from flax import nnx
+from jax.sharding import Mesh
 
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import length_with_cached_tokens
@@ -21,7 +20,7 @@ from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import footprint, resolve_kv_dtype
 from paged_jax.engine.inputs import Inputs
-from paged_jax.engine.loading import find_eos_token_ids, load_tokenizer
+from paged_jax.engine.loading import find_eos_token_ids, find_mesh, load_model, load_tokenizer
 from paged_jax.engine.pipeline import Pipeline
 from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.engine.postprocess import Postprocessor
@@ -32,7 +31,7 @@ from paged_jax.engine.sleep import Sleep
 from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import WeightSwap
-from paged_jax.kernels import backend_over_devices, check_backend_runs_on
+from paged_jax.kernels import check_backend_runs_on
 from paged_jax.models.llama import Llama
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -84,7 +83,8 @@ class EngineParts:
         cascade_attention: bool | None = None,
         seed: int = 0,
         backend: str | None = None,
-        sharding: Any = None,
+        mesh: Mesh | None = None,
+        tensor_parallel_size: int = 1,
         on_compile: Callable[[str], None] | None = None,
     ):
         check_arguments(
@@ -100,6 +100,7 @@ class EngineParts:
             steps_per_dispatch=steps_per_dispatch,
             preemption=preemption,
             num_speculative_tokens=num_speculative_tokens,
+            tensor_parallel_size=tensor_parallel_size,
         )
         check_switches(
             "Engine",
@@ -110,9 +111,10 @@ class EngineParts:
         check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
         are_weights_shared = isinstance(model, Llama)
-        if not isinstance(model, Llama):
-            model = Llama.from_pretrained(model, dtype=dtype, sharding=sharding)
-        self.config = model.config
+        weights, parallel = load_model(
+            model, dtype=dtype, mesh=find_mesh(mesh, tensor_parallel_size)
+        )
+        self.config = weights.layout_model.config
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.enable_prefix_caching = enable_prefix_caching
@@ -130,19 +132,17 @@ class EngineParts:
             num_eos_token_ids=len(self._eos_token_ids),
         )
         self.max_model_len = sizes.max_model_len
-        weights = jax.tree.leaves(nnx.state(model))
-        device = next(iter(weights[0].devices()))
+        device = weights.device
         check_backend_runs_on("Engine", backend, device.platform)
-        if len(weights[0].sharding.device_set) > 1:
-            backend = backend_over_devices("Engine", backend, device.platform)
-        cache_dtype = resolve_kv_dtype(kv_dtype, float_dtype(model), device.platform)
+        cache_dtype = resolve_kv_dtype(kv_dtype, float_dtype(weights.layout_model), device.platform)
         taken = footprint(
             self.config,
             sizes,
-            weights=_bytes_on(device, weights),
-            dtype=weight_dtype(model),
+            weights=weights.bytes_on(device),
+            dtype=weight_dtype(weights.layout_model),
             kv_dtype=cache_dtype,
             platform=device.platform,
+            shard=None if parallel is None else parallel.shard,
         )
         self.num_blocks = choose_num_blocks(
             device, sizes, taken, num_blocks=num_blocks, memory_fraction=memory_fraction
@@ -159,7 +159,7 @@ class EngineParts:
             grammars=self.grammars,
         )
         self._runner = ModelRunner(
-            model,
+            weights,
             sizes,
             self.num_blocks,
             cache_dtype=cache_dtype,
@@ -235,7 +235,7 @@ class EngineParts:
         """
         if not self._sleep.has_weights:
             self._sleep.check_awake("model")
-        return self._runner.model
+        return self._runner.weights.model
 
     @property
     def weights(self) -> list[jax.Array]:
@@ -244,7 +244,7 @@ class EngineParts:
         Valid until `update_params` writes over them. None while the engine sleeps and its weights
         are not on the device.
         """
-        return list(self._runner.weights)
+        return self._runner.weights.originals
 
     @property
     def stats(self) -> EngineStats:
@@ -279,8 +279,3 @@ class EngineParts:
     def num_cache_resets(self) -> int:
         """How often all that was cached was given up: for new weights, or after a failure."""
         return self._runner.slots.num_resets
-
-
-def _bytes_on(device: Any, arrays: list[jax.Array]) -> int:
-    shards = [shard for array in arrays for shard in array.addressable_shards]
-    return sum(shard.data.nbytes for shard in shards if shard.device == device)

@@ -36,21 +36,21 @@ class Sleep:
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device."""
-        return bool(self._runner.weights)
+        return bool(self._runner.weights.arrays)
 
     def begin(self, level: int) -> None:
         """Take the weights from the device; the pool goes with the next `ModelRunner.reset`."""
         if level == 1 and self.has_weights:
-            self._on_host = jax.device_get(self._runner.weights)
+            self._on_host = jax.device_get(self._runner.weights.originals)
         if level == 2:
             self._on_host = None
         self.level = max(level, self.level)
         self._runner.set_asleep(True)
-        self._runner.replace_weights([])
+        self._runner.weights.replace([])
 
     def notice_lost_weights(self) -> None:
         """Sleep without weights if they are gone: new ones were cut short on their way."""
-        if any(array.is_deleted() for array in self._runner.weights):
+        if any(array.is_deleted() for array in self._runner.weights.arrays):
             self.begin(2)
 
     def weights_replaced(self) -> None:
@@ -67,9 +67,9 @@ class Sleep:
           RuntimeError: the pool is asked for, and there are no weights to run with.
         """
         if "weights" in tags and self._on_host is not None:
-            layout = self._runner.layout
-            places = [each.sharding for each in layout]
-            self._runner.replace_weights(jax.device_put(self._on_host, places))
+            weights = self._runner.weights
+            places = [each.sharding for each in weights.layout]
+            weights.replace(jax.device_put(self._on_host, places))
             self._on_host = None
         if "kv_cache" not in tags:
             return

@@ -103,7 +103,7 @@ class Upkeep(EngineParts):
           ValueError: the folder holds another model, or its files are damaged.
           OSError: files are not there or cannot be read.
         """
-        return load_like(self._runner.layout_model, folder)
+        return load_like(self._runner.weights.layout_model, folder)
 
     # Sleep
 

@@ -94,7 +94,7 @@ class WeightSwap:
         Raises:
           ValueError: names, their number or shapes differ from those of the engine's model.
         """
-        model = self._runner.layout_model
+        model = self._runner.weights.layout_model
         if mapping is not None:
             return self._prepare_other(model, params, mapping)
         state = nnx.state(model)
@@ -107,13 +107,13 @@ class WeightSwap:
                 "update_params: params must be a Llama, its nnx.state, or a list of its leaves, "
                 f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
             )
-        new, layout = jax.tree.leaves(params), self._runner.layout
+        new, layout = jax.tree.leaves(params), self._runner.weights.layout
         _check_shapes([jnp.shape(x) for x in new], [x.shape for x in layout])
         arrays = [_bring(x, y.sharding) for x, y in zip(new, layout, strict=True)]
         return NewWeights(arrays, _copying(*_kinds(layout)))
 
     def _prepare_other(self, model: Llama, params: Any, mapping: NameMap) -> NewWeights:
-        arrays, layout = named_arrays(params), self._runner.layout
+        arrays, layout = named_arrays(params), self._runner.weights.layout
         names = tuple(_names_of(nnx.state(model)))
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
         matrices = [name for name in names if not name.endswith(SCALE)]
@@ -126,12 +126,11 @@ class WeightSwap:
 
     def replace(self, new: NewWeights) -> None:
         """Let the engine have new weights. Those of before are gone, unless others hold them."""
-        ours = {id(x) for x in self._runner.weights}
+        ours = {id(x) for x in self._runner.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
-            room = _allocating(
-                tuple(x.shape for x in self._runner.layout), *_kinds(self._runner.layout)
-            )
+            layout = self._runner.weights.layout
+            room = _allocating(tuple(x.shape for x in layout), *_kinds(layout))
             self._runner.update_weights(lambda old: new.convert(new.arrays, room()))
         else:
             self._runner.update_weights(lambda old: new.convert(new.arrays, old))

@@ -9,7 +9,6 @@ from paged_jax.kernels.cascade import cascade_attention, num_shared_blocks
 from paged_jax.kernels.dispatch import (
     BACKENDS,
     backend_for,
-    backend_over_devices,
     check_backend_runs_on,
     choose_backend,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "BACKENDS",
     "Pools",
     "backend_for",
-    "backend_over_devices",
     "cascade_attention",
     "check_backend_runs_on",
     "choose_backend",

@@ -163,31 +163,6 @@ def check_arrays_are_on_its_device(function: str, name: str | None, array: jax.A
         check_backend_runs_on(function, name, platform)
 
 
-def backend_over_devices(function: str, name: str | None, platform: str) -> str:
-    """The backend of programs that `jit` divides over devices: it cannot divide Pallas kernels.
-
-    Args:
-      function: the name of the caller, for the message.
-      name: name of the backend that is asked for, or None.
-      platform: `jax.Device.platform` of the devices.
-
-    Raises:
-      ValueError: the backend is written in Pallas, or the devices are GPUs, where blocks are copied
-        by a Pallas kernel whatever the backend.
-    """
-    if platform == "gpu":
-        raise ValueError(
-            f"{function}: sharding must keep to one GPU, got several. The kernel that copies "
-            "blocks there cannot be divided."
-        )
-    if name is not None and BACKENDS[name].platform is not None:
-        raise ValueError(
-            f"{function}: backend must be 'xla' for weights on several devices, got {name!r}. Its "
-            "kernels cannot be divided."
-        )
-    return name or "xla"
-
-
 @dataclass(frozen=True)
 class Dispatch:
     """The ops of the backend that was asked for, or of the best one of each platform.

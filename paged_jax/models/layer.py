@@ -10,6 +10,7 @@ from flax import nnx
 from paged_jax.kernels.rope import rms_norm, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
+from paged_jax.models.part import Part
 from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
 
 
@@ -52,9 +53,18 @@ class Layer(nnx.Module):
         o_proj        [E, H * D]          H = K * G, in the same order
         gate_up_proj  [2, F, E]           gate, up
         down_proj     [E, F]
+
+    Args:
+      config: sizes and switches.
+      dtype: type of the weights.
+      part: which part of a model this is, where several devices compute one: the config is then
+        that of the part.
+      rngs: source of the initial weights.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, *, dtype: Any, part: Part | None = None, rngs: nnx.Rngs
+    ):
         E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         qkv_heads = (K, H // K + 2, D)
@@ -70,6 +80,7 @@ class Layer(nnx.Module):
             add_matrix(self, name, init(rngs.params(), shape, float_dtype), dtype)
 
         self.config = config
+        self.part = part
         self.input_norm = nnx.Param(jnp.ones(E, float_dtype))
         matrix("qkv_proj", *qkv_heads, E)
         matrix("o_proj", E, H * D, init=to_residual)
@@ -101,12 +112,16 @@ class Layer(nnx.Module):
         eps = self.config.rms_norm_eps
         projection = self._project(rms_norm(x, self.input_norm[...], eps), cos, sin, backend)
         out, carry = attend(index, projection, carry)
-        out = linear(out.reshape(*x.shape[:-1], -1), self._matrix("o_proj"), backend=backend)
+        out = self._to_residual(out.reshape(*x.shape[:-1], -1), "o_proj", backend)
         x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
         normed = rms_norm(x, self.post_attention_norm[...], eps)
         hidden = linear(normed, self._matrix("gate_up_proj"), backend=backend)
         gate, up = hidden[..., 0, :], hidden[..., 1, :]
-        return x + linear(jax.nn.silu(gate) * up, self._matrix("down_proj"), backend=backend), carry
+        return x + self._to_residual(jax.nn.silu(gate) * up, "down_proj", backend), carry
+
+    def _to_residual(self, x: jax.Array, name: str, backend: str | None) -> jax.Array:
+        out = linear(x, self._matrix(name), backend=backend)
+        return out if self.part is None else self.part.add_up(out)
 
     def _project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None

@@ -1,5 +1,6 @@
 """The Llama family as one Flax module: a plain forward, prefill and decode over a paged cache."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from paged_jax.models.paged_rows import (
     chunk_attention,
     decode_attention,
 )
+from paged_jax.models.part import Part
 from paged_jax.models.rope import inverse_frequencies, rotations
 from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
 
@@ -40,6 +42,8 @@ class Llama(nnx.Module):
       scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, as
         suits TPUs and compiles soonest; otherwise keep one module a layer and unroll, as suits
         CPUs and GPUs, where a scan copies every layer's weights out of the stack.
+      part: None, or what one of several devices computes of a model, within `jax.shard_map`:
+        `config` is then that of one device, see `paged_jax.models.shards`.
       rngs: source of the initial weights.
 
     Example:
@@ -56,27 +60,28 @@ class Llama(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         scan_layers: bool = False,
+        part: Part | None = None,
         rngs: nnx.Rngs,
     ):
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
         self.scan_layers = scan_layers
+        self.part = part
         table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config)
         # An embedding alone is not worth rounding: a step reads few rows of it.
         kind = dtype if config.tie_word_embeddings else floats
         add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), kind)
+        layer = functools.partial(Layer, config, dtype=dtype, part=part)
         if scan_layers:
 
             @nnx.split_rngs(splits=config.num_hidden_layers)
             @nnx.vmap(in_axes=0, out_axes=0)
             def stack(rngs: nnx.Rngs) -> Layer:
-                return Layer(config, dtype=dtype, rngs=rngs)
+                return layer(rngs=rngs)
 
             self.layers = stack(rngs)
         else:
-            self.layers = nnx.List(
-                Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)
-            )
+            self.layers = nnx.List(layer(rngs=rngs) for _ in range(config.num_hidden_layers))
         self.norm = nnx.Param(jnp.ones(config.hidden_size, floats))
         if not config.tie_word_embeddings:
             add_matrix(self, "lm_head", normal(rngs.params(), table, floats), dtype)
@@ -308,12 +313,10 @@ class Llama(nnx.Module):
         return x.reshape(B, T, -1), cache.replace_pools(pools), ok, places.num_tokens
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
-        return look_up(_table(self, "embed_tokens"), token_ids)
+        return _embed(self, token_ids)
 
     def _logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        head = _table(self, "embed_tokens" if self.config.tie_word_embeddings else "lm_head")
-        normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        return linear(normed, head, backend=backend)
+        return _logits(self, x, backend)
 
     def _run_layers(
         self,
@@ -329,6 +332,18 @@ class Llama(nnx.Module):
                 x, carry = layer(index, x, cos, sin, attend, carry, backend)
             return x, carry
         return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend)
+
+
+def _embed(model: Llama, token_ids: jax.Array) -> jax.Array:
+    find = look_up if model.part is None else model.part.look_up
+    return find(_table(model, "embed_tokens"), token_ids)
+
+
+def _logits(model: Llama, x: jax.Array, backend: str | None) -> jax.Array:
+    head = _table(model, "embed_tokens" if model.config.tie_word_embeddings else "lm_head")
+    normed = rms_norm(x, model.norm[...], model.config.rms_norm_eps)
+    logits = linear(normed, head, backend=backend)
+    return logits if model.part is None else model.part.gather(logits)
 
 
 def _table(model: Llama, name: str) -> Weight:

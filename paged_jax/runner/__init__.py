@@ -7,6 +7,7 @@ from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
 from paged_jax.runner.slots import Slots, slot_of
+from paged_jax.runner.weights import Weights
 
 __all__ = [
     "MAX_NUM_BATCHED_TOKENS",
@@ -18,6 +19,7 @@ __all__ = [
     "Sizes",
     "Slots",
     "StepTokens",
+    "Weights",
     "decode_steps",
     "slot_of",
     "verify_steps",

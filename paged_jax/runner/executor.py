@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.models.llama import Llama, create_cache
+from paged_jax.models.llama import create_cache
 from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.runner.placement import in_auto_mode, placement_beside
 from paged_jax.runner.programs import Call, Structure, list_programs
 from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.weights import Weights
 from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
@@ -46,7 +45,7 @@ class Executor:
     `calls_wait`; whatever needs the state waits for them.
 
     Args:
-      model: the weights.
+      weights: the weights, and how they are divided over devices.
       sizes: what shapes the programs.
       num_blocks: P, blocks in the pool.
       cache_dtype: the dtype of K and V.
@@ -59,8 +58,7 @@ class Executor:
       vocab_size: V, tokens that the model knows.
       num_blocks: P, blocks in the pool.
       programs: the list of programs.
-      weights: the arrays of the model, in the order of its flattened state.
-      layout: their shapes, types and places.
+      weights: see above; others can take their place, see `Weights.replace`.
       is_asleep: whether `reset` leaves no state, so that its memory is free.
       compile_seconds: time that compiling has taken.
       is_compiling: whether a program is compiled at present; other threads may read it.
@@ -70,7 +68,7 @@ class Executor:
 
     def __init__(
         self,
-        model: Llama,
+        weights: Weights,
         sizes: Sizes,
         num_blocks: int,
         *,
@@ -79,25 +77,21 @@ class Executor:
         backend: str | None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        graphdef, weights = nnx.split(model)
-        arrays, treedef = jax.tree.flatten(weights)
-        # Bound to where they are (nothing is copied), as everything that comes later will be: a
-        # program is compiled once for arrays that are bound to a device and once for others.
-        self.weights = [jax.device_put(x, in_auto_mode(x.sharding)) for x in arrays]
-        self.layout = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.weights
-        ]
-        self._placement = placement_beside(self.weights)
-        self._device = next(iter(self.weights[0].devices()))
-        self._structure = Structure(
-            graphdef, treedef, cascade, backend, self._placement, self._device.platform
+        self.weights = weights
+        self._device = weights.device
+        structure = Structure(
+            weights.graphdef,
+            weights.treedef,
+            cascade,
+            backend,
+            weights.division,
+            self._device.platform,
         )
         self.sizes = sizes
         self.num_blocks = num_blocks
-        self._config = model.config
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = weights.config.vocab_size
         num_top = min(MAX_LOGPROBS, self.vocab_size)
-        self.programs = list_programs(self._structure, sizes, num_top)
+        self.programs = list_programs(structure, sizes, num_top)
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile or (lambda line: None)
         self._compiled: set[str] = set()
@@ -126,15 +120,17 @@ class Executor:
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
-        if self._placement is None:
+        division = self.weights.division
+        if division is None:
             with jax.default_device(self._device):
                 return jax.device_put(self._empty_state(), self._device)
-        # One program: copies of what is made on one device would be held there beside it.
-        return jax.jit(self._empty_state, out_shardings=self._placement)()
+        # One program: what is made on one device would have to fit there.
+        places = division.shardings(jax.eval_shape(self._empty_state))
+        return jax.jit(self._empty_state, out_shardings=places)()
 
     def _empty_state(self) -> DecodeState:
         cache = create_cache(
-            self._config,
+            self.weights.config,
             num_slots=self.sizes.num_slots,
             max_length=self.sizes.max_model_len,
             num_blocks=self.num_blocks,
@@ -157,20 +153,10 @@ class Executor:
         assert self._state is not None
         return self._state
 
-    @property
-    def model(self) -> Llama:
-        """The model over the weights as they are now."""
-        return self._structure.model(self.weights)
-
-    @property
-    def layout_model(self) -> Llama:
-        """The model over the `layout`, which has no weights."""
-        return self._structure.model(self.layout)  # type: ignore[arg-type]
-
     def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Continue with what a function makes of the weights, which it may donate."""
+        """Continue with what a function makes of the weights, see `Weights.update`."""
         self._join()  # calls that are to be made need those of before
-        self.weights = update(self.weights)
+        self.weights.update(update)
 
     @property
     def num_free(self) -> int:
@@ -226,7 +212,9 @@ class Executor:
 
     def _call(self, call: Call) -> Any:
         with self._compiling(call.name), jax.profiler.TraceAnnotation(call.name):
-            self._state, result = call.program(self.weights, self._state, *call.args, **call.static)
+            self._state, result = call.program(
+                self.weights.arrays, self._state, *call.args, **call.static
+            )
         return result
 
     def _join(self) -> None:
@@ -270,7 +258,7 @@ class Executor:
         calls = warmup.list_calls(self.programs, self.sizes, self.state.cache.pools)
         new = [call for call in calls if call.name not in self._compiled]
         start = time.perf_counter()
-        warmup.compile_calls(new, self.weights, self.state, report or (lambda *args: None))
+        warmup.compile_calls(new, self.weights.arrays, self.state, report or (lambda *args: None))
         for call in new:
             self._compiled.add(call.name)
             self.run(call)

@@ -1,37 +1,68 @@
-"""Where the arrays of a runner lie: the weights as they came, everything else beside them."""
+"""Where the state of a runner lies on several devices, and how programs run there.
+
+Each device runs the whole program on what it has (`jax.shard_map`): a part of the weights, K and V
+of its heads, and all else. The allocator, the search for cached blocks and the choice of tokens are
+so done by each of them, with the same result. What devices send each other is in the model.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from paged_jax.models.tensor_parallel import AXIS
+from paged_jax.runner.decode_state import DecodeState
+
+# On each device all of it, or what belongs to its KV heads: of pools [L, P, K, C, D], of their
+# scales [L, P, K, C], and of blocks in these shapes.
+WHOLE = PartitionSpec()
+OF_HEADS = PartitionSpec(None, None, AXIS)
+
+Program = Callable[..., tuple[DecodeState, Any]]
 
 
-def in_auto_mode(sharding: Sharding) -> Sharding:
-    """The same devices, where `jit` chooses how products are divided, whatever the mesh's mode."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    names = sharding.mesh.axis_names
-    auto = (AxisType.Auto,) * len(names)
-    mesh = Mesh(np.asarray(sharding.mesh.devices), names, axis_types=auto)
-    return NamedSharding(mesh, sharding.spec)
+class Division(NamedTuple):
+    """How programs run on several devices; hashable.
 
-
-def placement_beside(weights: list[jax.Array]) -> Sharding | None:
-    """Where all but the weights go: whole on each of their devices. None if that is one device.
-
-    Raises:
-      ValueError: the weights are on different devices, or on several and not by a NamedSharding.
+    Attributes:
+      mesh: the devices.
+      weights: which part of each weight a device has, in the order of the model's flattened state.
     """
-    first = weights[0].sharding
-    if any(x.sharding.device_set != first.device_set for x in weights):
-        raise ValueError(
-            "placement_beside: weights must all be on the same devices, got different ones. "
-            "Replicate those that the sharding does not divide."
-        )
-    if len(first.device_set) == 1:
-        return None
-    if not isinstance(first, NamedSharding):
-        raise ValueError(
-            "placement_beside: weights on more than one device must have a NamedSharding, got "
-            f"{type(first).__name__}. Pass a sharding of a jax.sharding.Mesh."
-        )
-    return NamedSharding(first.mesh, PartitionSpec())
+
+    mesh: Mesh
+    weights: tuple[PartitionSpec, ...]
+
+    def divide(self, program: Program, *, last: PartitionSpec, result: PartitionSpec) -> Program:
+        """A program ``(weights, state, *args) -> (state, result)`` of all devices from one of each.
+
+        Args:
+          program: what each device runs, on its parts.
+          last: which part a device gets of the last of `args`; it gets all of the others.
+          result: which part of the result a device has.
+        """
+
+        def divided(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
+            places, parts = _parts(state), [WHOLE] * len(args)
+            parts[-1:] = [last] * bool(args)
+            return jax.shard_map(
+                program,
+                mesh=self.mesh,
+                in_specs=(list(self.weights), places, *parts),
+                out_specs=(places, result),
+                # JAX's check of what varies over the devices does not know our kernels.
+                check_vma=False,
+            )(weights, state, *args)
+
+        return divided
+
+    def shardings(self, state: DecodeState) -> DecodeState:
+        """Where each array of a state goes."""
+        return jax.tree.map(lambda part: NamedSharding(self.mesh, part), _parts(state))
+
+
+def _parts(state: DecodeState) -> Any:
+    parts = jax.tree.map(lambda _: WHOLE, state)
+    pools = jax.tree.map(lambda _: OF_HEADS, state.cache.pools)
+    return dataclasses.replace(parts, cache=parts.cache.replace_pools(pools))

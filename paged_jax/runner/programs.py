@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decoding
+from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
 from paged_jax.runner.sizes import Sizes
 
 # What a compiler is asked for, by `jax.Device.platform`. For GPUs XLA counts the donated pools
@@ -127,7 +129,7 @@ class Structure(NamedTuple):
       graphdef, treedef: the structure of the module of a `Llama`, and that of its weights.
       cascade: whether decoding reads shared blocks once, see `Llama.decode`.
       backend: the backend of the attention, see `paged_attention`.
-      placement: placement of all results; None for one device, which needs none.
+      division: how programs run on several devices; None for one.
       platform: `jax.Device.platform` of the devices.
     """
 
@@ -135,7 +137,7 @@ class Structure(NamedTuple):
     treedef: Any
     cascade: bool
     backend: str | None
-    placement: jax.sharding.Sharding | None = None
+    division: Division | None = None
     platform: str = "cpu"
 
     def model(self, weights: list[jax.Array]) -> Llama:
@@ -166,24 +168,35 @@ def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
         attach=Program("look-up of cached blocks", jit(_attach)),
         publish=Program("registration of cached blocks", jit(_publish)),
         forget=Program("emptying of the prefix cache", jit(_forget)),
-        read_blocks=Program("copy of blocks to the host", jit(_read_blocks), width),
-        write_blocks=Program("copy of blocks from the host", jit(_write_blocks)),
+        read_blocks=Program(
+            "copy of blocks to the host", jit(_read_blocks, result=OF_HEADS), width
+        ),
+        write_blocks=Program("copy of blocks from the host", jit(_write_blocks, last=OF_HEADS)),
     )
 
 
 # Room for the programs of 16 models.
 @functools.lru_cache(maxsize=16 * len(Programs._fields))
-def _jit(structure: Structure, function: Callable[..., Any]) -> Any:
+def _jit(
+    structure: Structure,
+    function: Callable[..., Any],
+    *,
+    last: PartitionSpec = WHOLE,
+    result: PartitionSpec = WHOLE,
+) -> Any:
+    division = structure.division
+
     def program(weights, state, *args, **static):
-        return function(structure, weights, state, *args, **static)
+        run = functools.partial(function, structure, **static)
+        if division is not None:
+            run = division.divide(run, last=last, result=result)
+        return run(weights, state, *args)
 
     program.__name__ = function.__name__.strip("_")
     return jax.jit(
         program,
         donate_argnums=1,
         static_argnames=("max_steps", "num_top", "width"),
-        # Else XLA would choose how the state lies, and not the same way in all programs.
-        out_shardings=structure.placement,
         compiler_options=COMPILER_OPTIONS.get(structure.platform),
     )
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.models.llama import Llama
 from paged_jax.runner.bounds import find_bounds
 from paged_jax.runner.buckets import no_slots, pack, row_bucket
 from paged_jax.runner.decode_state import DecodeState
@@ -20,6 +19,7 @@ from paged_jax.runner.executor import Executor, Pending, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.slots import Slots, slot_of
+from paged_jax.runner.weights import Weights
 from paged_jax.scheduler.request import Sequence
 
 
@@ -27,7 +27,7 @@ class ModelRunner:
     """Runs a model over a paged cache: chunks of prompts, and decode steps.
 
     Args:
-      model: the weights.
+      weights: the weights, and how they are divided over devices.
       sizes: what shapes the programs.
       num_blocks: P, blocks in the pool.
       cache_dtype: the dtype of K and V.
@@ -43,7 +43,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        weights: Weights,
         sizes: Sizes,
         num_blocks: int,
         *,
@@ -55,7 +55,7 @@ class ModelRunner:
     ):
         self.sizes = sizes
         self._executor = Executor(
-            model,
+            weights,
             sizes,
             num_blocks,
             cache_dtype=cache_dtype,
@@ -77,35 +77,13 @@ class ModelRunner:
         return self._executor.state
 
     @property
-    def model(self) -> Llama:
-        """The model over the weights as they are now."""
-        return self._executor.model
-
-    @property
-    def weights(self) -> list[jax.Array]:
-        """The arrays of the model, in the order of its flattened state."""
+    def weights(self) -> Weights:
+        """The weights. Everything cached belongs to those that it was computed with."""
         return self._executor.weights
 
-    def replace_weights(self, weights: list[jax.Array]) -> None:
-        """Continue with other weights of the same shapes. Everything cached belongs to the old.
-
-        Without any nothing can run; `layout` still says which there were.
-        """
-        self._executor.weights = weights
-
     def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """As `replace_weights`, by what a function makes of those of before; it may donate them."""
+        """Continue with what a function makes of the weights, see `Weights.update`."""
         self._executor.update_weights(update)
-
-    @property
-    def layout(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes, types and places of the weights."""
-        return self._executor.layout
-
-    @property
-    def layout_model(self) -> Llama:
-        """The model with its `layout` in place of weights."""
-        return self._executor.layout_model
 
     def set_asleep(self, is_asleep: bool) -> None:
         """Let the next `reset` leave no state, whose memory is free then, or one again."""

@@ -130,7 +130,7 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
         call = bench._calls(variant)[0]
         with programs._traced_with(variant):
             traced = call.program.trace(
-                bench._executor.weights, bench._executor.state, *call.args, **call.static
+                bench._executor.weights.arrays, bench._executor.state, *call.args, **call.static
             )
         assert ("bf16[" in str(traced.jaxpr)) == has_casts
     assert rope.query_dtype("int8") == jnp.bfloat16

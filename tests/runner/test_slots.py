@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from paged_jax.kernels import Pools
-from paged_jax.runner import Sizes
+from paged_jax.runner import Sizes, Weights
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.slots import Slots
 from tests.support.fake_memory import make_request
@@ -26,7 +26,12 @@ SIZES = Sizes(
 
 def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model) -> None:
     executor = Executor(
-        tiny_model, SIZES, 2 * NUM_TOKENS, cache_dtype="float32", cascade=False, backend=None
+        Weights(tiny_model),
+        SIZES,
+        2 * NUM_TOKENS,
+        cache_dtype="float32",
+        cascade=False,
+        backend=None,
     )
     slots = Slots(executor, ())
     assert SIZES.swap_width * 2 < NUM_TOKENS, "three pieces"

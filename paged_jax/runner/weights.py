@@ -1,0 +1,110 @@
+"""The weights of a model where programs read them: on one device, or each device its part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from paged_jax.models.llama import Llama
+from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
+from paged_jax.runner.placement import Division
+
+
+class Weights:
+    """The weights of a model, where programs read them.
+
+    Args:
+      model: the model.
+      parallel: how it is divided over devices; None for one device.
+
+    Attributes:
+      arrays: what programs read, in the order of the model's flattened state; empty while there
+        are none.
+      layout: shapes, types and places of the weights as the model has them, see `TensorParallel`.
+      graphdef, treedef: the structure of the module that programs run, and that of its weights.
+      division: how programs run on several devices; None for one.
+      config: the configuration of the model as programs see it, of all devices together.
+
+    Raises:
+      ValueError: the weights lie on several devices, and `parallel` is None.
+    """
+
+    def __init__(self, model: Llama, parallel: TensorParallel | None = None):
+        self._model_graphdef, state = nnx.split(model)
+        arrays, self.treedef = jax.tree.flatten(state)
+        self._parallel, self._names = parallel, parameter_names(state)
+        if parallel is None:
+            self.config, self.graphdef, self.division = model.config, self._model_graphdef, None
+            places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
+            # Bound to where they are (nothing is copied), as everything that comes later will be: a
+            # program is compiled once for arrays that are bound to a device and once for others.
+            arrays = jax.device_put(arrays, places)
+        else:
+            self.config = parallel.wide
+            self.graphdef = nnx.graphdef(parallel.model_of_part(model))
+            named = list(zip(self._names, arrays, strict=True))
+            specs = tuple(parallel.spec(name, x.ndim) for name, x in named)
+            self.division = Division(parallel.mesh, specs)
+            places = [parallel.placement(name, x.shape) for name, x in named]
+        self.layout = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(arrays, places, strict=True)
+        ]
+        self.replace(arrays)
+
+    def replace(self, arrays: list[jax.Array]) -> None:
+        """Take other weights, as the model has them; none where nothing is to run."""
+        if not arrays:
+            self.arrays = []
+        elif self._parallel is None:
+            self.arrays = list(arrays)
+        else:
+            named = zip(self._names, arrays, strict=True)
+            self.arrays = [self._parallel.lay_out(name, x) for name, x in named]
+
+    def update(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
+        """Take what a function makes of the weights as the model has them; it may donate them."""
+        self.replace(function(self.originals))
+
+    @property
+    def originals(self) -> list[jax.Array]:
+        """The arrays as the model has them."""
+        if self._parallel is None or not self.arrays:
+            return list(self.arrays)
+        named = zip(self._names, self.arrays, strict=True)
+        return [self._parallel.restore(name, x) for name, x in named]
+
+    @property
+    def model(self) -> Llama:
+        """The model over its weights as they are now."""
+        return self._over(self.originals)
+
+    @property
+    def layout_model(self) -> Llama:
+        """The model over the `layout`, which has no weights."""
+        return self._over(self.layout)
+
+    @property
+    def device(self) -> Any:
+        """The `jax.Device` that has them, or one of those."""
+        return next(iter(self.layout[0].sharding.addressable_devices))
+
+    def bytes_on(self, device: Any) -> int:
+        """Bytes that a device has of them."""
+        shards = [shard for array in self.arrays for shard in array.addressable_shards]
+        return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+    def _over(self, leaves: list[Any]) -> Llama:
+        return nnx.merge(self._model_graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def _one_device(arrays: list[jax.Array]) -> Any:
+    device, *others = set().union(*(x.devices() for x in arrays))
+    if others:
+        raise ValueError(
+            f"Engine: weights must lie on one device, got {1 + len(others)}. Pass mesh= to divide "
+            "them, and the cache, over several."
+        )
+    return device

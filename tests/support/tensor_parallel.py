@@ -1,0 +1,82 @@
+"""What tests of several devices run, in a process that has them; see `processes.run_on_devices`."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+from flax import nnx
+
+from paged_jax import Engine, SamplingParams
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.runner.warmup import list_calls
+
+# Two KV heads, which 4 and 8 devices must share, and a vocabulary that neither divides.
+CONFIG = LlamaConfig(
+    vocab_size=46,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=64,
+    qkv_bias=True,
+    o_bias=True,
+)
+SIZES = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 4, "max_chunk": 16}
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+PAIR = SamplingParams(temperature=1, seed=3, n=2, max_tokens=14, ignore_eos=True)
+# The first two begin alike.
+PROMPTS = [[0, *range(5, 22)], [0, *range(5, 15), 7, 8]]
+
+
+def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> Llama:
+    """A model whose next token depends on all that came before."""
+    config = dataclasses.replace(CONFIG, **changes)
+    model = Llama(config, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    leaves, treedef = jax.tree.flatten(nnx.state(model))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noise = [0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+    leaves = [x + y for x, y in zip(leaves, noise, strict=True)]
+    nnx.update(model, jax.tree.unflatten(treedef, leaves))
+    return model
+
+
+def generate(engine: Engine) -> list[list[list[int]]]:
+    """The tokens of each sample of greedy requests and of pairs, which share what they can."""
+    ids = [
+        engine.add_request({"prompt_token_ids": prompt}, params)
+        for prompt in PROMPTS
+        for params in (GREEDY, PAIR)
+    ]
+    outputs = run(engine)
+    return [[sample.token_ids for sample in outputs[id].outputs] for id in ids]
+
+
+def run(engine: Engine) -> dict[str, Any]:
+    """Run an engine until it is idle: the outputs of all requests."""
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
+def compile_call(engine: Engine, name: str) -> jax.stages.Compiled:
+    """Compile one of the engine's programs."""
+    runner = engine._runner
+    calls = list_calls(runner._executor.programs, runner.sizes, runner.state.cache.pools)
+    [call] = [call for call in calls if call.name == name]
+    arguments = runner.weights.arrays, runner.state, *call.args
+    return call.program.lower(*arguments, **call.static).compile()
+
+
+def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """How often each kind of exchange between devices stands in a program, zeros left out."""
+    names = re.findall(
+        r" = \S.*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+        r"(?:-start)?\(",
+        compiled.as_text(),
+    )
+    return {name: names.count(name) for name in sorted(set(names))}
