@@ -136,6 +136,7 @@ class LLM(Engine):
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -144,37 +145,44 @@ class LLM(Engine):
         Args:
           messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations. The
             content is a text, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
+          tools: functions that the model may call, as OpenAI describes them. The template shows
+            them to the model; calls are in the text of the output, as the model writes them.
           chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
           sampling_params, use_tqdm: see `generate`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, the template refuses the
-            messages or the variables, or as for `generate`.
+          ValueError: the model has no tokenizer or no chat template, the template has no tools but
+            some are given, it refuses the messages or the variables, or as for `generate`.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(
             Sequence[Sequence[Mapping[str, Any]]], [messages] if is_one else messages
         )
-        prompts = [self.chat_prompt(each, chat_template_kwargs) for each in conversations]
+        prompts = [
+            self.chat_prompt(each, chat_template_kwargs, tools=tools) for each in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
         """The prompt that asks for the next message of a conversation.
 
         Args:
-          messages, chat_template_kwargs: see `chat`; one conversation.
+          messages, chat_template_kwargs, tools: see `chat`; one conversation.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, or the template refuses the
-            messages or the variables.
+          ValueError: the model has no tokenizer or no chat template, the template has no tools but
+            some are given, or it refuses the messages or the variables.
         """
         if self.tokenizer is None:
             raise ValueError("LLM.chat: the model must have a tokenizer, got none.")
-        return {"prompt_token_ids": self.tokenizer.encode_chat(messages, chat_template_kwargs)}
+        token_ids = self.tokenizer.encode_chat(messages, chat_template_kwargs, tools=tools)
+        return {"prompt_token_ids": token_ids}
 
     def stream(
         self,

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
 from paged_jax.cache.blocks import check_invariants
+from tests.support.structured import HERMES_TEMPLATE, TOOLS
 from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
 from tests.support.workload import check_empty
 
@@ -728,6 +730,21 @@ def test_chat_uses_the_template(llm) -> None:
     assert llm.tokenizer.decode(thinking.prompt_token_ids).endswith("a: hm")
     with pytest.raises(ValueError, match="got 'tokenize'"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"tokenize": False})
+    with pytest.raises(ValueError, match="tools must be empty as the model's chat template has no"):
+        llm.chat(messages, GREEDY, tools=TOOLS)
+
+
+def test_chat_shows_tools_to_the_model(llm) -> None:
+    backend = tokenizers.Tokenizer.from_str(llm.tokenizer.to_json())
+    tokenizer = Tokenizer(backend, chat_template=HERMES_TEMPLATE)
+    able = LLM(llm.model, tokenizer=tokenizer, **SIZES)
+    messages = [{"role": "user", "content": "hello"}]
+    [output] = able.chat(messages, GREEDY, tools=TOOLS, use_tqdm=False)
+    names = "".join(f"{tool['function']['name']}," for tool in TOOLS)
+    shown, plain = (able.chat_prompt(messages, tools=each) for each in (TOOLS, None))
+    assert output.prompt_token_ids == shown["prompt_token_ids"]
+    before = tokenizer.encode(names, add_special_tokens=False)
+    assert shown["prompt_token_ids"] == before + plain["prompt_token_ids"]
 
 
 def test_chat_without_a_template_is_refused(llm, folder) -> None:

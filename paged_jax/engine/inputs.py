@@ -114,7 +114,7 @@ class Inputs:
                 list(token_ids),
                 max_length=len(token_ids) + max_tokens,
                 completion=Completion(params, self.tokenizer, continues_text=continues_text),
-                grammar=None if grammar is None else GrammarCursor(grammar),
+                grammar=None if grammar is None else GrammarCursor(grammar, params),
             )
             for index in range(params.n)
         ]

@@ -61,6 +61,8 @@ def find_bounds(
         assert sequence.slot is not None
         bounds.slots[row], bounds.starts[row] = sequence.slot, len(sequence.token_ids)
         bounds.num_forced[row], bounds.forced_ids[row, : len(forced)] = len(forced), forced
-        if len(grammar.forced) < num_steps:
+        # What follows an end is no grammar's any more: the row stands until the slot has another
+        # sequence, and must let everything through.
+        if len(grammar.forced) < num_steps or grammar.ends:
             grammar.write_mask(bounds.masks[row])
     return bounds

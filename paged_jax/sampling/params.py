@@ -115,7 +115,8 @@ class SamplingParams:
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
       structured_outputs: the form that the text must have, such as a JSON schema. It ends where
-        that is complete; `max_tokens` may cut it short before.
+        that is complete; `max_tokens` may cut it short before. `min_tokens` lets it end later where
+        the form goes on, and not where it does not; with `ignore_eos` any text follows the form.
 
     Raises:
       ValueError: a value is out of bounds; the message names the field and the bound.
@@ -274,11 +275,6 @@ class SamplingParams:
             form,
             "Use None for text of any form.",
         )
-        if form is not None:  # which alone says where its text ends
-            for name, neutral in (("min_tokens", 0), ("ignore_eos", False)):
-                value = getattr(self, name)
-                rule = f"be {neutral!r} with structured_outputs"
-                _require(value == neutral, name, rule, value, "The form says where a text ends.")
 
 
 def _require(is_ok: bool, name: str, rule: str, value: object, advice: str) -> None:

@@ -181,7 +181,9 @@ def write_slot(
                 f"Pass a {name} in that range."
             )
     bias = params.logit_bias or {}
-    held = (*eos_token_ids, *(params.stop_token_ids or ())) if params.min_tokens else ()
+    # What the end of a form waits for, its mask says.
+    min_tokens = params.min_tokens if params.structured_outputs is None else 0
+    held = (*eos_token_ids, *(params.stop_token_ids or ())) if min_tokens else ()
     prompt = _token_ids("prompt_token_ids", prompt_token_ids, vocab_size)
     output = _token_ids("output_token_ids", output_token_ids, vocab_size)
     bias_ids = _token_ids("logit_bias", tuple(bias), vocab_size)
@@ -200,7 +202,7 @@ def write_slot(
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
-        held_until=_row(min(len(prompt) + params.min_tokens, _ALWAYS), np.int32),
+        held_until=_row(min(len(prompt) + min_tokens, _ALWAYS), np.int32),
         changed_until=_row(0, np.int32),
         prompt_mask=_row(np.bincount(prompt, minlength=vocab_size) > 0, np.bool_),
         output_counts=_row(np.bincount(output, minlength=vocab_size), np.int32),

@@ -94,9 +94,11 @@ class Completion:
             self.logprobs.append(candidates)
 
         may_stop = num_tokens > self._params.min_tokens
-        if may_stop and token_id in eos_token_ids and not self._params.ignore_eos:
+        # In a form, a stop token comes early only where nothing else can.
+        may_end = may_stop or self._params.structured_outputs is not None
+        if may_end and token_id in eos_token_ids and not self._params.ignore_eos:
             self.finish_reason = "stop"
-        elif may_stop and token_id in (self._params.stop_token_ids or ()):
+        elif may_end and token_id in (self._params.stop_token_ids or ()):
             self.finish_reason, self.stop_reason = "stop", token_id
         is_stop_token = self.finish_reason is not None
         if self.finish_reason is None and is_last:

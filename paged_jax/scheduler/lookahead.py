@@ -45,7 +45,7 @@ class Lookahead:
         queue = self._queue
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
         # What a grammar allows depends on the tokens.
-        is_free = all(sequence.grammar is None for sequence in plan.decodes)
+        is_free = all(sequence.followed_grammar() is None for sequence in plan.decodes)
         # What a prompt leaves in the prefix cache may let others in that lack blocks.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
         self._is_open = self._is_used and is_full and is_free and not may_admit_next

@@ -42,9 +42,10 @@ class StepPlanner:
             return 1
         longest = max(s.max_length - len(s.token_ids) for s in decodes)
         grammars = filter(None, (s.followed_grammar() for s in decodes))
-        # After the tokens that are forced, one is drawn before more can be known.
-        known = min((len(grammar.forced) + 1 for grammar in grammars), default=max_steps)
-        return min(max_steps, longest, known)
+        # After the tokens that are forced, one is drawn before more can be known; behind an end
+        # there is nothing to know.
+        known = [len(grammar.forced) + 1 for grammar in grammars if not grammar.ends]
+        return min(max_steps, longest, *known)
 
     @property
     def is_empty(self) -> bool:

@@ -103,8 +103,8 @@ class Sequence:
       max_length: number of tokens at which it is complete; that of the prompt's or above.
       completion: the text of the generated tokens, and why they ended.
       chain: names the full blocks for the prefix cache; None if they are not cached.
-      grammar: where its text is in its grammar, as of the last `followed_grammar`; None if the text
-        may have any form.
+      grammar: where its text is in its grammar, as of the last `followed_grammar`; None if the
+        text may have any form.
       num_computed: tokens that are in the cache, or in its copy in host memory.
       slot: row of the block tables; None unless the sequence runs.
       is_swapped: whether the blocks are in host memory.
@@ -184,10 +184,12 @@ class Sequence:
         return [] if self.chain is None else self.chain.digests(self.token_ids)
 
     def followed_grammar(self) -> GrammarCursor | None:
-        """Its grammar, behind all of its tokens."""
-        if self.grammar is not None:
-            self.grammar.follow(self.token_ids, self.num_prompt_tokens)
-        return self.grammar
+        """Its grammar, behind all of its tokens; None if none binds what comes next."""
+        grammar = self.grammar
+        if grammar is None:
+            return None
+        grammar.follow(self.token_ids, self.num_prompt_tokens)
+        return None if grammar.is_over else grammar
 
     @property
     def history(self) -> History | None:

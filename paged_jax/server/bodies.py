@@ -307,6 +307,7 @@ class TokenizeBody(Body):
         None, description="Whether a chat ends with what opens an answer; by default true."
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Items[Tool] | None = None
     return_token_strs: bool | None = None
 
     @classmethod

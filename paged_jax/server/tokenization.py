@@ -14,6 +14,7 @@ from paged_jax.server.receiving import receive
 from paged_jax.server.responses import json_response
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
+from paged_jax.server.tool_calls import as_tools
 
 T = TypeVar("T")
 
@@ -29,6 +30,9 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt or messages must be given, and not both.")
+    if body.tools and body.messages is None:
+        raise ApiError(400, "tools must be null with a prompt.", param="tools")
+    tools = as_tools(body.tools or (), tokenizer) or None
 
     def encode() -> list[int]:
         if body.prompt is not None:
@@ -37,6 +41,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         return tokenizer.encode_chat(
             as_messages(body.messages or []),
             body.chat_template_kwargs,
+            tools=tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             add_special_tokens=bool(body.add_special_tokens),
         )

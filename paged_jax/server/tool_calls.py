@@ -1,6 +1,7 @@
 """`ToolUse`: the tools of a chat's request, and the calls in its answer."""
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -26,13 +27,9 @@ class ToolUse:
     """
 
     def __init__(self, body: bodies.ChatBody, tokenizer: Tokenizer):
+        self.tools = as_tools(body.tools or (), tokenizer)
         format = tokenizer.tool_format
-        if format is None:
-            raise no_tools("tools")
-        self.tools: list[dict[str, Any]] = [
-            tool.model_dump(exclude_none=True, include={"type", "function"})
-            for tool in body.tools or ()
-        ]
+        assert format is not None
         self._is_named = isinstance(body.tool_choice, bodies.ToolChoice)
         choice = body.tool_choice or "auto"
         if isinstance(choice, bodies.ToolChoice):
@@ -105,6 +102,17 @@ class _Reader:
         return schemas.ToolCallDelta(
             index=self.num_calls - 1, id=_new_id(), type="function", function=function
         )
+
+
+def as_tools(tools: Sequence[bodies.Tool], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Tools as `Tokenizer.encode_chat` takes them.
+
+    Raises:
+      ApiError: the model's chat template has no tools that an answer could call.
+    """
+    if tools and tokenizer.tool_format is None:
+        raise no_tools("tools")
+    return [tool.model_dump(exclude_none=True, include={"type", "function"}) for tool in tools]
 
 
 def no_tools(param: str) -> ApiError:

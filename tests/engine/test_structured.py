@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import jsonschema
 import pytest
@@ -12,6 +13,7 @@ from paged_jax import Engine, SamplingParams, StructuredOutputsParams
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.scheduler.outputs import RequestOutput
 from tests.support.structured import PERSON, SIZES, schemas
+from tests.support.tiny_model import EOS
 
 FORMS = [
     StructuredOutputsParams(json=PERSON),
@@ -58,19 +60,26 @@ def test_samples_are_json_of_their_schemas(engine, drawn) -> None:
 
 def run_all(engine: Engine, *, disturb=lambda engine: None) -> list[list[list[int]]]:
     """The tokens of requests of every form, two samples each."""
-    for index, form in enumerate(FORMS):
-        engine.add_request("It is", params(form, n=2, seed=index), request_id=str(index))
+    for index in range(len(FORMS)):
+        add(engine, index)
     disturb(engine)
     done = finish(engine)
     return [[s.token_ids for s in done[str(i)].outputs] for i in range(len(FORMS))]
+
+
+def add(engine: Engine, index: int) -> None:
+    # One of them may go on behind its form.
+    options = {"ignore_eos": True, "min_tokens": 3, "max_tokens": 20} if index == 2 else {}
+    asked = params(FORMS[index], n=2, seed=index, **options)
+    engine.add_request("It is", asked, request_id=str(index))
 
 
 @pytest.fixture(scope="module")
 def alone(engine) -> list[list[list[int]]]:
     """Those of each request by itself."""
     tokens = []
-    for index, form in enumerate(FORMS):
-        engine.add_request("It is", params(form, n=2, seed=index), request_id=str(index))
+    for index in range(len(FORMS)):
+        add(engine, index)
         tokens.append([sample.token_ids for sample in finish(engine)[str(index)].outputs])
     return tokens
 
@@ -144,6 +153,36 @@ def test_a_grammar_that_fails_ends_its_request_only(engine, alone) -> None:
     [failed] = done["bad"].outputs
     assert failed.finish_reason == "error" and "could not be followed" in failed.stop_reason
     assert [sample.token_ids for sample in done["good"].outputs] == alone[0]
+
+
+def test_min_tokens_hold_an_end_back_that_the_form_allows(engine) -> None:
+    """However probable it is; where the form has no more to say, it ends all the same."""
+    for regex, options, count in (
+        ("[a-z]+", {"min_tokens": 9}, 10),
+        ("[a-z]+", {}, 1),
+        ("g", {"min_tokens": 9}, 2),
+    ):
+        form = StructuredOutputsParams(regex=regex)
+        [stop] = engine.tokenizer.encode("q", add_special_tokens=False)
+        bias = {EOS: 100.0, stop: 90.0}
+        asked = params(form, logit_bias=bias, stop_token_ids=[stop], **options)
+        engine.add_request("It is", asked)
+        [output] = finish(engine).values()
+        [sample] = output.outputs
+        assert sample.finish_reason == "stop" and len(sample.token_ids) == count
+        assert re.fullmatch(regex, sample.text) or not options
+
+
+def test_text_goes_on_behind_a_form_with_ignore_eos(engine) -> None:
+    for regex in ("go", "go(ne)?"):  # whose end is known, and drawn
+        form = StructuredOutputsParams(regex=regex)
+        engine.add_request("It is", params(form, ignore_eos=True, max_tokens=20))
+        [output] = finish(engine).values()
+        [sample] = output.outputs
+        assert sample.finish_reason == "length" and len(sample.token_ids) == 20
+        end = sample.token_ids.index(EOS)
+        assert re.fullmatch(regex, engine.tokenizer.decode(sample.token_ids[:end]))
+        assert len(set(sample.token_ids[end:])) > 3
 
 
 def test_what_cannot_be_had_is_refused_when_it_arrives(engine) -> None:

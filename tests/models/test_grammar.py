@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from paged_jax import StructuredOutputsParams, Tokenizer
+from paged_jax import SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.checks import ArgumentError
 from paged_jax.models.loading import bundled_folder
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
@@ -30,7 +30,11 @@ def grammars(tokenizer) -> Grammars:
 @pytest.fixture(scope="module")
 def start(grammars):
     """A cursor before the first token of a text of a form."""
-    return lambda **form: GrammarCursor(grammars.compile(StructuredOutputsParams(**form)))
+
+    def make(params: SamplingParams = SamplingParams(), **form) -> GrammarCursor:  # noqa: B008
+        return GrammarCursor(grammars.compile(StructuredOutputsParams(**form)), params)
+
+    return make
 
 
 def allowed(cursor: GrammarCursor) -> list[int]:
@@ -96,6 +100,44 @@ def test_a_text_that_may_end_may_go_on(start, tokenizer) -> None:
     cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
     assert not cursor.forced
     assert {tokenizer.decode([token_id]) for token_id in allowed(cursor)} == {"", "b"}
+
+
+def test_an_end_waits_for_min_tokens_where_the_form_goes_on(start, tokenizer) -> None:
+    def id_of(character: str) -> int:
+        [token_id] = tokenizer.encode(character, add_special_tokens=False)
+        return token_id
+
+    ends = {EOS: "end", id_of("b"): "b"}
+
+    def ends_after(text: str, regex: str, **options) -> set[str]:
+        """Which of the two may follow a text; nothing else can if that is "only"."""
+        params = SamplingParams(stop_token_ids=[id_of("b")], min_tokens=2, **options)
+        cursor = start(regex=regex, params=params)
+        cursor.follow([*map(id_of, text)], 0)
+        found = set(cursor.forced[:1] or allowed(cursor))
+        only = set() if found - ends.keys() else {"only"}
+        return {ends[each] for each in found & ends.keys()} | only
+
+    assert ends_after("a", "a[bc]*") == set()
+    assert ends_after("ac", "a[bc]*") == {"end", "b"}
+    assert ends_after("a", "a[bc]*", ignore_eos=True) == {"end"}
+    # Nothing but ends can follow: the form comes first.
+    assert ends_after("a", "ab?") == {"end", "b", "only"}
+    assert ends_after("a", "a") == {"end", "only"}
+
+
+def test_behind_an_end_everything_may_follow(start, tokenizer) -> None:
+    ids = tokenizer.encode("a", add_special_tokens=False)
+    for regex in ("a", "ab?"):  # where the end is known, and where it is drawn
+        cursor = start(regex=regex, params=SamplingParams(ignore_eos=True))
+        cursor.follow(ids, 0)
+        assert cursor.ends is (regex == "a")
+        assert len(allowed(cursor)) == (V if cursor.ends else 2)
+        cursor.follow([*ids, EOS, 7, EOS, 9], 0)
+        assert cursor.is_over and not cursor.ends and cursor.failure is None
+        cursor.reset()
+        cursor.follow(ids, 0)
+        assert not cursor.is_over
 
 
 @pytest.mark.parametrize(

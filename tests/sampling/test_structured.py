@@ -42,17 +42,18 @@ def test_structured_outputs_are_values() -> None:
     assert params == SamplingParams(structured_outputs=other) and hash(params)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"structured_outputs": {"regex": "a"}}, "must be StructuredOutputsParams or None"),
-        ({"min_tokens": 1}, "min_tokens must be 0 with structured_outputs, got 1"),
-        ({"ignore_eos": True}, "ignore_eos must be False with structured_outputs, got True"),
-    ],
-)
-def test_sampling_params_leave_the_end_to_the_form(params, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**{"structured_outputs": StructuredOutputsParams(regex="a"), **params})
+def test_sampling_params_take_no_dict_for_a_form() -> None:
+    with pytest.raises(ValueError, match="must be StructuredOutputsParams or None"):
+        SamplingParams(structured_outputs={"regex": "a"})
+
+
+def test_a_slot_leaves_the_end_of_a_form_to_its_mask() -> None:
+    """Which may end it before min_tokens, where the device must stop."""
+    for form, is_held in ((StructuredOutputsParams(regex="a"), False), (None, True)):
+        params = SamplingParams(min_tokens=3, structured_outputs=form)
+        state = write_slot(SlotSampling.create(3, V), 1, params, seed=0, eos_token_ids=[5])
+        assert bool((state.held_ids[1] == 5).any()) is is_held
+        assert bool(state.held_until[1] == 3) is is_held
 
 
 # What binds the draw: slot 1 has two known tokens from position 5 on, then a mask.

@@ -128,11 +128,6 @@ def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
             "response_format",
             "give response_format or structured_outputs, not both.",
         ),
-        (
-            {"structured_outputs": {"regex": "a"}, "min_tokens": 2},
-            "min_tokens",
-            "min_tokens must be 0 with structured_outputs",
-        ),
     ],
 )
 def test_what_cannot_be_had_is_a_400(server, change, param, message) -> None:

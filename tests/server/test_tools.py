@@ -115,6 +115,10 @@ def test_no_tools_are_shown_where_none_may_be_used(server) -> None:
         for change in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS})
     )
     assert plain == silent < shown
+    asked = {"messages": MESSAGES, "tools": TOOLS}
+    assert server.post("/tokenize", asked).json()["count"] == shown
+    error = error_of(server.post("/tokenize", {"prompt": "a", "tools": TOOLS}), 400)
+    assert error["param"] == "tools"
 
 
 def test_instructor_gets_objects_by_tools(client) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from paged_jax.checks import ArgumentError
 from paged_jax.models.text.closed_schema import close
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # Grammars that are kept for the requests that come next.
 _NUM_KEPT = 64
+_PLAIN = SamplingParams()
 # How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
 # So the names of properties are forced; and models that know no way on cannot fill the context with
 # white space.
@@ -119,21 +121,25 @@ class GrammarCursor:
 
     Args:
       grammar: the grammar.
+      params: when the text may end: `min_tokens`, `stop_token_ids` and `ignore_eos`.
 
     Attributes:
       forced: tokens that come next, an end token included where nothing else can follow.
+      is_over: whether an end token has come, after which the text may have any form.
       failure: why nothing more can be said of the grammar, as it is too complex; None if all is
         well. An end token is forced then.
     """
 
-    def __init__(self, grammar: Grammar):
+    def __init__(self, grammar: Grammar, params: SamplingParams = _PLAIN):
         self._grammar = grammar
+        self._params = params
         self.reset()
 
     def reset(self) -> None:
         """Begin anew, before the first token."""
         self.forced: list[int] = []
         self.failure: str | None = None
+        self.is_over = False
         self._num_followed: int | None = None  # None until the first look
         self._matcher = self._grammar.start()
 
@@ -148,15 +154,22 @@ class GrammarCursor:
             self._find_forced()
             self._num_followed = 0
         for token_id in token_ids[start + self._num_followed :]:
-            self._take(token_id)
+            if not self.is_over:
+                self._take(token_id)
             self._num_followed += 1
 
     def _take(self, token_id: int) -> None:
-        if not self.forced:  # the one behind them is always drawn
+        self.is_over = token_id in self._grammar.eos_token_ids
+        if self.forced:
+            assert token_id == self.forced.pop(0), "what comes must be what is forced"
+        elif not self.is_over:  # the one behind them is always drawn
             self._matcher.consume_token(token_id)
             self._find_forced()
-        else:
-            assert token_id == self.forced.pop(0), "what comes must be what is forced"
+
+    @property
+    def ends(self) -> bool:
+        """Whether the last of the forced tokens ends the text."""
+        return bool(self.forced) and self.forced[-1] in self._grammar.eos_token_ids
 
     def _find_forced(self) -> None:
         """Look what must come next. The matcher is behind that afterwards."""
@@ -178,6 +191,9 @@ class GrammarCursor:
         Args:
           words: i32[V / 32], rounded up: the lowest bit of the first number is that of token 0.
         """
+        if self.ends:  # where the text goes on nevertheless, it is free
+            words[:] = -1
+            return
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         words[:] = mask[: words.size]
         if self._matcher.is_error():
@@ -185,8 +201,21 @@ class GrammarCursor:
             words[:] = 0
         first, *others = self._grammar.eos_token_ids
         if self.failure is not None or _has(words, first):
-            for token_id in (first, *others):
-                words[token_id // 32] |= np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+            words |= _bits((first, *others), words.size)
+        self._hold_ends_back(words)
+
+    def _hold_ends_back(self, words: np.ndarray) -> None:
+        """Leave out what ends the text too early, unless nothing else can follow."""
+        params = self._params
+        index = (self._num_followed or 0) + len(self.forced)
+        if index >= params.min_tokens or self.failure is not None:
+            return
+        held = list(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            held += self._grammar.eos_token_ids
+        rest = words & ~_bits(held, words.size)
+        if rest.any():
+            words[:] = rest
 
 
 def _source(form: StructuredOutputsParams) -> str:
@@ -201,6 +230,14 @@ def _source(form: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
     schema = {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_LAYOUT)
+
+
+def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
+    """A mask of some tokens, i32[size]."""
+    words = np.zeros(size, np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words.view(np.int32)
 
 
 def _has(words: np.ndarray, token_id: int) -> bool:

@@ -217,8 +217,11 @@ class Tokenizer:
 
         Raises:
           ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
-            may set.
+            may set, or the template shows no tools to the model.
         """
+        if tools and self._chat_template is not None and "tools" not in self._chat_template.source:
+            rule = "must be empty as the model's chat template has no tools, got some."
+            raise ChatTemplateError("encode_chat", rule, "tools")
         text = self.apply_chat_template(
             messages,
             add_generation_prompt=add_generation_prompt,
