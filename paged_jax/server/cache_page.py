@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import importlib.resources
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -46,6 +47,7 @@ def routes(service: Service) -> list[Route]:
         route("/cache", _file, name="cache.html"),
         *(route(f"/cache/{name}", _file, name=name) for name in _FILES if name != "cache.html"),
         route("/cache/state", _state),
+        route("/cache/recent", _recent),
         route("/cache/blocks/{block}", _block),
     ]
 
@@ -80,6 +82,16 @@ async def _state(service: Service, request: Request) -> Response:
 
     # In a thread, as a large cache is megabytes of JSON, and streams must not wait for it.
     return await asyncio.to_thread(render)
+
+
+async def _recent(service: Service, request: Request) -> Response:
+    """What the curves begin with: counts of the last minutes, whether a page was open or not."""
+    now = time.perf_counter()
+    samples = [
+        {"age": now - each.time, **{k: v for k, v in each._asdict().items() if k != "time"}}
+        for each in service.recent.samples(now)
+    ]
+    return JSONResponse(samples, headers=_HEADERS)
 
 
 async def _block(service: Service, request: Request) -> Response:

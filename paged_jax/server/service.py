@@ -22,6 +22,7 @@ from paged_jax.server.errors import ApiError
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import CacheConfig, Metrics
 from paged_jax.server.reading import Reading
+from paged_jax.server.recent import Recent
 from paged_jax.server.shares import Shares
 from paged_jax.server.stalls import StallDetector
 
@@ -111,6 +112,7 @@ class Service:
         self.load_params = engine.load_params
         self._sleep_level = lambda: engine.sleep_level
         self.cache_recorder = CacheRecorder()
+        self.recent = Recent(reading)
         self.engine = AsyncEngine(engine, on_step=self._on_step)
         self.created = int(time.time())
         self.is_draining = False
@@ -150,6 +152,7 @@ class Service:
         reading = Reading.of(engine)
         self.stalls.observe(reading)
         self.metrics.observe(reading, requests)
+        self.recent.observe(reading)
         return reading
 
     # Shutdown: a signal handler may call both

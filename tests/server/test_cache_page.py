@@ -77,6 +77,19 @@ def test_evictions_and_preemptions_are_told(server) -> None:
     assert {"evict", "preempt"} <= {event["kind"] for event in state(server)["events"]}
 
 
+def test_counts_of_the_last_minutes_are_kept(server) -> None:
+    """Though no page was open."""
+    generate(server)
+    before, now = (server.get("/cache/recent").json()[at] for at in (0, -1))
+    assert before["generated"] < now["generated"] and before["age"] > now["age"] >= 0
+    assert now["queried"] >= now["cached"] > 0 and now["waiting"] == now["used"] == 0
+    stats = server.engine.stats
+    assert (now["generated"], now["cached"]) == (
+        stats.num_generated_tokens,
+        stats.num_cached_tokens,
+    )
+
+
 def test_a_block_tells_its_tokens(server) -> None:
     generate(server)
     cached = state(server)["is_cached"]
@@ -122,6 +135,8 @@ def heights(curve) -> set[str]:
 @pytest.mark.slow
 def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     num_blocks = SIZES["num_blocks"]
+    # What was before the page was opened, by the tests above or by the fixture.
+    wait_until(lambda: len(heights(page.locator("#rates polyline").first)) > 2)
     server.post("/generate", {"prompt": "<b>it</b> is", "max_tokens": 2})  # text is never markup
     is_seen = threading.Event()
 

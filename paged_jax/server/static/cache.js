@@ -28,7 +28,7 @@ const CURVES = [
   ["tokens/s", (now, then) => (now.generated - then.generated) / (now.time - then.time), (x) => x.toFixed(0)],
   ["cache hits", (now, then) => (now.queried > then.queried ? (now.cached - then.cached) / (now.queried - then.queried) : null), percent, 1],
   ["waiting", (now) => now.waiting, (x) => x],
-  ["blocks in use", (now) => now.used, percent, 1],
+  ["blocks in use", (now) => now.used / state.num_blocks, percent, 1],
 ];
 
 const byId = (id) => document.getElementById(id);
@@ -170,9 +170,16 @@ function sample() {
     queried: state.num_queried_tokens,
     cached: state.num_cached_tokens,
     waiting: state.waiting.length,
-    used: state.num_used / state.num_blocks,
+    used: state.num_used,
   });
   samples = samples.filter((each) => each.time > time - HISTORY);
+}
+
+// What was before the page was opened or shown again: the server keeps as much.
+async function recall() {
+  const kept = await ask("cache/recent");
+  const time = performance.now() / 1000;
+  samples = kept.map((each) => ({ ...each, time: time - each.age }));
 }
 
 // The values of a curve at the samples; [time, value] each.
@@ -249,6 +256,7 @@ async function ask(path) {
 
 async function refresh() {
   if (document.hidden) {
+    samples = [];
     setTimeout(refresh, INTERVAL);
     return;
   }
@@ -258,6 +266,7 @@ async function refresh() {
       lastEvent = 0;
       samples = [];
     }
+    if (!samples.length) await recall();
     state = answer;
     byId("model").textContent = state.model;
     say("live");
