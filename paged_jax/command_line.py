@@ -96,7 +96,7 @@ _SIZES = (
 )  # fmt: skip
 _OTHERS = (
     "num_blocks", "memory_fraction", "steps_per_dispatch", "preemption", "swap_space", "backend",
-    "tensor_parallel_size",
+    "tensor_parallel_size", "check_replicas",
 )  # fmt: skip
 
 
@@ -169,6 +169,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="devices that compute the model together, the first that JAX finds, each with a part "
         "of its weights and of the KV cache; default: 1",
+    )
+    group.add_argument(
+        "--check-replicas",
+        action="store_true",
+        default=None,
+        help="compare the tokens that each of several devices chooses for itself, to find one that "
+        "computes wrongly; slower",
     )
     group.add_argument(
         "--no-compilation-cache",

@@ -69,6 +69,9 @@ class Engine(Upkeep):
       mesh: the devices that compute the model together, by tensor parallelism: each has an equal
         part of the weights and K and V of its KV heads. All devices of the mesh, whatever its axes.
       tensor_parallel_size: number of devices, the first that JAX finds, in place of `mesh`.
+      check_replicas: whether each program of several devices compares the tokens and tables that
+        all of them compute, and the engine raises `ReplicaError` where they differ. For debugging:
+        the host then waits for every program.
       on_compile: function that is called with one line before a program is compiled.
 
     Raises:

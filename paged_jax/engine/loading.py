@@ -16,7 +16,7 @@ from paged_jax.runner import Weights
 
 
 def load_model(
-    model: str | Path | Llama | None, *, dtype: Any, mesh: Mesh | None
+    model: str | Path | Llama | None, *, dtype: Any, mesh: Mesh | None, check_replicas: bool
 ) -> tuple[Weights, TensorParallel | None]:
     """The weights of a folder, or of a model, on one device or divided over those of a mesh.
 
@@ -31,14 +31,14 @@ def load_model(
     """
     if isinstance(model, Llama):
         parallel = None if mesh is None else TensorParallel.over("Engine", mesh, model.config)
-        return Weights(model, parallel), parallel
+        return Weights(model, parallel, check_replicas=check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
     if mesh is None or not folder.is_dir():  # of which `from_pretrained` says what is wrong
         return Weights(Llama.from_pretrained(model, dtype=dtype)), None
     parallel = TensorParallel.over("Engine", mesh, LlamaConfig.from_file(folder))
     placed = Llama.from_pretrained(folder, dtype=dtype, sharding=parallel.placement)
     parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights
-    return Weights(placed, parallel), parallel
+    return Weights(placed, parallel, check_replicas=check_replicas), parallel
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:

@@ -85,6 +85,7 @@ class EngineParts:
         backend: str | None = None,
         mesh: Mesh | None = None,
         tensor_parallel_size: int = 1,
+        check_replicas: bool = False,
         on_compile: Callable[[str], None] | None = None,
     ):
         check_arguments(
@@ -106,13 +107,17 @@ class EngineParts:
             "Engine",
             enable_prefix_caching=enable_prefix_caching,
             cascade_attention=cascade_attention,
+            check_replicas=check_replicas,
         )
         check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
         check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
         are_weights_shared = isinstance(model, Llama)
         weights, parallel = load_model(
-            model, dtype=dtype, mesh=find_mesh(mesh, tensor_parallel_size)
+            model,
+            dtype=dtype,
+            mesh=find_mesh(mesh, tensor_parallel_size),
+            check_replicas=check_replicas,
         )
         self.config = weights.layout_model.config
         self.block_size = block_size

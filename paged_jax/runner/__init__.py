@@ -4,6 +4,7 @@ from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens, decode_steps, verify_steps
 from paged_jax.runner.executor import Pending
 from paged_jax.runner.programs import BeamTokens, Scores
+from paged_jax.runner.replicas import ReplicaError
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
 from paged_jax.runner.slots import Slots, slot_of
@@ -15,6 +16,7 @@ __all__ = [
     "DecodeState",
     "ModelRunner",
     "Pending",
+    "ReplicaError",
     "Scores",
     "Sizes",
     "Slots",

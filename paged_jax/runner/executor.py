@@ -14,7 +14,9 @@ from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.placement import Division
 from paged_jax.runner.programs import Call, Structure, list_programs
+from paged_jax.runner.replicas import ReplicaError
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Weights
 from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
@@ -215,7 +217,8 @@ class Executor:
             self._state, result = call.program(
                 self.weights.arrays, self._state, *call.args, **call.static
             )
-        return result
+        division = self.weights.division
+        return result if division is None else _check_replicas(division, call.name, result)
 
     def _join(self) -> None:
         """Wait until the calls that are queued ahead have been made."""
@@ -284,6 +287,19 @@ class Executor:
             self.is_compiling = False
         self._compiled.add(program)
         self.compile_seconds += time.perf_counter() - start
+
+
+def _check_replicas(division: Division, program: str, result: Any) -> Any:
+    """The result of a program, of which all devices must have the same: for debugging, it waits."""
+    if not division.checks_replicas:
+        return result
+    result, ok = result
+    if not ok:
+        raise ReplicaError(
+            f"Engine: all {division.mesh.size} devices must have the same tokens and tables after "
+            f"{program}, got different ones. A device computes wrongly, or not deterministically."
+        )
+    return result
 
 
 def require_blocks(*oks: Any) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.models.tensor_parallel import AXIS
 from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.replicas import agree
 
 # On each device all of it, or what belongs to its KV heads: of pools [L, P, K, C, D], of their
 # scales [L, P, K, C], and of blocks in these shapes.
@@ -29,10 +30,12 @@ class Division(NamedTuple):
     Attributes:
       mesh: the devices.
       weights: which part of each weight a device has, in the order of the model's flattened state.
+      checks_replicas: whether programs compare what each device computes for itself.
     """
 
     mesh: Mesh
     weights: tuple[PartitionSpec, ...]
+    checks_replicas: bool = False
 
     def divide(self, program: Program, *, last: PartitionSpec, result: PartitionSpec) -> Program:
         """A program ``(weights, state, *args) -> (state, result)`` of all devices from one of each.
@@ -41,7 +44,14 @@ class Division(NamedTuple):
           program: what each device runs, on its parts.
           last: which part a device gets of the last of `args`; it gets all of the others.
           result: which part of the result a device has.
+
+        Returns:
+          The program. With `checks_replicas` its result is ``(result, ok)``: bool[], whether state
+          and result are the same on all devices, where they should be.
         """
+        results: Any = result
+        if self.checks_replicas:
+            program, results = _checked(program, has_parts=result != WHOLE), (result, WHOLE)
 
         def divided(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
             places, parts = _parts(state), [WHOLE] * len(args)
@@ -50,7 +60,7 @@ class Division(NamedTuple):
                 program,
                 mesh=self.mesh,
                 in_specs=(list(self.weights), places, *parts),
-                out_specs=(places, result),
+                out_specs=(places, results),
                 # JAX's check of what varies over the devices does not know our kernels.
                 check_vma=False,
             )(weights, state, *args)
@@ -60,6 +70,16 @@ class Division(NamedTuple):
     def shardings(self, state: DecodeState) -> DecodeState:
         """Where each array of a state goes."""
         return jax.tree.map(lambda part: NamedSharding(self.mesh, part), _parts(state))
+
+
+def _checked(program: Program, *, has_parts: bool) -> Program:
+    def checked(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
+        state, result = program(weights, state, *args)
+        no_pools = jax.tree.map(lambda _: None, state.cache.pools)
+        same = dataclasses.replace(state, cache=state.cache.replace_pools(no_pools))
+        return state, (result, agree((same, None if has_parts else result), AXIS))
+
+    return checked
 
 
 def _parts(state: DecodeState) -> Any:

@@ -18,6 +18,7 @@ class Weights:
     Args:
       model: the model.
       parallel: how it is divided over devices; None for one device.
+      check_replicas: see `Engine`.
 
     Attributes:
       arrays: what programs read, in the order of the model's flattened state; empty while there
@@ -31,7 +32,13 @@ class Weights:
       ValueError: the weights lie on several devices, and `parallel` is None.
     """
 
-    def __init__(self, model: Llama, parallel: TensorParallel | None = None):
+    def __init__(
+        self,
+        model: Llama,
+        parallel: TensorParallel | None = None,
+        *,
+        check_replicas: bool = False,
+    ):
         self._model_graphdef, state = nnx.split(model)
         arrays, self.treedef = jax.tree.flatten(state)
         self._parallel, self._names = parallel, parameter_names(state)
@@ -46,7 +53,7 @@ class Weights:
             self.graphdef = nnx.graphdef(parallel.model_of_part(model))
             named = list(zip(self._names, arrays, strict=True))
             specs = tuple(parallel.spec(name, x.ndim) for name, x in named)
-            self.division = Division(parallel.mesh, specs)
+            self.division = Division(parallel.mesh, specs, check_replicas)
             places = [parallel.placement(name, x.shape) for name, x in named]
         self.layout = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -48,6 +48,159 @@ for options in ({}, {"scan_layers": True}):
         assert memory.temp_size_in_bytes < held / 100, (name, memory)
 """
 
+# Each of these features once, over the parameters of two and of four devices, which are more than
+# KV heads: preemption by swap, pools and weights in int8, layers in a scan; guesses, scores of
+# prompts and beams, by weights from files, of which each device reads a part.
+_FEATURES = """
+import sys
+
+import numpy as np
+from paged_jax import LLM, SamplingParams
+from paged_jax.engine.beams import BeamSearchParams
+from paged_jax.models.loading import save_checkpoint
+from tests.support.tensor_parallel import SIZES
+
+folder, checkpoint = sys.argv[1:]
+PROMPT = {"prompt_token_ids": [0, *range(5, 12), *range(5, 12), 5]}
+SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=2)
+REPEATED = SamplingParams(temperature=0, max_tokens=12, logit_bias={5: 100.0}, logprobs=2)
+
+
+def of_logprobs(rows):
+    pairs = [sorted((id, x.logprob) for id, x in row.items()) for row in rows if row]
+    return [id for row in pairs for id, _ in row], [x for row in pairs for _, x in row]
+
+
+def features(llm):
+    scored, repeated = llm.generate([PROMPT, PROMPT], [SCORED, REPEATED])
+    beams = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=4))[0].sequences
+    rows = scored.prompt_logprobs + scored.outputs[0].logprobs + repeated.outputs[0].logprobs
+    ids, logprobs = of_logprobs(rows)
+    tokens = [ids, [b.tokens for b in beams]]
+    return tokens, np.array([*logprobs, *[b.cum_logprob for b in beams]])
+
+
+options = SIZES | {"num_speculative_tokens": 3}
+wanted, logprobs = features(LLM(folder, **options))
+llm = LLM(folder, **options, tensor_parallel_size=4, check_replicas=True)
+assert llm.cache.k.shape[2] == 4, "two KV heads for each of four devices"
+tokens, same_logprobs = features(llm)
+assert tokens == wanted
+np.testing.assert_allclose(same_logprobs, logprobs, atol=1e-5)
+assert llm.stats.num_accepted_tokens, "guesses were right"
+
+# From a checkpoint of one device onto these, and back.
+save_checkpoint(LLM(folder, **options).model, checkpoint)
+assert features(LLM(checkpoint, **options, tensor_parallel_size=4))[0] == wanted
+llm.model.save_pretrained(checkpoint + "/saved")
+assert features(LLM(checkpoint + "/saved", tokenizer=folder, **options))[0] == wanted
+"""
+
+_FORM = """
+from paged_jax import LLM, SamplingParams, StructuredOutputsParams
+from tests.support.structured import SIZES
+
+form = StructuredOutputsParams(regex="(red|green|blue) [0-9]{2,4}!?")
+params = SamplingParams(temperature=1, seed=1, max_tokens=12, structured_outputs=form)
+wanted, same = (
+    LLM(**SIZES, **options).generate("It is", params)[0].outputs[0].text
+    for options in ({}, {"tensor_parallel_size": 4})
+)
+assert same == wanted and wanted.split()[0] in ("red", "green", "blue")
+"""
+
+_INT8 = """
+from paged_jax import Engine
+from tests.support.tensor_parallel import SIZES, generate, make_model
+
+options = SIZES | {"kv_dtype": "int8", "preemption": "swap"}
+model = make_model(scan_layers=True)
+wanted = generate(Engine(model, **options))
+engine = Engine(model, **options, tensor_parallel_size=2)
+assert generate(engine) == wanted
+assert engine.stats.num_swap_preemptions
+"""
+
+_WEIGHTS = """
+from flax import nnx
+from paged_jax import Engine
+from paged_jax.models.weight import quantise
+from tests.support.tensor_parallel import SIZES, generate, make_model
+
+first, second = make_model(), make_model(seed=5)
+of_first, of_second = (generate(Engine(model, **SIZES)) for model in (first, second))
+assert of_first != of_second
+engine = Engine(first, **SIZES, tensor_parallel_size=4)
+assert generate(engine) == of_first
+engine.update_params(second)  # from one device
+assert generate(engine) == of_second
+engine.sleep(1)
+engine.wake_up()
+assert generate(engine) == of_second
+engine.update_params(engine.weights)  # from all of them
+assert generate(engine) == of_second
+for own, x in zip(engine.weights, jax.tree.leaves(nnx.state(second)), strict=True):
+    assert own.shape == x.shape and (own == x).all()
+"""
+
+_DIFFERENCE = """
+import dataclasses
+
+import numpy as np
+from paged_jax import Engine
+from paged_jax.runner import ReplicaError
+from tests.support.tensor_parallel import PAIR, PROMPTS, SIZES, generate, make_model, run
+
+
+def with_other_copy(x):
+    copies = [np.array(shard.data) for shard in x.addressable_shards]
+    copies[1] = copies[1] ^ 1
+    parts = [jax.device_put(copy, shard.device)
+             for copy, shard in zip(copies, x.addressable_shards)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+engine = Engine(make_model(), **SIZES, tensor_parallel_size=2, check_replicas=True)
+wanted = generate(engine)
+engine.add_request({"prompt_token_ids": PROMPTS[0]}, PAIR)
+engine.step()
+executor = engine._runner._executor
+sampling = executor.state.sampling
+other = dataclasses.replace(sampling, keys=with_other_copy(sampling.keys))
+executor._state = dataclasses.replace(executor.state, sampling=other)
+try:
+    run(engine)
+except ReplicaError as error:
+    assert "after decode of 4 samples, got different ones" in str(error)
+else:
+    raise AssertionError("one device drew by other keys")
+run(engine)
+assert generate(engine) == wanted, "the engine begins anew"
+"""
+
+_REFUSALS = """
+from paged_jax import Engine
+from tests.support.tensor_parallel import make_model
+
+
+def refusal(model, **options):
+    try:
+        Engine(model, **options)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("refused")
+
+
+model, mesh = make_model(), jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+assert "num_attention_heads of 8, got 3" in refusal(model, tensor_parallel_size=3)
+assert "at most the 4 devices of cpu" in refusal(model, tensor_parallel_size=8)
+assert "must be 1 where mesh is given" in refusal(model, mesh=mesh, tensor_parallel_size=2)
+assert "intermediate_size of 50, got 4" in refusal(
+    make_model(intermediate_size=50), tensor_parallel_size=4)
+spread = jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
+assert "must lie on one device, got 2. Pass mesh=" in refusal(spread)
+"""
+
 _HEAD = """
 import jax
 
@@ -60,6 +213,36 @@ def num_compiled(engine):
 def test_tokens_are_those_of_one_device() -> None:
     """With forks, prefix hits, preemption, and more devices than KV heads."""
     run_on_devices(_HEAD + _SAME_TOKENS, num_devices=8)
+
+
+@pytest.mark.slow
+def test_features_give_what_one_device_gives(tiny_folder, tmp_path) -> None:
+    run_on_devices(_HEAD + _FEATURES, tiny_folder, tmp_path / "checkpoint")
+
+
+@pytest.mark.slow
+def test_forms_of_texts_are_kept() -> None:
+    pytest.importorskip("llguidance")
+    run_on_devices(_HEAD + _FORM)
+
+
+@pytest.mark.slow
+def test_int8_pools_and_swapped_blocks_are_divided() -> None:
+    run_on_devices(_HEAD + _INT8)
+
+
+@pytest.mark.slow
+def test_weights_are_replaced_where_they_are_divided() -> None:
+    run_on_devices(_HEAD + _WEIGHTS)
+
+
+@pytest.mark.slow
+def test_check_replicas_finds_a_device_that_draws_other_tokens() -> None:
+    run_on_devices(_HEAD + _DIFFERENCE)
+
+
+def test_engine_refuses_what_it_cannot_divide() -> None:
+    run_on_devices(_HEAD + _REFUSALS)
 
 
 @pytest.mark.slow
