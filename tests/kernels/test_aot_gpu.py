@@ -16,6 +16,7 @@ from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
     GPU_CASES,
     GPU_DECODE,
+    GPU_PARALLEL,
     GPU_PREFILL,
     GPU_RAGGED,
     GPU_STEPS,
@@ -40,9 +41,10 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     """What the script says of all cases: of the ops in one process, of whole steps in another."""
-    ops = GPU_CASES.keys() - GPU_STEPS.keys()
+    steps = {**GPU_STEPS, **GPU_PARALLEL}
+    ops = GPU_CASES.keys() - steps.keys()
     with ThreadPoolExecutor() as threads:
-        halves = threads.map(lambda names: run_script("aot_gpu", *names), (ops, GPU_STEPS))
+        halves = threads.map(lambda names: run_script("aot_gpu", *names), (ops, steps))
     return {name: program for half in halves for name, program in half.items()}
 
 
@@ -176,6 +178,20 @@ def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
     # The projection, when the parts of its product are added up, is split, rotated, quantised and
     # written in one launch. (Between those of one layer, XLA may put what the step does besides.)
     assert min(preparations(launches, attention), key=len) == ["paged_rope_write"]
+
+
+@pytest.mark.parametrize("name", GPU_PARALLEL)
+def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_h200(results, name) -> None:
+    """Of an engine, on each of several GPUs, by the kernels of one."""
+    program, step = compiled(results, name), GPU_PARALLEL[name]
+    pool_bytes = step.pool_gigabytes * 10**9
+    num_layers = step.config.num_hidden_layers
+    assert program["collectives"] == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
+    kernels = {kernel["name"] for kernel in program["kernels"]}
+    assert kernels == {"paged_rope_write", "paged_decode", "paged_decode_merge", "copy_blocks"}
+    # A pool has a whole number of blocks.
+    assert program["aliased_bytes"] > 0.99 * pool_bytes
+    assert program["temporary_bytes"] < 0.01 * pool_bytes
 
 
 def preparations(launches: list[str], attention: str) -> list[list[str]]:

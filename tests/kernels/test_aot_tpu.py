@@ -11,6 +11,7 @@ import pytest
 from tests.support.aot_cases import (
     TPU_ATTENTION,
     TPU_CASES,
+    TPU_PARALLEL,
     TPU_RAGGED,
     TPU_STEPS,
     TPU_UPDATES,
@@ -67,3 +68,16 @@ def test_step_copies_no_pool_on_tpu(results, generation) -> None:
         # The matrix unit multiplies float32 in several passes.
         assert program["multiplied_types"] == ["bf16"]
         assert program["temporary_bytes"] < 0.01 * step.pool_gigabytes * 10**9
+
+
+def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_tpu(
+    results, generation
+) -> None:
+    """Of an engine, on each of several chips; it fits their memory, which the compiler enforces."""
+    [(name, step)] = TPU_PARALLEL[generation].items()
+    program, pool_bytes = compiled(results, name), step.pool_gigabytes * 10**9
+    assert program["kernels"] == 1  # in the body of the scan over layers, as are the two sums
+    assert program["collectives"] == {"all-reduce": 2 + 1, "all-gather": 1}
+    # A pool has a whole number of blocks.
+    assert program["aliased_bytes"] > 0.99 * pool_bytes
+    assert program["temporary_bytes"] < 0.01 * pool_bytes

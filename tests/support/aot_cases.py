@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +15,12 @@ from paged_jax.models.config import LlamaConfig
 from tests.support import ROOT
 from tests.support.decode_step import (
     LLAMA_3_8B,
+    LLAMA_3_70B,
     QWEN_3_1B7,
     SMOLLM2_135M,
     DecodeStep,
     EngineDecode,
+    ParallelDecode,
     PrefillStep,
 )
 from tests.support.kernel_cases import Case
@@ -143,6 +147,17 @@ GPU_STEPS: Mapping[str, DecodeStep] = {
     "chunk of SmolLM2 135M": _layers_of(SMOLLM2_135M, PrefillStep, batch=1),
 }
 
+# Programs of several devices, whose pools are of each.
+GPU_PARALLEL: Mapping[str, ParallelDecode] = {
+    "parallel step of Llama 3 8B": ParallelDecode(
+        dataclasses.replace(LLAMA_3_8B, num_hidden_layers=4),
+        pool_gigabytes=40,
+        scan_layers=False,
+        num_devices=2,
+        topology="1x2x1",
+    ),
+}
+
 # Without a GPU to time them on, XLA divides products of few rows into parts (split-K), whose sum is
 # one more kernel after each of them.
 GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -150,7 +165,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 GPU_CASES: Mapping[str, Case | DecodeStep] = {
-    **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS
+    **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS, **GPU_PARALLEL
 }  # fmt: skip
 
 
@@ -218,13 +233,46 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
     "v6e": {"step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=12)},
 }
 
+# 70B in bfloat16 do not fit eight chips of 16 GB; sixteen are more than it has KV heads. Few
+# sequences, as to choose the tokens of 64 takes 242 MB on every chip (jax 0.12.0.1).
+TPU_PARALLEL: Mapping[str, Mapping[str, ParallelDecode]] = {
+    "v5e": {
+        "parallel step of Llama 3 70B": ParallelDecode(
+            LLAMA_3_70B,
+            pool_gigabytes=5,
+            batch=8,
+            block_size=128,
+            max_blocks_per_slot=64,
+            num_devices=16,
+            topology="v5e:4x4",
+        )
+    },
+    "v6e": {
+        "parallel step of Llama 3 8B": ParallelDecode(
+            LLAMA_3_8B, pool_gigabytes=26, num_devices=4, topology="v6e:2x2"
+        )
+    },
+}
+
 TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep]] = {
-    generation: {**TPU_ATTENTION, **TPU_RAGGED, **TPU_UPDATES, **steps}
+    generation: {
+        **TPU_ATTENTION,
+        **TPU_RAGGED,
+        **TPU_UPDATES,
+        **steps,
+        **TPU_PARALLEL[generation],
+    }  # fmt: skip
     for generation, steps in TPU_STEPS.items()
 }
 
 # What the names of this library's Triton kernels begin with. The others of a program are XLA's.
 OUR_KERNELS = ("paged_", "copy_blocks")
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """How often each kind of exchange between devices stands in a compiled program."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return Counter(re.findall(rf" = \S.*? ({kinds})(?:-start)?\(", text))
 
 
 def run_script(script: str, *arguments: str) -> dict[str, Any]:

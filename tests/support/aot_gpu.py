@@ -40,7 +40,9 @@ from tests.support.aot_cases import (  # noqa: E402
     GPU_CASES,
     GPU_COMPILER_OPTIONS,
     OUR_KERNELS,
+    count_collectives,
 )
+from tests.support.decode_step import ParallelDecode  # noqa: E402
 
 # A GPU as XLA describes it (xla/stream_executor/device_description.proto). The limits are those of
 # compute capability 9.0 in the CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -87,24 +89,25 @@ def find_tool(name: str) -> str:
     return str(found)
 
 
-def find_device() -> Any:
-    """The device to compile for, which is only a description."""
+def find_devices(shape: str) -> Any:
+    """The devices to compile for, which are only descriptions."""
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=H200
-        )
+        topology = topologies.get_topology_desc(platform="cuda", topology=shape, target_config=H200)
     except Exception as error:
         sys.exit(
             f"aot_gpu.py: jax {jax.__version__} cannot compile for a GPU here: {error}\n"
             'Install the extra "aot", with jax-cuda13-pjrt of the version of jax.'
         )
-    return topology.devices[0]
+    return topology.devices
 
 
-def compile_case(name: str, device: Any) -> dict[str, Any]:
+def compile_case(name: str) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = GPU_CASES[name]
-    lowered = case.lower("cuda", SingleDeviceSharding(device))
+    if isinstance(case, ParallelDecode):
+        lowered = case.lower_over("cuda", find_devices(case.topology))
+    else:
+        lowered = case.lower("cuda", SingleDeviceSharding(find_devices("1x1x1")[0]))
     for path in DUMP.iterdir():
         path.unlink()
     options = dict(GPU_COMPILER_OPTIONS.get(name, {}))
@@ -115,6 +118,7 @@ def compile_case(name: str, device: Any) -> dict[str, Any]:
         "launches": launches,
         "num_conditionals": num_conditionals,
         "kernels": [examine_kernel(path) for path in DUMP.glob("*.ptx") if is_ours(path)],
+        "collectives": count_collectives(compiled.as_text()),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }
@@ -225,12 +229,11 @@ def find(pattern: str, text: str) -> str:
 
 
 def main() -> None:
-    device = find_device()
     names = [name for name in GPU_CASES if name.startswith(tuple(sys.argv[1:]) or "")]
     results = {}
     for name in names:
         try:
-            results[name] = compile_case(name, device)
+            results[name] = compile_case(name)
         except Exception:
             # One case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}

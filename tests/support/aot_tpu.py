@@ -39,34 +39,38 @@ from jax._src.lib.mlir import ir  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from tests.support.aot_cases import TPU_CASES  # noqa: E402
+from tests.support.aot_cases import TPU_CASES, count_collectives  # noqa: E402
+from tests.support.decode_step import ParallelDecode  # noqa: E402
 
 # The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 
 
-def find_device(generation: str) -> Any:
-    """A device to compile for, which is only a description."""
+def find_devices(name: str) -> Any:
+    """The devices of a topology to compile for, which are only descriptions."""
     try:
-        topology = topologies.get_topology_desc(
-            platform="tpu", topology_name=TOPOLOGIES[generation]
-        )
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:
         sys.exit(
             f"aot_tpu.py: jax {jax.__version__} cannot compile for a TPU here: {error}\n"
             'Install the extra "aot", with the libtpu that jax[tpu] names.'
         )
-    return topology.devices[0]
+    return topology.devices
 
 
-def compile_case(name: str, generation: str, device: Any) -> dict[str, Any]:
+def compile_case(name: str, generation: str) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = TPU_CASES[generation][name]
-    compiled = case.lower("tpu", SingleDeviceSharding(device)).compile()
+    if isinstance(case, ParallelDecode):
+        compiled = case.lower_over("tpu", find_devices(case.topology)).compile()
+    else:
+        device = find_devices(TOPOLOGIES[generation])[0]
+        compiled = case.lower("tpu", SingleDeviceSharding(device)).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "multiplied_types": multiplied_types(text),
+        "collectives": count_collectives(text),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }
@@ -91,13 +95,12 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in TOPOLOGIES:
         sys.exit(f"usage: python -m tests.support.aot_tpu {{{','.join(TOPOLOGIES)}}} [name ...]")
     generation, *prefixes = sys.argv[1:]
-    device = find_device(generation)
     results = {}
     for name in TPU_CASES[generation]:
         if not name.startswith(tuple(prefixes) or ""):
             continue
         try:
-            results[name] = compile_case(name, generation, device)
+            results[name] = compile_case(name, generation)
         except Exception:
             # One case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}
