@@ -139,7 +139,7 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _openapi(service: Service, request: Request) -> Response:
-    return JSONResponse(openapi.document(service.limits))
+    return JSONResponse(openapi.document(service.limits, request.scope.get("root_path", "")))
 
 
 async def _models(service: Service, request: Request) -> Response:

@@ -43,11 +43,15 @@ _ERRORS = {
 }
 
 
-def document(limits: Limits) -> dict[str, Any]:
+def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
     """The document, in OpenAPI 3.1.
 
     Limits are listed in its description rather than in the schemas, as the error of an exceeded
     limit names the limit.
+
+    Args:
+      limits: bounds of requests.
+      root_path: the path under which a proxy serves this server.
     """
     _, definitions = models_json_schema(
         [
@@ -65,6 +69,7 @@ def document(limits: Limits) -> dict[str, Any]:
             + ", ".join(f"{name} {value}" for name, value in vars(limits).items())
             + ".",
         },
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": {
             "/generate": _text("generate", bodies.GenerateBody, schemas.Generated),
             "/v1/completions": _text("complete", bodies.CompletionBody, schemas.Completion),

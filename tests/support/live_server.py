@@ -21,7 +21,9 @@ from paged_jax.server.startup import Startup
 class LiveServer:
     """Serves an engine on 127.0.0.1 until it is left."""
 
-    def __init__(self, engine: Engine, settings: Settings, *, drain_timeout: float = 5.0):
+    def __init__(
+        self, engine: Engine, settings: Settings, *, drain_timeout: float = 5.0, **options: Any
+    ):
         self.engine = engine
         self.service = Service(engine, settings)
         self._startup = Startup(lambda note: self.service)
@@ -32,6 +34,7 @@ class LiveServer:
             drain_timeout=drain_timeout,
             log_level="error",
             log_config=None,
+            **options,
         )
         self._socket = socket.create_server(("127.0.0.1", 0))
         # The kernel must not take long answers whole: clients that do not read are to be noticed.
