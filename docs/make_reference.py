@@ -72,8 +72,8 @@ PAGES = {
     ),
     "models": Page(
         "Model, weights and tokenizer",
-        _of("paged_jax", "Llama LlamaConfig Tokenizer")
-        + _of("paged_jax.models.llama", "create_cache")
+        _of("paged_jax", "Llama LlamaConfig PagedModel Heads Tokenizer")
+        + _of("paged_jax.models.paged_model", "create_cache")
         + _of("paged_jax.models.loading.orbax", "save_checkpoint"),
     ),
     "engine": Page(

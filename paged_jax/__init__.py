@@ -27,7 +27,9 @@ from paged_jax.kernels import (
 )
 from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer import Heads
 from paged_jax.models.llama import Llama
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.sampling.params import SamplingParams
@@ -54,11 +56,13 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineStats",
+    "Heads",
     "Explanation",
     "Llama",
     "LlamaConfig",
     "Logprob",
     "PagedCache",
+    "PagedModel",
     "PreemptionNote",
     "RequestMetrics",
     "RequestOutput",

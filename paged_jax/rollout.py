@@ -23,7 +23,7 @@ from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
-from paged_jax.models.llama import Llama
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import DecodeState, decode_steps
 from paged_jax.sampling import Constraints, SlotSampling
 
@@ -40,7 +40,7 @@ class Rollout(NamedTuple):
 
 
 def rollout(
-    model: Llama,
+    model: PagedModel,
     prompt_token_ids: jax.Array,
     num_tokens: jax.Array,
     *,
@@ -166,7 +166,7 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
 
 
 def _prefill(
-    model: Llama,
+    model: PagedModel,
     cache: PagedCache,
     prompt_token_ids: jax.Array,
     num_tokens: jax.Array,
@@ -187,7 +187,7 @@ def _prefill(
     return cache
 
 
-def _check_fits(model: Llama, T: int, max_tokens: int) -> None:
+def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
     most = model.config.max_position_embeddings
     if T + max_tokens > most:
         raise ValueError(

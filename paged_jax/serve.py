@@ -23,7 +23,6 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import in_units
-from paged_jax.models.weight import weight_dtype
 from paged_jax.profiling import check_profile_folder
 
 try:
@@ -121,7 +120,7 @@ def _summary(engine: Engine, name: str, seconds: float) -> str:
     [device, *_] = sorted(cache.k.devices(), key=lambda device: device.id)
     num_bytes = in_units(sum(array.nbytes for array in jax.tree.leaves(cache.pools)))
     return (
-        f"ready: {name} in {weight_dtype(engine.model)}, "
+        f"ready: {name} in {engine.model.weight_dtype}, "
         f"{in_units(sum(array.nbytes for array in weights))}, on {device.device_kind} | "
         f"{engine.num_blocks} blocks of {engine.block_size} tokens in {cache.k.dtype}, {num_bytes} "
         f"| {engine.max_num_seqs} slots of {engine.max_model_len} tokens | {seconds:.1f} s, "

@@ -161,8 +161,8 @@ def _decode_contiguous(model: Llama, cache: Any, tokens: jax.Array) -> Any:
         return jnp.einsum("bkgn,bknd->bkgd", weights, values).reshape(B, -1, D), pools
 
     # The loop over layers is the model's own; only what attends differs.
-    x, pools = model._run_layers(model._embed(tokens), lengths, attend, pools)
-    return model._logits(x), (pools, lengths + 1)
+    x, pools = model.hidden_states(tokens, lengths, attend, pools)
+    return model.logits(x), (pools, lengths + 1)
 
 
 def take_turns(engines: dict[str, Any], num_turns: int = NUM_TURNS) -> dict[str, float]:

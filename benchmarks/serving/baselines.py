@@ -131,7 +131,7 @@ def prefill(
         return out, [*cache, pieces]
 
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    x, cache = model._run_layers(model._embed(token_ids), positions, attend, [])
+    x, cache = model.hidden_states(token_ids, positions, attend, [])
     return _most_probable(model, x[jnp.arange(B), num_tokens - 1]), cache
 
 
@@ -168,12 +168,12 @@ def decode(
         out = jnp.einsum("bkgn,bknd->bkgd", weights, values)
         return out.reshape(B, -1, D), [*cache[:layer], (keys, values), *cache[layer + 1 :]]
 
-    x, cache = model._run_layers(model._embed(tokens), lengths, attend, cache)
+    x, cache = model.hidden_states(tokens, lengths, attend, cache)
     return cache, lengths + 1, _most_probable(model, x)
 
 
 def _most_probable(model: Llama, x: jax.Array) -> jax.Array:
-    return jnp.argmax(model._logits(x), axis=-1).astype(jnp.int32)
+    return jnp.argmax(model.logits(x), axis=-1).astype(jnp.int32)
 
 
 def _round_up(number: int, step: int) -> int:

@@ -5,18 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import Weights
 
 
 def load_model(
-    model: str | Path | Llama | None, *, dtype: Any, mesh: Mesh | None, check_replicas: bool
+    model: str | Path | PagedModel | None, *, dtype: Any, mesh: Mesh | None, check_replicas: bool
 ) -> tuple[Weights, TensorParallel | None]:
     """The weights of a folder, or of a model, on one device or divided over those of a mesh.
 
@@ -26,10 +28,21 @@ def load_model(
       The weights, and how they are divided; None for one device.
 
     Raises:
-      ValueError: the model cannot be divided over so many devices, or as `Llama.from_pretrained`.
+      ValueError: the model is none, or cannot be divided over so many devices; or as
+        `Llama.from_pretrained`.
       OSError: files are not there or cannot be read.
     """
-    if isinstance(model, Llama):
+    if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
+        raise ValueError(
+            "Engine: model must be a folder or a PagedModel, got a module of "
+            f"{type(model).__name__}. See 'A model of somebody else' in docs/embedding.md."
+        )
+    if isinstance(model, PagedModel):
+        if mesh is not None and not isinstance(model, Llama):
+            raise ValueError(
+                f"Engine: model must be a Llama to be divided over devices, got "
+                f"{type(model).__name__}."
+            )
         parallel = None if mesh is None else TensorParallel.over("Engine", mesh, model.config)
         return Weights(model, parallel, check_replicas=check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
@@ -71,14 +84,14 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 
 
 def load_tokenizer(
-    model: str | Path | Llama | None, tokenizer: str | Path | Tokenizer | None
+    model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
     """The tokenizer that is given or lies in a given folder, else that of the model's folder."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer is not None:
         return Tokenizer.from_folder(tokenizer)
-    if isinstance(model, Llama):
+    if isinstance(model, PagedModel):
         return None
     folder = bundled_folder() if model is None else Path(model)
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None

@@ -32,10 +32,9 @@ from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.kernels import check_backend_runs_on
-from paged_jax.models.llama import Llama
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.models.weight import float_dtype, weight_dtype
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
 from paged_jax.scheduler import Preemption, PreemptionCosts, Scheduler, Sequence
 
@@ -63,7 +62,7 @@ class EngineParts:
     @own_transfers()
     def __init__(
         self,
-        model: str | Path | Llama | None = None,
+        model: str | Path | PagedModel | None = None,
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         dtype: str = "auto",
@@ -112,7 +111,7 @@ class EngineParts:
         check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
         check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
-        are_weights_shared = isinstance(model, Llama)
+        are_weights_shared = isinstance(model, PagedModel)
         weights, parallel = load_model(
             model,
             dtype=dtype,
@@ -139,12 +138,12 @@ class EngineParts:
         self.max_model_len = sizes.max_model_len
         device = weights.device
         check_backend_runs_on("Engine", backend, device.platform)
-        cache_dtype = resolve_kv_dtype(kv_dtype, float_dtype(weights.layout_model), device.platform)
+        cache_dtype = resolve_kv_dtype(kv_dtype, weights.layout_model.float_dtype, device.platform)
         taken = footprint(
             self.config,
             sizes,
             weights=weights.bytes_on(device),
-            dtype=weight_dtype(weights.layout_model),
+            dtype=weights.layout_model.weight_dtype,
             kv_dtype=cache_dtype,
             platform=device.platform,
             shard=None if parallel is None else parallel.shard,
@@ -231,7 +230,7 @@ class EngineParts:
         return self._runner.state.cache
 
     @property
-    def model(self) -> Llama:
+    def model(self) -> PagedModel:
         """The model with its weights as they are now. `update_params` writes over their arrays:
         copy what must be kept.
 

@@ -15,6 +15,7 @@ from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import NameMap, assemble, find_sources, named_arrays
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.weight import SCALE, quantise, weight_dtype
 from paged_jax.runner import ModelRunner
 
@@ -29,7 +30,7 @@ _IRRELEVANT = {
 }
 
 
-def load_like(model: Llama, folder: str | Path) -> Llama:
+def load_like(model: PagedModel, folder: str | Path) -> Llama:
     """Load weights that can take the place of a model's, into host memory.
 
     Args:
@@ -37,9 +38,15 @@ def load_like(model: Llama, folder: str | Path) -> Llama:
       folder: a Hugging Face folder or a checkpoint.
 
     Raises:
-      ValueError: the folder's model computes in another way. The message names the difference.
+      ValueError: the model is no `Llama`, or the folder's model computes in another way. The
+        message names the difference.
       OSError: files are not there or cannot be read.
     """
+    if not isinstance(model, Llama):
+        raise ValueError(
+            f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
+            "weights into such a model, and pass that to update_params."
+        )
     if Path(folder).is_dir():  # else `from_pretrained` says what is wrong
         _check_config(LlamaConfig.from_file(Path(folder)), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -98,13 +105,13 @@ class WeightSwap:
         if mapping is not None:
             return self._prepare_other(model, params, mapping)
         state = nnx.state(model)
-        if isinstance(params, Llama):
+        if isinstance(params, PagedModel):
             params = nnx.state(params)
         if isinstance(params, nnx.State):
             _check_names(_names_of(params), _names_of(state))
         elif not isinstance(params, list | tuple):
             raise ValueError(
-                "update_params: params must be a Llama, its nnx.state, or a list of its leaves, "
+                "update_params: params must be a model, its nnx.state, or a list of its leaves, "
                 f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
             )
         new, layout = jax.tree.leaves(params), self._runner.weights.layout
@@ -112,7 +119,7 @@ class WeightSwap:
         arrays = [_bring(x, y.sharding) for x, y in zip(new, layout, strict=True)]
         return NewWeights(arrays, _copying(*_kinds(layout)))
 
-    def _prepare_other(self, model: Llama, params: Any, mapping: NameMap) -> NewWeights:
+    def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
         arrays, layout = named_arrays(params), self._runner.weights.layout
         names = tuple(_names_of(nnx.state(model)))
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}

@@ -36,9 +36,23 @@ class Projection(NamedTuple):
         return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
 
 
-# One layer's attention: (layer index, projection, carry) -> (output ``[..., H, D]`` in any type,
-# carry). The caller chooses the carry: the K and V pools, or nothing.
-Attend = Callable[[Any, Projection, Any], tuple[jax.Array, Any]]
+class Heads(NamedTuple):
+    """Queries, keys and values of a layer, ready to meet: normed and rotated as its model has it.
+
+    Attributes:
+      q: ``[N, H, D]``, floating point. Scores are multiplied by ``D ** -0.5``.
+      k: ``[N, K, D]``; query heads ``g * H / K`` and following share KV head ``g``.
+      v: ``[N, K, D]``.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+# One layer's attention: (layer index, projection or heads, carry) -> (output ``[..., H, D]`` in any
+# type, carry). The caller chooses the carry: the K and V pools, or nothing.
+Attend = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 
 class Layer(nnx.Module):

@@ -13,9 +13,11 @@ from paged_jax.kernels import (
     backend_for,
     paged_prefill_attention,
     paged_rope_write,
+    paged_write,
 )
 from paged_jax.kernels.cascade import choose_decode_attention
-from paged_jax.models.layer import Attend, Projection
+from paged_jax.kernels.quantisation import query_dtype
+from paged_jax.models.layer import Attend, Heads, Projection
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,30 @@ class PagedRows:
     blocks: jax.Array  # i32 [N], P where there is nothing to write
     offsets: jax.Array  # i32 [N], in their blocks
 
-    def rope_write(
-        self, pools: Pools, projection: Projection, layer: Any, backend: str | None
+    def write(
+        self, pools: Pools, heads: Projection | Heads, layer: Any, backend: str | None
     ) -> tuple[jax.Array, Pools]:
         """Put K and V of the tokens in their places of a layer, and return Q ``[N, H, D]``."""
+        if isinstance(heads, Projection):
+            return self._rope_write(pools, heads, layer, backend)
+        pools = paged_write(
+            pools.k,
+            pools.v,
+            heads.k,
+            heads.v,
+            self.blocks,
+            self.offsets,
+            layer=layer,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            backend=backend_for("write", backend),
+        )
+        return heads.q.astype(query_dtype(pools.k.dtype)), pools
+
+    def _rope_write(
+        self, pools: Pools, projection: Projection, layer: Any, backend: str | None
+    ) -> tuple[jax.Array, Pools]:
+        """From the projection on, in one launch where there is a kernel for it."""
         q_norm, k_norm = projection.norms or (None, None)
         return paged_rope_write(
             pools.k,
@@ -117,7 +139,7 @@ def decode_attention(
     cascade: bool,
     backend: str | None,
 ) -> Attend:
-    """Attention of one new token a row; the pools are the carry. See `Llama.decode`."""
+    """Attention of one new token a row; the pools are the carry. See `PagedModel.decode`."""
     attention = choose_decode_attention(
         rows.block_tables,
         rows.lengths,
@@ -127,8 +149,8 @@ def decode_attention(
         backend=backend,
     )
 
-    def attend(layer, projection, pools):
-        q, pools = rows.rope_write(pools, projection, layer, backend)
+    def attend(layer, heads, pools):
+        q, pools = rows.write(pools, heads, layer, backend)
         return attention(q, pools, layer), pools
 
     return attend
@@ -137,10 +159,10 @@ def decode_attention(
 def chunk_attention(
     rows: PagedRows, B: int, T: int, window: int | None, *, backend: str | None
 ) -> Attend:
-    """Attention of B chunks of up to T tokens; the pools are the carry. See `Llama.prefill`."""
+    """Attention of B chunks of up to T tokens; the pools are the carry. See `PagedModel`."""
 
-    def attend(layer, projection, pools):
-        q, pools = rows.rope_write(pools, projection, layer, backend)
+    def attend(layer, heads, pools):
+        q, pools = rows.write(pools, heads, layer, backend)
         out = paged_prefill_attention(
             q.reshape(B, T, *q.shape[1:]),
             pools.k,

@@ -5,7 +5,7 @@ step, which draws the token after it. `decode_steps` repeats that, for a batch o
 
     plan the places of the tokens of all steps, copying shared blocks          (PagedCache)
     while decode steps are left and rows are running:
-        logits = decode_rows(model, ...)
+        logits = model.decode_rows(...)
         draw, note the tokens, and let the rows stop that have to              (sampling)
     take the blocks of the places that were used                               (PagedCache)
 
@@ -31,7 +31,7 @@ from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels import Pools
 from paged_jax.models.arguments import check_distinct
-from paged_jax.models.llama import Llama, decode_rows
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling import Constraints, Draws, SlotSampling
@@ -82,7 +82,7 @@ class StepTokens(NamedTuple):
 
 
 def decode_steps(
-    model: Llama,
+    model: PagedModel,
     state: DecodeState,
     slots: jax.Array,
     num_steps: int | jax.Array,
@@ -117,7 +117,8 @@ def decode_steps(
       max_steps: N, the size of the result (static).
       num_top: how many of the most probable tokens to report, with the ranks of the drawn ones
         (static); 0 reports neither.
-      cascade: whether blocks that all rows begin with are read once, see `Llama.decode` (static).
+      cascade: whether blocks that all rows begin with are read once (static), see
+        `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
 
     Returns:
@@ -170,8 +171,8 @@ def decode_steps(
         # of the loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
         weights, active = lax.optimization_barrier((model, batch.is_running))
         rows = next_rows(block_tables, batch.lengths, active, pools)
-        logits, pools = decode_rows(
-            weights, pools, batch.token_ids, rows, cascade=cascade, backend=backend
+        logits, pools = weights.decode_rows(
+            pools, batch.token_ids, rows, cascade=cascade, backend=backend
         )
         batch = batch.draw(logits, with_top)
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
@@ -187,7 +188,7 @@ def decode_steps(
 
 
 def verify_steps(
-    model: Llama,
+    model: PagedModel,
     state: DecodeState,
     drafts: jax.Array,
     num_drafts: jax.Array,

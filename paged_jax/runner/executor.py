@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from paged_jax.models.llama import create_cache
+from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
@@ -51,7 +51,7 @@ class Executor:
       sizes: what shapes the programs.
       num_blocks: P, blocks in the pool.
       cache_dtype: the dtype of K and V.
-      cascade: whether decoding reads shared blocks once, see `Llama.decode`.
+      cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
       on_compile: function that is called with one line before a program is compiled.
 

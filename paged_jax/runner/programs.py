@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from paged_jax import sampling
 from paged_jax.cache import paged_cache
-from paged_jax.models.llama import Llama
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
 from paged_jax.runner.sizes import Sizes
@@ -127,7 +127,7 @@ class Structure(NamedTuple):
 
     Attributes:
       graphdef, treedef: the structure of the module of a `Llama`, and that of its weights.
-      cascade: whether decoding reads shared blocks once, see `Llama.decode`.
+      cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
       division: how programs run on several devices; None for one.
       platform: `jax.Device.platform` of the devices.
@@ -140,7 +140,7 @@ class Structure(NamedTuple):
     division: Division | None = None
     platform: str = "cpu"
 
-    def model(self, weights: list[jax.Array]) -> Llama:
+    def model(self, weights: list[jax.Array]) -> PagedModel:
         """The model over some weights."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 

@@ -31,7 +31,7 @@ class ModelRunner:
       sizes: what shapes the programs.
       num_blocks: P, blocks in the pool.
       cache_dtype: the dtype of K and V.
-      cascade: whether decoding reads shared blocks once, see `Llama.decode`.
+      cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
       eos_token_ids: the model's end tokens.
       on_compile: function that is called with one line before a program is compiled.

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from paged_jax.models.llama import Llama
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
 from paged_jax.runner.placement import Division
 
@@ -34,7 +35,7 @@ class Weights:
 
     def __init__(
         self,
-        model: Llama,
+        model: PagedModel,
         parallel: TensorParallel | None = None,
         *,
         check_replicas: bool = False,
@@ -49,6 +50,7 @@ class Weights:
             # program is compiled once for arrays that are bound to a device and once for others.
             arrays = jax.device_put(arrays, places)
         else:
+            assert isinstance(model, Llama), "other models are not divided"
             self.config = parallel.wide
             self.graphdef = nnx.graphdef(parallel.model_of_part(model))
             named = list(zip(self._names, arrays, strict=True))
@@ -84,12 +86,12 @@ class Weights:
         return [self._parallel.restore(name, x) for name, x in named]
 
     @property
-    def model(self) -> Llama:
+    def model(self) -> PagedModel:
         """The model over its weights as they are now."""
         return self._over(self.originals)
 
     @property
-    def layout_model(self) -> Llama:
+    def layout_model(self) -> PagedModel:
         """The model over the `layout`, which has no weights."""
         return self._over(self.layout)
 
@@ -103,7 +105,7 @@ class Weights:
         shards = [shard for array in self.arrays for shard in array.addressable_shards]
         return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
-    def _over(self, leaves: list[Any]) -> Llama:
+    def _over(self, leaves: list[Any]) -> PagedModel:
         return nnx.merge(self._model_graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 

@@ -14,7 +14,8 @@ from flax import nnx
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama, create_cache
+from paged_jax.models.llama import Llama
+from paged_jax.models.paged_model import create_cache
 from tests.support.random_model import random_llama
 
 pytestmark = pytest.mark.optimised
