@@ -120,6 +120,11 @@ class WeightSwap:
         return NewWeights(arrays, _copying(*_kinds(layout)))
 
     def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
+        if not isinstance(model, Llama):
+            raise ValueError(
+                "update_params: mapping must be None where the engine's model is no Llama, got one "
+                f"for {type(model).__name__}. Pass weights in its own names."
+            )
         arrays, layout = named_arrays(params), self._runner.weights.layout
         names = tuple(_names_of(nnx.state(model)))
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}

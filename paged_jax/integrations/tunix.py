@@ -1,0 +1,337 @@
+"""Tunix's learners take their samples from the engine: `PagedRollout`. The extra is ``tunix``.
+
+    ClusterConfig(rollout_engine=functools.partial(PagedRollout, max_num_seqs=64), ...)
+
+The rest of a Tunix program stays as it is. The trainer's weights come to the engine after each of
+its steps, by `LLM.update_params`; the engine holds a copy of its own, in its own layout.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.generate import tokenizer_adapter  # pyright: ignore[reportMissingImports]
+from tunix.rl import common  # pyright: ignore[reportMissingImports]
+from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
+
+from paged_jax.integrations.forwards import Comparison, compare_forwards, token_logprobs
+from paged_jax.llm import LLM
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import NameMap
+from paged_jax.sampling.params import SamplingParams
+
+# What Tunix's Llama 3, Qwen 2 and Qwen 3 call their parameters. Its matrices are [in, out], with an
+# axis for heads.
+MAPPING: NameMap = {
+    "embedder.input_embedding": "model.embed_tokens.weight",
+    "final_norm.w": "model.norm.weight",
+    "lm_head.w": ("lm_head.weight", (1, 0)),
+    "layers.*.input_layernorm.w": "model.layers.*.input_layernorm.weight",
+    "layers.*.post_attention_layernorm.w": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.attn.q_proj.w": ("model.layers.*.self_attn.q_proj.weight", (1, 2, 0)),
+    "layers.*.attn.k_proj.w": ("model.layers.*.self_attn.k_proj.weight", (1, 2, 0)),
+    "layers.*.attn.v_proj.w": ("model.layers.*.self_attn.v_proj.weight", (1, 2, 0)),
+    "layers.*.attn.o_proj.w": ("model.layers.*.self_attn.o_proj.weight", (2, 0, 1)),
+    "layers.*.attn.q_bias": "model.layers.*.self_attn.q_proj.bias",
+    "layers.*.attn.k_bias": "model.layers.*.self_attn.k_proj.bias",
+    "layers.*.attn.v_bias": "model.layers.*.self_attn.v_proj.bias",
+    "layers.*.attn.q_norm.w": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attn.k_norm.w": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.mlp.gate_proj.kernel": ("model.layers.*.mlp.gate_proj.weight", (1, 0)),
+    "layers.*.mlp.up_proj.kernel": ("model.layers.*.mlp.up_proj.weight", (1, 0)),
+    "layers.*.mlp.down_proj.kernel": ("model.layers.*.mlp.down_proj.weight", (1, 0)),
+}
+
+# By the package of `tunix.models` that defines them.
+_FAMILIES: Mapping[str, dict[str, Any]] = {
+    "llama3": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2", "qkv_bias": True},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+}
+# Tokens that the forwards are compared on: enough for attention and positions to matter.
+_NUM_COMPARED = 16
+
+
+def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
+    """The configuration of a model of Tunix.
+
+    Args:
+      actor: a Llama 3, Qwen 2 or Qwen 3 of Tunix, without experts.
+      **changes: fields of `LlamaConfig` that get other values.
+
+    Raises:
+      ValueError: it is another model.
+    """
+    module = type(actor).__module__
+    family = module.removeprefix("tunix.models.").split(".")[0]
+    config: Any = getattr(actor, "config", None)
+    if family not in _FAMILIES or getattr(config, "num_experts", None):
+        raise ValueError(
+            "PagedRollout: rollout_actor must be a Llama 3, Qwen 2 or Qwen 3 of Tunix without "
+            f"experts, got {type(actor).__name__} of {module}. Pass config= and mapping=."
+        )
+    is_tied = getattr(config, "weight_tying", False) or getattr(config, "use_tied_embedding", False)
+    own = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": float(config.rope_theta),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": is_tied,
+        "dtype": jax.tree.leaves(nnx.state(actor, nnx.Param))[0].dtype.name,
+    }
+    return LlamaConfig(**own | _FAMILIES[family] | changes)
+
+
+class PagedRollout(base_rollout.BaseRollout):
+    """A rollout worker of Tunix over an engine, for ``ClusterConfig(rollout_engine=PagedRollout)``.
+
+    Before the first sample the trainer's forward is compared with the engine's. Where the trainer
+    computes otherwise than its config says, and one value explains it, the engine does as the
+    trainer does, with a warning; any other difference is refused. (In Tunix 0.1.7 Llama 3 and
+    Qwen 3 take 1,000,000 for any ``config.rope_theta``, so checkpoints of Llama 3 are wrong in it.)
+
+    The engine lives on the first device of `mesh`. Weights of adapters (LoRA) and
+    ``offload_to_cpu=True`` are not supported.
+
+    Args:
+      rollout_actor: the trainer's model.
+      tokenizer: the trainer's.
+      mesh: the rollout's mesh.
+      rollout_config: lengths, and by its `seed` that of all samples.
+      config: configuration of the model; by default `config_of` the trainer's.
+      mapping: names of the trainer's parameters, see `LLM.update_params`.
+      tolerance: largest difference between the forwards, in nats; by default 1e-3, and 0.05 where
+        weights are narrower than float32.
+      **engine_options: those of `LLM`, such as `max_num_seqs` and `num_blocks`.
+
+    Attributes:
+      llm: the engine.
+      comparison: how far the forwards were apart in the beginning.
+
+    Raises:
+      ValueError: the model is not supported, or its forward is another.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: base_rollout.RolloutConfig,
+        *,
+        config: LlamaConfig | None = None,
+        mapping: NameMap = MAPPING,
+        tolerance: float | None = None,
+        **engine_options: Any,
+    ):
+        is_adapter = isinstance(tokenizer, tokenizer_adapter.TokenizerAdapter)
+        self._tokenizer = tokenizer if is_adapter else tokenizer_adapter.TokenizerAdapter(tokenizer)
+        self._mapping = mapping
+        self._temperature = rollout_config.temperature
+        num_tokens = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
+        max_model_len = max(rollout_config.kv_cache_size, num_tokens)
+        options = {"max_model_len": max_model_len, "seed": _as_int(rollout_config.seed)}
+        options |= engine_options
+        if config is None:
+            config = config_of(
+                rollout_actor,
+                max_position_embeddings=max(options["max_model_len"], _NUM_COMPARED),
+                eos_token_ids=(self.eos_id(),),
+            )
+        device = mesh.devices.flat[0]
+        self.llm = _engine(config, rollout_actor, mapping, device, options)
+        if tolerance is None:
+            tolerance = 1e-3 if config.dtype == "float32" else 0.05
+        self.comparison = self._compare(rollout_actor, tolerance)
+        if self.comparison.is_close:
+            return
+        if self.comparison.config is None:
+            raise ValueError(
+                "PagedRollout: the engine must compute what the trainer does, got a difference of "
+                f"{self.comparison.largest:.3g} nats. {self.comparison.explanation}"
+            )
+        warnings.warn(
+            f"PagedRollout: {self.comparison.explanation} The engine does as the trainer does.",
+            stacklevel=2,
+        )
+        del self.llm  # its memory is free before as much is taken again
+        self.llm = _engine(self.comparison.config, rollout_actor, mapping, device, options)
+
+    def _compare(self, actor: nnx.Module, tolerance: float) -> Comparison:
+        special = {self.pad_id(), self.eos_id()}
+        plain = [i for i in range(self.llm.config.vocab_size) if i not in special]
+        drawn = np.random.default_rng(0).choice(plain, (2, _NUM_COMPARED))
+
+        def logprobs_of(token_ids: jax.Array) -> jax.Array:
+            return common.compute_per_token_logps(
+                *nnx.split(actor),
+                prompt_tokens=token_ids[:, :1],
+                completion_tokens=token_ids[:, 1:],
+                pad_id=self.pad_id(),
+                eos_id=self.eos_id(),
+            )
+
+        tokens = jnp.asarray(drawn, jnp.int32)
+        model = cast(Llama, self.llm.model)
+        return compare_forwards(model, logprobs_of, tokens, tolerance=tolerance)
+
+    def generate(
+        self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
+    ) -> base_rollout.RolloutOutput:
+        """Draw a sample after each prompt; those of equal prompts in a row share its blocks.
+
+        Log-probabilities, with ``return_logprobs``, are those of the trainer's loss: at the
+        temperature of the sampling, unfiltered.
+        """
+        counts = [len(list(group)) for _, group in itertools.groupby(prompts)]
+        num_samples = counts[0] if len(set(counts)) == 1 else 1
+        ids = [self._encode(prompt) for prompt in prompts[::num_samples]]
+        padded, lengths = _padded(ids, rollout_config.max_prompt_length, self.pad_id())
+        params = self._params(rollout_config, num_samples)
+        drawn = self.llm.rollout(padded, lengths, params)
+        left_padded = np.repeat(_left_padded(padded, lengths), num_samples, axis=0)
+        logprobs = drawn.logprobs
+        if rollout_config.return_logprobs and rollout_config.temperature not in (0.0, 1.0):
+            logprobs = self._logps(left_padded, drawn.token_ids, rollout_config.temperature)
+        rows = [np.asarray(x)[:n] for x, n in zip(drawn.token_ids, drawn.num_tokens, strict=True)]
+        return base_rollout.RolloutOutput(
+            text=[self._tokenizer.decode(row.tolist()) for row in rows],
+            logits=None,
+            tokens=rows,
+            left_padded_prompt_tokens=left_padded,
+            logprobs=[np.asarray(x)[: len(row)] for x, row in zip(logprobs, rows, strict=True)],
+        )
+
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """Log-probabilities of completions under the engine's weights, f32 [B, N].
+
+        Args:
+          prompt_tokens: i32 [B, T], padded at the beginning.
+          completion_tokens: i32 [B, N], padded at the end.
+        """
+        return self._logps(prompt_tokens, completion_tokens, self._temperature)
+
+    def _logps(self, prompt_tokens: Any, completion_tokens: Any, temperature: float) -> jax.Array:
+        arrays = (jnp.asarray(x) for x in (prompt_tokens, completion_tokens))
+        scale = 1.0 if temperature == 0 else temperature
+        return _completion_logprobs(self.llm.model, *arrays, self.pad_id(), scale)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Take the trainer's weights.
+
+        Raises:
+          NotImplementedError: they are those of adapters (LoRA).
+        """
+        if filter_types is not None and nnx.LoRAParam in tuple(filter_types):
+            raise NotImplementedError(
+                "PagedRollout: weights must be those of the model, got LoRA's. Train without LoRA."
+            )
+        self.llm.update_params(params, mapping=self._mapping)
+
+    def pad_id(self) -> int:
+        """The token that pads prompts and completions."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """The token that ends a completion."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> None:
+        """None: no model shares its weights with the trainer's, so Tunix brings the new ones."""
+        return None
+
+    def _encode(self, text: str) -> list[int]:
+        bos = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
+        return self._tokenizer.dedup_bos_ids([*bos, *self._tokenizer.encode(text)])
+
+    def _params(self, config: base_rollout.RolloutConfig, num_samples: int) -> SamplingParams:
+        # Tunix takes whatever is the padding for no token, and would misread what comes after it.
+        stop_token_ids = {*(config.eos_tokens or [self.eos_id()]), self.pad_id()}
+        return SamplingParams(
+            n=num_samples,
+            temperature=config.temperature,
+            top_p=1.0 if config.top_p is None else config.top_p,
+            top_k=config.top_k or 0,
+            max_tokens=config.max_tokens_to_generate,
+            ignore_eos=True,
+            stop_token_ids=sorted(stop_token_ids),
+        )
+
+
+def _engine(
+    config: LlamaConfig,
+    actor: nnx.Module,
+    mapping: NameMap,
+    device: Any,
+    options: dict[str, Any],
+) -> LLM:
+    """An engine with the weights of a trainer's model."""
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: Llama(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
+    )
+    with jax.default_device(device):
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    state = jax.device_put(state, device)
+    llm = LLM(nnx.merge(graphdef, state), **options)
+    del state
+    llm.sleep(level=2)  # gives the zeros back before the weights come
+    llm.update_params(nnx.state(actor, nnx.Param), mapping=mapping)
+    llm.wake_up()
+    return llm
+
+
+def _as_int(seed: jax.Array | int | None) -> int:
+    """The engine's seed, from which each sample of each step gets one of its own."""
+    if seed is None:
+        return 0
+    if isinstance(seed, int):
+        return seed
+    is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    words = np.asarray(jax.random.key_data(seed) if is_key else seed).ravel()
+    return int(words[-1])
+
+
+def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts i32 [B, T], padded at their end to the usual width or a power of two, and lengths."""
+    lengths = np.array([len(row) for row in ids], np.int32)
+    longest = int(lengths.max())
+    width = width if longest <= width else 1 << (longest - 1).bit_length()
+    padded = np.full((len(ids), width), pad_id, np.int32)
+    for row, each in zip(padded, ids, strict=True):
+        row[: len(each)] = each
+    return padded, lengths
+
+
+def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The same prompts, padded at their beginning."""
+    columns = np.arange(padded.shape[1])[None, :] + lengths[:, None]
+    return np.take_along_axis(padded, columns % padded.shape[1], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("pad_id", "temperature"))
+def _completion_logprobs(
+    model: Llama, prompts: jax.Array, completions: jax.Array, pad_id: int, temperature: float
+) -> jax.Array:
+    """f32 [B, N]; rows are moved to the left, since our forward knows no padding before them."""
+    tokens = jnp.concatenate([prompts, completions], axis=1)
+    pads = jnp.sum(jnp.cumprod(prompts == pad_id, axis=1), axis=1)[:, None]
+    columns = jnp.arange(tokens.shape[1])[None, :]
+    moved = jnp.take_along_axis(tokens, (columns + pads) % tokens.shape[1], axis=1)
+    logprobs = token_logprobs(model, moved, temperature)
+    first = prompts.shape[1] - pads - 1
+    places = first + jnp.arange(completions.shape[1])[None, :]
+    return jnp.take_along_axis(logprobs, places, axis=1)

@@ -1,0 +1,69 @@
+"""Two forwards over the same weights: how far they are apart, and why."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import Llama
+from paged_jax.integrations.forwards import compare_forwards, token_logprobs
+from tests.support.random_model import random_llama
+from tests.support.tiny_model import CONFIG
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 43, (2, 12)), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return random_llama(dataclasses.replace(CONFIG, num_hidden_layers=1), scale=0.4)
+
+
+def variant(model: Llama, **changes: Any) -> Any:
+    """The forward of the same weights under another config."""
+    config = dataclasses.replace(model.config, **changes)
+    other = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    return functools.partial(
+        jax.jit(token_logprobs), nnx.merge(nnx.graphdef(other), nnx.state(model))
+    )
+
+
+def test_equal_forwards_are_close(model) -> None:
+    found = compare_forwards(model, variant(model), TOKENS)
+    assert found.is_close and found.largest <= 1e-5 and found.config == model.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "explanation"),
+    [
+        ({"rope_theta": 5e5}, "computes with rope_theta = 500000, the config says 10000"),
+        ({"rms_norm_eps": 1e-6}, "computes with rms_norm_eps = 1e-06, the config says 1e-05"),
+    ],
+)
+def test_a_value_that_the_other_ignores_is_named(model, changes, explanation) -> None:
+    # Inputs so small that the epsilon of a norm matters.
+    small = nnx.clone(model)
+    small.embed_tokens = nnx.Param(model.embed_tokens[...] * 0.01)
+    found = compare_forwards(small, variant(small, **changes), TOKENS, tolerance=1e-4)
+    assert not found.is_close and found.largest > 1e-4 and explanation in found.explanation
+    assert found.config == dataclasses.replace(model.config, **changes)
+
+
+def test_what_has_no_name_is_placed(model) -> None:
+    later = compare_forwards(model, variant(model, rope_theta=77.0), TOKENS)
+    assert "agree for the first 1 tokens and differ then" in later.explanation
+    other = random_llama(model.config, scale=0.3)
+    first = compare_forwards(model, variant(other), TOKENS)
+    assert "differ from the first token on" in first.explanation
+    assert later.config is None and first.config is None
+
+
+def test_mistakes_are_refused(model) -> None:
+    with pytest.raises(ValueError, match=r"must return \[B, T - 1\] .* = \[2, 12\], got \[2, 12\]"):
+        compare_forwards(model, lambda tokens: jnp.zeros(tokens.shape), TOKENS)
+    with pytest.raises(ValueError, match=r"token_ids must have shape \[B, T\], got \[12\]"):
+        compare_forwards(model, variant(model), TOKENS[0])
