@@ -14,6 +14,7 @@ from paged_jax import LLM, Llama, SamplingParams
 from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.models.loading import named_parameters, pieces
+from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES
 from tests.support.workload import check_empty, finish
@@ -179,6 +180,37 @@ def test_new_weights_are_written_over_the_old(tiny_model) -> None:
     assert tokens_of(engine) == expected
 
 
+_SEVERAL_DEVICES = """
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from paged_jax import Engine
+from tests.engine.test_weight_swap import tensors_of
+from tests.support.tensor_parallel import SIZES, make_model
+
+# Two devices share a KV head, and the vocabulary is padded.
+engine, other = Engine(make_model(), **SIZES, tensor_parallel_size=4), make_model(seed=2)
+tensors = tensors_of(other)
+mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+spec = {1: PartitionSpec("fsdp"), 2: PartitionSpec("tp", "fsdp")}
+there = {name: jax.device_put(x, NamedSharding(mesh, spec[x.ndim])) for name, x in tensors.items()}
+half = {name: jax.device_put(x, jax.devices()[3]) for name, x in tensors.items()}
+for params in (there, tensors, half):
+    engine.update_params(make_model())
+    engine.update_params(params, mapping={})
+    for ours, theirs in zip(engine.weights, jax.tree.leaves(nnx.state(other)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_weights_come_to_several_devices() -> None:
+    """From a trainer's mesh over the same devices, from the host, and from one of them."""
+    assert run_on_devices(_SEVERAL_DEVICES, num_devices=4) == "done\n"
+
+
 @pytest.mark.optimised
 def test_conversion_takes_no_memory_beside_the_weights(tiny_model) -> None:
     engine = LLM(tiny_model, **SIZES)
@@ -248,6 +280,6 @@ def test_mistakes_in_a_mapping_are_refused(tiny_model, changes, message) -> None
         engine.update_params(tree, mapping=MAPPING | changes)
     with pytest.raises(ValueError, match=r"got x \(x\), for which it has no place"):
         engine.update_params({**tree, "x": jnp.zeros(3)}, mapping=MAPPING)
-    with pytest.raises(ValueError, match="must be a Llama.* Pass a mapping for other definitions"):
+    with pytest.raises(ValueError, match="must be a model.* Pass a mapping for other definitions"):
         engine.update_params(tree)
     assert all(x is y for x, y in zip(before, engine.weights, strict=True))
