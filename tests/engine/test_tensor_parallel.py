@@ -26,7 +26,9 @@ for num_devices in (1, 2, 4, 8):
 """
 
 _PROGRAMS = """
+import numpy as np
 from paged_jax import Engine
+from paged_jax.kernels.cpu.library import Kernel, load
 from tests.support.tensor_parallel import (
     CONFIG, SIZES, compile_call, count_collectives, make_model)
 
@@ -46,6 +48,9 @@ for options in ({}, {"scan_layers": True}):
         assert count_collectives(compiled) == expected, (name, count_collectives(compiled))
         assert memory.alias_size_in_bytes > held, (name, memory)
         assert memory.temp_size_in_bytes < held / 100, (name, memory)
+        # The kernels for CPUs, where there is a compiler for them: of the heads of each device.
+        has_kernels = load(Kernel("linear", np.dtype("float32"))).target is not None
+        assert ("paged_jax_linear" in compiled.as_text()) == has_kernels, name
 """
 
 # Each of these features once, over the parameters of two and of four devices, which are more than
