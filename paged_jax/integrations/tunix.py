@@ -102,8 +102,8 @@ class PagedRollout(base_rollout.BaseRollout):
     trainer does, with a warning; any other difference is refused. (In Tunix 0.1.7 Llama 3 and
     Qwen 3 take 1,000,000 for any ``config.rope_theta``, so checkpoints of Llama 3 are wrong in it.)
 
-    The engine lives on the first device of `mesh`. Weights of adapters (LoRA) and
-    ``offload_to_cpu=True`` are not supported.
+    The engine takes the devices of `mesh`: each has its part of the weights and of the cache, see
+    `LLM`. Weights of adapters (LoRA) and ``offload_to_cpu=True`` are not supported.
 
     Args:
       rollout_actor: the trainer's model.
@@ -150,8 +150,7 @@ class PagedRollout(base_rollout.BaseRollout):
                 max_position_embeddings=max(options["max_model_len"], _NUM_COMPARED),
                 eos_token_ids=(self.eos_id(),),
             )
-        device = mesh.devices.flat[0]
-        self.llm = _engine(config, rollout_actor, mapping, device, options)
+        self.llm = _engine(config, rollout_actor, mapping, mesh, options)
         if tolerance is None:
             tolerance = 1e-3 if config.dtype == "float32" else 0.05
         self.comparison = self._compare(rollout_actor, tolerance)
@@ -167,7 +166,7 @@ class PagedRollout(base_rollout.BaseRollout):
             stacklevel=2,
         )
         del self.llm  # its memory is free before as much is taken again
-        self.llm = _engine(self.comparison.config, rollout_actor, mapping, device, options)
+        self.llm = _engine(self.comparison.config, rollout_actor, mapping, mesh, options)
 
     def _compare(self, actor: nnx.Module, tolerance: float) -> Comparison:
         special = {self.pad_id(), self.eos_id()}
@@ -276,10 +275,14 @@ def _engine(
     config: LlamaConfig,
     actor: nnx.Module,
     mapping: NameMap,
-    device: Any,
+    mesh: jax.sharding.Mesh,
     options: dict[str, Any],
 ) -> LLM:
     """An engine with the weights of a trainer's model."""
+    device = mesh.devices.flat[0]
+    if mesh.size > 1:
+        options = {"mesh": mesh, **options}
+        device = jax.local_devices(backend="cpu")[0]  # which has room for all of the zeros
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     )

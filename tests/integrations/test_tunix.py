@@ -14,6 +14,8 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.support.processes import run_on_devices
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("tunix", reason="the extra tunix is not installed")
@@ -111,6 +113,30 @@ def trainers_logprobs(
 def largest_gap(model: Any, out: base_rollout.RolloutOutput, temperature: float = 1.0) -> float:
     pairs = zip(trainers_logprobs(model, out, temperature), out.logprobs, strict=True)
     return max(float(np.abs(theirs - ours).max()) for theirs, ours in pairs)
+
+
+_TWO_DEVICES = """
+import warnings
+import jax
+import numpy as np
+from flax import nnx
+
+warnings.simplefilter("ignore")
+from tests.integrations.test_tunix import *
+
+mesh = jax.make_mesh((1, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+rollout = PagedRollout(new_actor(), Letters(), mesh, CONFIG, **ENGINE)
+assert rollout.comparison.largest <= 1e-5
+assert len(rollout.llm.cache.k.sharding.device_set) == 2
+other = new_actor(seed=1)
+rollout.update_params(nnx.state(other, nnx.Param), (nnx.Param,))
+assert largest_gap(other, rollout.generate(PROMPTS, CONFIG)) <= 1e-5
+print("done")
+"""
+
+
+def test_an_engine_over_the_devices_of_the_mesh() -> None:
+    assert run_on_devices(_TWO_DEVICES, num_devices=2) == "done\n"
 
 
 def new_cluster(actor: Any, steps: int) -> Any:
