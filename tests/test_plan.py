@@ -18,6 +18,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main
 from paged_jax.runner.warmup import list_calls
+from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES
 
@@ -75,6 +76,40 @@ def test_plan_is_what_an_engine_allocates(model, kv_dtype) -> None:
     assert footprint.block * 7 == cache.nbytes
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine._runner.state))
     assert footprint.state + 7 * (footprint.block + record_bytes(4)) == state_bytes
+
+
+_ON_EACH_DEVICE = """
+import jax
+from paged_jax import Engine
+from paged_jax.engine import pool_size
+from paged_jax.engine.device_memory import DeviceMemory
+from paged_jax.engine.footprint import record_bytes
+from paged_jax.engine.memory_plan import make_plan
+from tests.support.tensor_parallel import make_model
+
+def bytes_on(device, tree):
+    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+model = make_model()
+for num_devices, kv_dtype in ((2, "auto"), (4, "int8"), (8, "auto")):
+    sizes = {"block_size": 4, "kv_dtype": kv_dtype, "tensor_parallel_size": num_devices}
+    footprint = make_plan(model.config, 1 << 30, "cpu", **sizes).footprint
+    memory = footprint.fixed + 100 * (footprint.block + footprint.block_overhead)
+    pool_size.device_memory = lambda device: DeviceMemory(memory, 0)
+    engine = Engine(model, memory_fraction=1, **sizes)
+    assert engine.num_blocks == 100
+    for device in jax.devices()[:num_devices]:
+        assert bytes_on(device, engine._runner.weights.arrays) == footprint.weights
+        assert bytes_on(device, engine.cache.pools) == 100 * footprint.block
+        state = footprint.state + 100 * (footprint.block + record_bytes(4))
+        assert bytes_on(device, engine._runner.state) == state
+"""
+
+
+@pytest.mark.slow
+def test_plan_is_what_an_engine_allocates_on_each_of_several_devices() -> None:
+    run_on_devices(_ON_EACH_DEVICE, num_devices=8)
 
 
 def test_blocks_of_tpus_are_padded_to_whole_registers() -> None:

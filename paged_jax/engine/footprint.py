@@ -20,14 +20,15 @@ programs really take; in bytes, for N tokens in the program::
     swap       48 blocks: 16 on their way to the host or back, twice and a little more
     tables     40 S M
 
-    activations(N) = 4 N (max(3 F, 4 (H + 2 K) D) + (L + 1) E) + 4 MiB
+    activations(N) = 4 N (max(3 F, 4 (H + 2 K) D) + R E) + 4 MiB
 
 An MLP holds gate, up and their product; attention holds q, k and v, as they are, rotated, and as
-it lays them out; unrolled layers keep what each has added to the residual, where XLA sums it up
-last; and attention reads the pool in tiles, the 4 MiB. To choose a token takes the logits, copies
-of them, and a copy of 5 * V bytes of each slot's state. The programs that the tests compile are
-those of CPUs. What drivers and libraries of GPUs and TPUs take for themselves is not counted:
-``memory_fraction=0.9`` leaves them a tenth.
+it lays them out; of the residual there are R = 4 arrays, but L + 1 on CPUs, where XLA keeps what
+each layer has added and sums it up last; and attention reads the pool in tiles, the 4 MiB. To
+choose a token takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
+programs that the tests compile are those of CPUs; those for GPUs and TPUs are compiled ahead of
+time by `tests.support.aot_parallel`. What their drivers and libraries take for themselves is not
+counted: ``memory_fraction=0.9`` leaves them a tenth.
 
 Where several devices compute a model together, H, K and F are those of one of them, see
 `paged_jax.models.shards`; V is the whole vocabulary, as each device draws all tokens.
@@ -35,6 +36,7 @@ Where several devices compute a model together, H, K and F are those of one of t
 Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -63,6 +65,9 @@ KV_DTYPES = {
 
 # What the tiles of attention take, see above.
 _TILE_BYTES = 4 << 20
+# Of the residual stream, where XLA does not keep what each layer has added: 3.3 arrays were seen on
+# an H200 beside the largest of a layer, none on TPUs (jax 0.12.0).
+_RESIDUALS = 4
 # For each logit of a step that chooses tokens: 8.7 arrays of 4 bytes were seen (jax 0.10.2).
 _CHOICE_BYTES = 40
 # For each entry of the block tables, of programs that fork: 4 bytes were seen.
@@ -163,7 +168,7 @@ def footprint(
       (1171200, 12936, 20480)
     """
     block = block_bytes(shard or config, sizes.block_size, kv_dtype, platform)
-    steps = _step_bytes(shard or config, config.vocab_size, sizes, block)
+    steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
     overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
     if platform == "cpu":
         if cpu.copies_weights(dtype):
@@ -242,27 +247,28 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
 
 
-def _step_bytes(config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int) -> dict[str, int]:
+def _step_bytes(
+    config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int, platform: str
+) -> dict[str, int]:
     """What each kind of program holds, see the top of the file."""
     S, T, V = sizes.num_slots, sizes.num_drafts, vocab_size
+    activations = functools.partial(_activation_bytes, config, platform)
     steps = {
-        "prefill": _activation_bytes(config, sizes.max_chunk),
-        "score": _activation_bytes(config, sizes.score_width) + 8 * sizes.score_width * V,
-        "decode": _activation_bytes(config, S) + _CHOICE_BYTES * S * V,
+        "prefill": activations(sizes.max_chunk),
+        "score": activations(sizes.score_width) + 8 * sizes.score_width * V,
+        "decode": activations(S) + _CHOICE_BYTES * S * V,
         "swap": 3 * sizes.swap_width * block,
         "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot,
     }
     if T:
-        steps["verify"] = (
-            _activation_bytes(config, S * (T + 1)) + _CHOICE_BYTES * S * V + 4 * S * T * V
-        )
+        steps["verify"] = activations(S * (T + 1)) + _CHOICE_BYTES * S * V + 4 * S * T * V
     return steps
 
 
-def _activation_bytes(config: LlamaConfig, num_tokens: int) -> int:
+def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> int:
     of_a_layer = max(3 * config.intermediate_size, 4 * config.qkv_features)
-    residuals = (config.num_hidden_layers + 1) * config.hidden_size
-    return 4 * num_tokens * (of_a_layer + residuals) + _TILE_BYTES
+    num_residuals = config.num_hidden_layers + 1 if platform == "cpu" else _RESIDUALS
+    return 4 * num_tokens * (of_a_layer + num_residuals * config.hidden_size) + _TILE_BYTES
 
 
 def in_units(num_bytes: int) -> str:

@@ -20,9 +20,9 @@ Letters are those of `paged_jax.dims`; E is the hidden size, N the number of dev
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from paged_jax.engine.memory_plan import MemoryPlan
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.parameters import parameter_layout
 
 # Of the residual stream and of logits.
 _FLOAT_BYTES = 4
@@ -115,12 +115,13 @@ def step_bound(plan: MemoryPlan, device: Device, batch: int, length: int) -> Ste
       batch: B, sequences.
       length: tokens of each sequence.
     """
-    itemsize = jnp.dtype(plan.dtype).itemsize
-    weights = plan.footprint.weights
+    layout = parameter_layout(Llama, plan.shard, dtype=plan.dtype, scan_layers=True)
     if not plan.config.tie_word_embeddings:
-        weights -= plan.shard.vocab_size * plan.config.hidden_size * itemsize
+        del layout["embed_tokens"]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in layout.values())
+    num_weights = sum(x.size for x in layout.values())
     return StepBound(
-        reading=(weights + batch * length * plan.token_bytes) / device.memory_rate,
-        computing=2 * batch * weights / itemsize / device.operation_rate,
+        reading=(num_bytes + batch * length * plan.token_bytes) / device.memory_rate,
+        computing=2 * batch * num_weights / device.operation_rate,
         sending=collectives(plan, batch).sent / device.link_rate,
     )

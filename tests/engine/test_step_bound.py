@@ -1,20 +1,10 @@
 """Bounds of decode steps against the same sums, done by hand for published models."""
 
-import dataclasses
-
 import pytest
 
 from paged_jax.engine.memory_plan import make_plan
 from paged_jax.engine.step_bound import DEVICES, collectives, step_bound
-from tests.support.decode_step import LLAMA_3_8B, QWEN_3_1B7
-
-LLAMA_3_70B = dataclasses.replace(
-    LLAMA_3_8B,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-)
+from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, QWEN_3_1B7
 
 
 def plan_of(config, device: str, num_devices: int):
@@ -52,6 +42,14 @@ def test_bound_on_several_devices_counts_what_each_reads_and_sends() -> None:
     assert (sums, gathers) == (161, 1)
     assert sent == 64 * 4 * (2 * 161 * 8192 + 128256) * 15 / 16
     assert bound.seconds == bound.reading + sent / 200e9
+
+
+def test_bound_reads_int8_weights_and_their_scales() -> None:
+    half, whole = (
+        make_plan(LLAMA_3_8B, 10**11, "gpu", dtype=dtype) for dtype in ("int8", "bfloat16")
+    )
+    bounds = [step_bound(plan, DEVICES["h200"], 1, 1) for plan in (half, whole)]
+    assert 0.5 < bounds[0].reading / bounds[1].reading < 0.51
 
 
 def test_tied_embeddings_are_read_as_the_head() -> None:

@@ -81,3 +81,16 @@ def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_tpu(
     # A pool has a whole number of blocks.
     assert program["aliased_bytes"] > 0.99 * pool_bytes
     assert program["temporary_bytes"] < 0.01 * pool_bytes
+
+
+def test_plan_of_several_devices_is_what_is_compiled() -> None:
+    program = compiled(run_script("aot_parallel", "v5e:2x2", "8B", "--layers", "2"), "decode")
+    planned = program["planned"]
+    # Beside weights and pool: the state, and the blocks' records.
+    rest = program["argument_bytes"] - planned["weights"] - planned["pool"]
+    assert 0 < rest < 0.05 * planned["pool"]
+    assert program["aliased_bytes"] > planned["pool"]
+    assert planned["step"] / 3 < program["temporary_bytes"] < planned["step"]
+    # Of the layers, which are scanned, the body of the loop stands in the program.
+    all_reduces = planned["collectives"]["num_all_reduces"] - 2 * (2 - 1)
+    assert program["collectives"] == {"all-reduce": all_reduces, "all-gather": 1}

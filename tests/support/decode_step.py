@@ -37,6 +37,13 @@ LLAMA_3_70B = dataclasses.replace(
     num_hidden_layers=80,
     num_attention_heads=64,
 )
+LLAMA_3_405B = dataclasses.replace(
+    LLAMA_3_8B,
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+)
 SMOLLM2_135M = LlamaConfig(
     vocab_size=49152,
     hidden_size=576,
