@@ -82,7 +82,8 @@ PAGES = {
         + _of("paged_jax", "StructuredOutputsParams RequestOutput")
         + _of(
             "paged_jax", "CompletionOutput Logprob RequestMetrics Explanation Wait PreemptionNote"
-        ),
+        )
+        + _of("paged_jax.distributed", "initialize is_leader"),
     ),
     "memory": Page(
         "What lies in memory",

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_args
 
 import jax
 
+from paged_jax import distributed
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
@@ -240,6 +241,54 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.contiguous:
         return options | _one_block_a_slot(args)
     return options | {"enable_prefix_caching": not args.no_prefix_caching}
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for an engine over several processes; `join_processes` reads them."""
+    group = parser.add_argument_group(
+        "processes",
+        "one engine over the devices of several processes: the same command in each, of which "
+        "process 0 does the talking",
+    )
+    group.add_argument(
+        "--coordinator-address", metavar="HOST:PORT", help="where process 0 waits for the others"
+    )
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process-id", type=int, metavar="N", help="which this is, from 0")
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="take the three from the cluster: Cloud TPU, Slurm, Open MPI, Kubernetes",
+    )
+    group.add_argument(
+        "--heartbeat-timeout",
+        type=int,
+        default=distributed.HEARTBEAT_TIMEOUT,
+        metavar="SECONDS",
+        help="time without a sign of another process after which this one ends; default: "
+        f"{distributed.HEARTBEAT_TIMEOUT}",
+    )
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Connect to the other processes, if the arguments name any; comes before JAX is used.
+
+    The devices of all of them run the model, unless ``--tensor-parallel-size`` says otherwise.
+
+    Raises:
+      ValueError: some of the arguments are given, and others that they need are not.
+    """
+    by_hand = (args.coordinator_address, args.num_processes, args.process_id)
+    if by_hand == (None, None, None) and not args.distributed:
+        return
+    if None in by_hand and not args.distributed:
+        raise ValueError(
+            "--coordinator-address, --num-processes and --process-id must be given together, or "
+            "--distributed, which finds them."
+        )
+    distributed.initialize(*by_hand, heartbeat_timeout=args.heartbeat_timeout)
+    if args.tensor_parallel_size is None:
+        args.tensor_parallel_size = jax.device_count()
 
 
 def _one_block_a_slot(args: argparse.Namespace) -> dict[str, Any]:

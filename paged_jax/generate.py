@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from paged_jax import distributed
 from paged_jax.cache.picture import draw_tables
 from paged_jax.cache_map import changes, snapshot
 from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
+    add_process_arguments,
     engine_options,
+    join_processes,
 )
 from paged_jax.engine.inputs import Prompt
 from paged_jax.llm import LLM
@@ -42,6 +45,7 @@ def _parser() -> Parser:
         description="Generate text from a Llama-family checkpoint through a paged KV cache.",
     )
     add_engine_arguments(parser)
+    add_process_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; - reads it from standard input")
     source.add_argument(
@@ -98,6 +102,7 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
 
 
 def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
+    join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
     # Checks the parameters before the model is loaded.
@@ -111,6 +116,10 @@ def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
     if is_stream or args.show_blocks:
         options.setdefault("steps_per_dispatch", 1)
     llm = LLM(args.model, **options, on_compile=progress.say)
+    if not distributed.is_leader():
+        progress.clear()
+        llm.follow()
+        return
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
     params = _recommended_params(llm, given)

@@ -16,10 +16,13 @@ from typing import get_args
 
 import jax
 
+from paged_jax import distributed
 from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
+    add_process_arguments,
     engine_options,
+    join_processes,
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import in_units
@@ -69,6 +72,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     _check(args)
+    join_processes(args)
+    if not distributed.is_leader():
+        Engine(args.model, **engine_options(args)).follow()
+        return
     settings = _settings(args)
     # An address in use is reported before the model is loaded, which may take long.
     listener = _listener(args.host, args.port)
@@ -116,13 +123,15 @@ def _make_service(
 
 def _summary(engine: Engine, name: str, seconds: float) -> str:
     """What is served, in one line."""
-    cache, weights = engine.cache, engine.weights
+    cache = engine.cache
     [device, *_] = sorted(cache.k.devices(), key=lambda device: device.id)
-    num_bytes = in_units(sum(array.nbytes for array in jax.tree.leaves(cache.pools)))
+    weights, blocks = (
+        in_units(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)))
+        for arrays in (engine.layout, cache.pools)
+    )
     return (
-        f"ready: {name} in {engine.model.weight_dtype}, "
-        f"{in_units(sum(array.nbytes for array in weights))}, on {device.device_kind} | "
-        f"{engine.num_blocks} blocks of {engine.block_size} tokens in {cache.k.dtype}, {num_bytes} "
+        f"ready: {name} in {engine.weight_dtype}, {weights}, on {device.device_kind} | "
+        f"{engine.num_blocks} blocks of {engine.block_size} tokens in {cache.k.dtype}, {blocks} "
         f"| {engine.max_num_seqs} slots of {engine.max_model_len} tokens | {seconds:.1f} s, "
         f"{engine.stats.compile_seconds:.1f} s of them compiling"
     )
@@ -136,6 +145,7 @@ def _parser() -> Parser:
         "also give the keys, without showing them in the list of processes.",
     )
     add_engine_arguments(parser)
+    add_process_arguments(parser)
     server = parser.add_argument_group("server")
     _add_access_arguments(server)
     _add_process_arguments(server)

@@ -11,7 +11,7 @@ from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
-from paged_jax.scheduler import check_step_limits
+from paged_jax.scheduler import Preemption, check_step_limits
 
 
 def check_arguments(
@@ -171,3 +171,18 @@ def choose_cascade(
     if wanted is None:
         return platform == "cpu" and enable_prefix_caching and not has_window
     return wanted
+
+
+def preemption_over_processes(function: str, preemption: Preemption) -> Preemption:
+    """What ``"auto"`` is for an engine over several processes: each has but a part of a block.
+
+    Raises:
+      ValueError: blocks are to be swapped.
+    """
+    if preemption == "swap":
+        raise ArgumentError(
+            function,
+            "must be 'recompute' or 'auto' over several processes, got 'swap'.",
+            "preemption",
+        )
+    return "recompute"

@@ -130,7 +130,9 @@ class Engine(Upkeep):
             out of range; a parameter does not suit the model; the id is taken. The message names
             the field and the bound, and the engine is as before.
           EngineAsleepError: the engine sleeps.
+          RuntimeError: this process follows another one, see `follow`.
         """
+        self._check_leads("add_request")
         self._sleep.check_awake("add_request")
         if params is None:
             params = self.get_default_sampling_params()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from paged_jax.cache.paged_cache import PagedCache
@@ -14,6 +15,7 @@ from paged_jax.engine.arguments import (
     check_function,
     check_switches,
     choose_cascade,
+    preemption_over_processes,
     program_sizes,
 )
 from paged_jax.engine.delivery import Delivery
@@ -36,6 +38,7 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
+from paged_jax.runner.channel import channel_between, least_of_processes
 from paged_jax.scheduler import Preemption, PreemptionCosts, Scheduler, Sequence
 
 # Speed of copies between host and device, until the first swap is measured.
@@ -151,6 +154,12 @@ class EngineParts:
         self.num_blocks = choose_num_blocks(
             device, sizes, taken, num_blocks=num_blocks, memory_fraction=memory_fraction
         )
+        channel = channel_between(weights.arrays[0].devices())
+        self._is_over_processes = channel is not None
+        self._is_leader = not self._is_over_processes or jax.process_index() == 0
+        if self._is_over_processes:
+            preemption = preemption_over_processes("Engine", preemption)
+            self.num_blocks = least_of_processes(self.num_blocks)
         self.grammars = Grammars(self.tokenizer, self.config.vocab_size, self._eos_token_ids)
         self._inputs = Inputs(
             tokenizer=self.tokenizer,
@@ -176,6 +185,8 @@ class EngineParts:
             backend=backend,
             eos_token_ids=self._eos_token_ids,
             on_compile=on_compile,
+            channel=channel,
+            is_leader=self._is_leader,
         )
         self._scheduler = Scheduler(
             max_num_seqs,
@@ -236,7 +247,9 @@ class EngineParts:
 
         Raises:
           EngineAsleepError: the engine sleeps, and its weights are not on the device.
+          RuntimeError: its devices are those of several processes.
         """
+        self._check_alone("model")
         if not self._sleep.has_weights:
             self._sleep.check_awake("model")
         return self._runner.weights.model
@@ -247,8 +260,22 @@ class EngineParts:
 
         Valid until `update_params` writes over them. None while the engine sleeps and its weights
         are not on the device.
+
+        Raises:
+          RuntimeError: the devices are those of several processes.
         """
+        self._check_alone("weights")
         return self._runner.weights.originals
+
+    @property
+    def layout(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and places of `weights`, which may be on several devices."""
+        return self._runner.weights.layout
+
+    @property
+    def weight_dtype(self) -> np.dtype:
+        """The type of the weights."""
+        return self._runner.weights.layout_model.weight_dtype
 
     @property
     def stats(self) -> EngineStats:
@@ -283,3 +310,17 @@ class EngineParts:
     def num_cache_resets(self) -> int:
         """How often all that was cached was given up: for new weights, or after a failure."""
         return self._runner.slots.num_resets
+
+    def _check_leads(self, function: str) -> None:
+        if not self._is_leader:
+            raise RuntimeError(
+                f"Engine.{function}: this process must be the one that schedules, process 0, got "
+                "one that follows. Call follow here."
+            )
+
+    def _check_alone(self, function: str) -> None:
+        if self._is_over_processes:
+            raise RuntimeError(
+                f"Engine.{function}: all devices of the engine must be of this process, got those "
+                "of several. Make a new engine in each."
+            )

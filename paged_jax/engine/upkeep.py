@@ -17,6 +17,23 @@ from paged_jax.models.loading import NameMap
 class Upkeep(EngineParts):
     """Compiles, empties the prefix cache, replaces weights, sleeps. `Engine` has it all."""
 
+    def follow(self) -> None:
+        """Run what process 0 has this process run, until its engine ends.
+
+        For an engine whose devices belong to several processes: each makes it with the same
+        arguments, process 0 is asked, all others follow. See `paged_jax.distributed`.
+
+        Raises:
+          RuntimeError: this process is process 0, or has all devices of the engine.
+          JaxRuntimeError: process 0 is gone.
+        """
+        if self._is_leader:
+            raise RuntimeError(
+                "Engine.follow: this process must be one that follows, got the one that schedules. "
+                "Call step, generate or the like here."
+            )
+        self._runner.follow()
+
     @own_transfers()
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every program that requests may need, so that no request waits for it.
@@ -28,6 +45,7 @@ class Upkeep(EngineParts):
         Raises:
           RuntimeError: a request is unfinished, or the engine sleeps.
         """
+        self._check_leads("warmup")
         self._sleep.check_awake("warmup")
         self._requests.check_idle("warmup")
         if report is not None:
@@ -78,6 +96,7 @@ class Upkeep(EngineParts):
           ...
           paged_jax.models.loading.parameters.WeightsError: update_params: params must hold ...
         """
+        self._check_alone("update_params")
         new = self._weight_swap.prepare(params, mapping)
         with self._guard.change():
             # First: from here on nothing is found that the old weights have computed.
@@ -141,6 +160,7 @@ class Upkeep(EngineParts):
         """
         if level not in (1, 2) or isinstance(level, bool):
             raise ArgumentError("Engine.sleep", f"must be 1 or 2, got {level!r}.", "level")
+        self._check_alone("sleep")
         with self._guard.change():
             self._sleep.begin(level)
             self._restart()

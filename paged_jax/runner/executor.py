@@ -111,9 +111,7 @@ class Executor:
 
     def reset(self) -> None:
         """Replace the state by an empty one or, asleep, by none."""
-        if self._ahead is not None:  # it holds the old state
-            concurrent.futures.wait([self._ahead])
-            self._ahead = None
+        self._settle()  # what is queued ahead holds the old state
         self._state = None  # gives its memory back before as much is taken again
         if not self.is_asleep:
             self._state = self._new_state()
@@ -226,6 +224,12 @@ class Executor:
             self._ahead.result()
             self._ahead = None
 
+    def _settle(self) -> None:
+        """As `_join`, whether those calls have failed or not."""
+        if self._ahead is not None:
+            concurrent.futures.wait([self._ahead])
+            self._ahead = None
+
     def check(self) -> None:
         """Wait for what `run_unchecked` has queued, and see that blocks sufficed for it.
 
@@ -258,19 +262,32 @@ class Executor:
           report: function that is called with the number of programs done, their total, and the
             name of the one just done.
         """
-        calls = warmup.list_calls(self.programs, self.sizes, self.state.cache.pools)
-        new = [call for call in calls if call.name not in self._compiled]
-        start = time.perf_counter()
-        warmup.compile_calls(new, self.weights.arrays, self.state, report or (lambda *args: None))
-        for call in new:
-            self._compiled.add(call.name)
+        start, compiled = time.perf_counter(), self.compile_seconds
+        for call in self.compile_all(report):
             self.run(call)
         self._compiled |= {_ASSIGNMENT, _BINDING}  # warmup compiles without saying so
         self.bind(Bounds.create(self.sizes, self.vocab_size))
         # Not one program but two, which no slot can be left out of.
         self.assign(0, SamplingParams(), token_ids=[0], num_prompt_tokens=1, seed=0, max_length=2)
         jax.block_until_ready(self.state)
+        self.compile_seconds = compiled + time.perf_counter() - start
+
+    def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
+        """Compile the programs of `warmup.list_calls` that are not, and return those calls.
+
+        Args:
+          report: see `warmup`.
+        """
+        start = time.perf_counter()
+        # What another process has a part of cannot be moved to the host.
+        has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
+        pools = self.state.cache.pools
+        calls = warmup.list_calls(self.programs, self.sizes, pools, has_swap=has_swap)
+        new = [call for call in calls if call.name not in self._compiled]
+        warmup.compile_calls(new, self.weights.arrays, self.state, report or (lambda *args: None))
+        self._compiled |= {call.name for call in new}
         self.compile_seconds += time.perf_counter() - start
+        return new
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:

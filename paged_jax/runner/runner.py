@@ -5,6 +5,7 @@ scheduler's memory; and `ModelRunner` turns the sequences of a plan into padded 
 order: what was gathered in `Slots` comes before every program.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 
 import jax
@@ -13,9 +14,11 @@ from jax.typing import DTypeLike
 
 from paged_jax.runner.bounds import find_bounds
 from paged_jax.runner.buckets import no_slots, pack, row_bucket
+from paged_jax.runner.channel import Channel
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, Pending, require_blocks
+from paged_jax.runner.leading import LeadingExecutor, follow
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.slots import Slots, slot_of
@@ -35,6 +38,8 @@ class ModelRunner:
       backend: the backend of the attention, see `paged_attention`.
       eos_token_ids: the model's end tokens.
       on_compile: function that is called with one line before a program is compiled.
+      channel: way between the processes that have the devices; None where this one has all.
+      is_leader: whether the others follow this one over the channel, see `follow`.
 
     Attributes:
       sizes: what shapes the programs.
@@ -52,9 +57,15 @@ class ModelRunner:
         backend: str | None,
         eos_token_ids: Iterable[int],
         on_compile: Callable[[str], None] | None = None,
+        channel: Channel | None = None,
+        is_leader: bool = True,
     ):
         self.sizes = sizes
-        self._executor = Executor(
+        make = Executor
+        if channel is not None and is_leader:
+            make = functools.partial(LeadingExecutor, channel=channel)
+        self._channel = channel
+        self._executor = make(
             weights,
             sizes,
             num_blocks,
@@ -64,6 +75,11 @@ class ModelRunner:
             on_compile=on_compile,
         )
         self.slots = Slots(self._executor, eos_token_ids)
+
+    def follow(self) -> None:
+        """Do what the leader's runner does, until that ends."""
+        assert self._channel is not None
+        follow(self._executor, self._channel)
 
     def reset(self) -> None:
         """Start with an empty cache, or asleep with none: nothing runs or is cached any more."""

@@ -28,19 +28,19 @@ from paged_jax.runner.sizes import PUBLISH_WIDTH, Sizes
 _MAX_COMPILERS = 8
 
 
-def list_calls(programs: Programs, sizes: Sizes, pools: Any) -> list[Call]:
+def list_calls(
+    programs: Programs, sizes: Sizes, pools: Any, *, has_swap: bool = True
+) -> list[Call]:
     """Each program once, in a call that leaves every row out and changes nothing.
 
     Args:
       programs: the programs of the engine.
       sizes: sizes that shape the programs.
       pools: K and V of all blocks, for their shapes and dtypes.
+      has_swap: whether blocks may be moved to the host.
     """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
     zero = np.int32(0)
-    piece = jax.tree.map(
-        lambda pool: np.zeros((pool.shape[0], sizes.swap_width, *pool.shape[2:]), pool.dtype), pools
-    )
     return [
         *_prefill_calls(programs, sizes),
         programs.score.call(
@@ -53,8 +53,7 @@ def list_calls(programs: Programs, sizes: Sizes, pools: Any) -> list[Call]:
         programs.attach.call(zero, np.zeros((M, 8), np.uint32), _zeros(M, C), zero),
         programs.publish.call(no_slots(W), _zeros(W), np.zeros((W, 8), np.uint32), _zeros(W, C)),
         programs.forget.call(),
-        programs.read_blocks.call(zero, zero),
-        programs.write_blocks.call(zero, zero, piece),
+        *(_swap_calls(programs, sizes, pools) if has_swap else []),
     ]
 
 
@@ -73,6 +72,17 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
         if T := sizes.num_drafts:
             calls.append(programs.verify.call(_zeros(B, T), _zeros(B), no_slots(B), no))
     return calls
+
+
+def _swap_calls(programs: Programs, sizes: Sizes, pools: Any) -> list[Call]:
+    zero, width = np.int32(0), sizes.swap_width
+    piece = jax.tree.map(
+        lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools
+    )
+    return [
+        programs.read_blocks.call(zero, zero),
+        programs.write_blocks.call(zero, zero, piece),
+    ]
 
 
 def _zeros(*shape: int) -> np.ndarray:

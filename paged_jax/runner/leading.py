@@ -1,0 +1,124 @@
+"""An engine over several processes: process 0 schedules, the others run the same programs.
+
+    process 0     requests -> scheduler -> LeadingExecutor -> programs -> results
+                                                  | Channel
+    process n                                     v follow -> Executor -> programs
+
+All that a program depends on is the state, which each process has its part of, and the arguments of
+the call, which process 0 sends. So clocks, requests and their order matter in process 0 alone.
+"""
+
+import atexit
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from paged_jax.runner.bounds import Bounds
+from paged_jax.runner.channel import Channel, Message
+from paged_jax.runner.executor import Executor
+from paged_jax.runner.programs import Call
+from paged_jax.sampling import SamplingParams
+
+
+class LeadingExecutor(Executor):
+    """An `Executor` that has others do what it does, each before it does so itself.
+
+    Args:
+      arguments, options: see `Executor`.
+      channel: way to the others.
+    """
+
+    def __init__(self, *arguments: Any, channel: Channel, **options: Any):
+        self._channel: Channel | None = None  # they make their own first state
+        super().__init__(*arguments, **options)
+        self._channel = channel
+        # Once: when nobody has this executor any more or, before JAX shuts down, at exit.
+        atexit.register(weakref.finalize(self, channel.send, Message("end", {})))
+        self._names = {id(each.jitted): name for name, each in self.programs._asdict().items()}
+
+    def _tell(self, kind: str, numbers: dict[str, Any] | None = None, arrays: tuple = ()) -> None:
+        if self._channel is not None:
+            self._channel.send(Message(kind, numbers or {}, arrays))
+
+    def reset(self) -> None:
+        """See `Executor.reset`."""
+        self._settle()
+        self._tell("reset")
+        super().reset()
+
+    def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
+        """See `Executor.compile_all`. All processes compile at the same time."""
+        self._tell("compile_all")
+        return super().compile_all(report)
+
+    def _call(self, call: Call) -> Any:
+        self._tell("call", {"program": self._names[id(call.program)]} | call.static, call.args)
+        return super()._call(call)
+
+    def assign(
+        self, slot: int, params: SamplingParams, *, token_ids: Iterable[int], **arguments: Any
+    ) -> None:
+        """See `Executor.assign`."""
+        self._join()
+        token_ids = np.fromiter(token_ids, np.int32)
+        fields = dataclasses.asdict(dataclasses.replace(params, structured_outputs=None))
+        if params.logit_bias is not None:  # JSON makes strings of the keys
+            fields["logit_bias"] = list(params.logit_bias.items())
+        self._tell("assign", {"slot": slot, "params": fields} | arguments, (token_ids,))
+        super().assign(slot, params, token_ids=token_ids, **arguments)
+
+    def bind(self, bounds: Bounds) -> None:
+        """See `Executor.bind`."""
+        self._join()
+        self._tell("bind", arrays=tuple(bounds))
+        super().bind(bounds)
+
+
+def follow(executor: Executor, channel: Channel) -> None:
+    """Do what the executor at the other end of a channel does, until it ends.
+
+    Args:
+      executor: made with the same arguments as that one.
+      channel: way from there.
+    """
+    while (message := channel.receive()).kind != "end":
+        _ACTIONS[message.kind](executor, message)
+
+
+def _reset(executor: Executor, message: Message) -> None:
+    executor.reset()
+
+
+def _compile_all(executor: Executor, message: Message) -> None:
+    executor.compile_all()
+
+
+def _call(executor: Executor, message: Message) -> None:
+    static = dict(message.numbers)
+    program = getattr(executor.programs, static.pop("program"))
+    executor.run(program.call(*message.arrays, **static))
+
+
+def _assign(executor: Executor, message: Message) -> None:
+    arguments = dict(message.numbers)
+    slot, fields = arguments.pop("slot"), arguments.pop("params")
+    if fields["logit_bias"] is not None:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    (token_ids,) = message.arrays
+    executor.assign(slot, SamplingParams(**fields), token_ids=token_ids, **arguments)
+
+
+def _bind(executor: Executor, message: Message) -> None:
+    executor.bind(Bounds(*message.arrays))
+
+
+_ACTIONS: dict[str, Callable[[Executor, Message], None]] = {
+    "reset": _reset,
+    "compile_all": _compile_all,
+    "call": _call,
+    "assign": _assign,
+    "bind": _bind,
+}
