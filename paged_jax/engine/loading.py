@@ -28,15 +28,9 @@ def load_model(
       The weights, and how they are divided; None for one device.
 
     Raises:
-      ValueError: the model is none, or cannot be divided over so many devices; or as
-        `Llama.from_pretrained`.
+      ValueError: the model cannot be divided over so many devices, or as `Llama.from_pretrained`.
       OSError: files are not there or cannot be read.
     """
-    if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
-        raise ValueError(
-            "Engine: model must be a folder or a PagedModel, got a module of "
-            f"{type(model).__name__}. See 'A model of somebody else' in docs/embedding.md."
-        )
     if isinstance(model, PagedModel):
         if mesh is not None and not isinstance(model, Llama):
             raise ValueError(
@@ -86,7 +80,16 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """The tokenizer that is given or lies in a given folder, else that of the model's folder."""
+    """The tokenizer that is given or lies in a given folder, else that of the model's folder.
+
+    Raises:
+      ValueError: the model is a module that an engine cannot run.
+    """
+    if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
+        raise ValueError(
+            "Engine: model must be a folder or a PagedModel, got a module of "
+            f"{type(model).__name__}. See 'A model of somebody else' in docs/embedding.md."
+        )
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer is not None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from paged_jax import sampling
@@ -20,6 +19,7 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
 from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.weights import Graph
 
 # What a compiler is asked for, by `jax.Device.platform`. For GPUs XLA counts the donated pools
 # twice, as arguments and as results, takes the memory for overfull where they fill it, and would
@@ -126,7 +126,8 @@ class Structure(NamedTuple):
     """What a program depends on besides the shapes of its arguments.
 
     Attributes:
-      graphdef, treedef: the structure of the module of a `Llama`, and that of its weights.
+      graphdef, treedef: the structure of the model's module, see `Graph.key`, and that of its
+        weights.
       cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
       division: how programs run on several devices; None for one.
@@ -142,7 +143,7 @@ class Structure(NamedTuple):
 
     def model(self, weights: list[jax.Array]) -> PagedModel:
         """The model over some weights."""
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
+        return Graph.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
 def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:

@@ -1,6 +1,7 @@
 """The weights of a model where programs read them: on one device, or each device its part."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +12,33 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
 from paged_jax.runner.placement import Division
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The structure of a module, a key of its programs though attributes of it have no hash.
+
+    It equals itself alone, so that engines over such modules share no programs.
+
+    Attributes:
+      graphdef: the structure, as `nnx.split` gives it.
+    """
+
+    graphdef: Any
+
+    @classmethod
+    def key(cls, graphdef: Any) -> Any:
+        """The structure itself if it has a hash, as our own modules have."""
+        try:
+            hash(graphdef)
+        except TypeError:
+            return cls(graphdef)
+        return graphdef
+
+    @staticmethod
+    def merge(key: Any, state: Any) -> Any:
+        """The module with some state, as `nnx.merge`."""
+        return nnx.merge(key.graphdef if isinstance(key, Graph) else key, state)
 
 
 class Weights:
@@ -25,7 +53,8 @@ class Weights:
       arrays: what programs read, in the order of the model's flattened state; empty while there
         are none.
       layout: shapes, types and places of the weights as the model has them, see `TensorParallel`.
-      graphdef, treedef: the structure of the module that programs run, and that of its weights.
+      graphdef, treedef: the structure of the module that programs run, see `Graph.key`, and that
+        of its weights.
       division: how programs run on several devices; None for one.
       config: the configuration of the model as programs see it, of all devices together.
 
@@ -44,7 +73,8 @@ class Weights:
         arrays, self.treedef = jax.tree.flatten(state)
         self._parallel, self._names = parallel, parameter_names(state)
         if parallel is None:
-            self.config, self.graphdef, self.division = model.config, self._model_graphdef, None
+            self.config, self.division = model.config, None
+            self.graphdef = Graph.key(self._model_graphdef)
             places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
             # Bound to where they are (nothing is copied), as everything that comes later will be: a
             # program is compiled once for arrays that are bound to a device and once for others.
