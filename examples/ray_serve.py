@@ -4,6 +4,9 @@
     python examples/ray_serve.py --model DIR --replicas 2
     serve run ray_serve:build model=DIR replicas=2        # on a cluster, from this folder
 
+On a cluster Ray's own configuration says where its HTTP proxy listens; for any but a loopback
+address, host=ADDRESS api-key=KEY tell the application.
+
 With RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the environment Ray's own ports are on the loopback
 address, too, but for one of each replica; others can be reached with the token that Ray makes.
 
@@ -231,11 +234,13 @@ def _busy(reason: str) -> Response:
 
 def build(options: dict[str, str]) -> serve.Application:
     """The application for ``serve run``, which gives the options of the command line as a dict."""
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return _application(_parser().parse_args(words))
 
 
 def _application(args: argparse.Namespace) -> serve.Application:
+    if args.host not in _LOOPBACK and not args.api_key:
+        raise ValueError(f"--host must be a loopback address without --api-key, got {args.host}.")
     resources = {"num_cpus": args.cpus, "num_gpus": args.gpus}
     if args.tpus:
         resources["resources"] = {"TPU": args.tpus}
@@ -304,8 +309,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    if args.host not in _LOOPBACK and not args.api_key:
-        raise ValueError(f"--host must be a loopback address without --api-key, got {args.host}.")
     application = _application(args)
     if args.address is None:
         # All of what is passed is small; Ray would otherwise take a third of the memory for it.
