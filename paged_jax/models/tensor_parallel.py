@@ -46,7 +46,8 @@ class TensorParallel:
     Parameters lie in one of two ways. As the model has them, `placement` divides them, and so they
     are loaded. As programs read them, see `lay_out`: the same arrays, unless there are fewer KV
     heads than devices, whose keys and values are then repeated, or the vocabulary is no multiple of
-    the devices, which is then padded. Either costs one parameter more, for a moment.
+    the devices, which is then padded. Such parameters lie in both ways while they are brought from
+    one to the other, as when an engine is made or gets new weights.
 
     Attributes:
       mesh: the devices, along the one axis `AXIS`.
