@@ -1,4 +1,4 @@
-"""Every supported configuration is lowered for GPU and TPU, whatever machine this is.
+"""Every supported configuration is lowered for GPU, TPU and CPU, whatever machine this is.
 
 Interpret mode hides what the lowering of Pallas refuses. What comes out here is compiled in
 `test_aot_gpu.py` and `test_aot_tpu.py`, at fewer shapes.
@@ -14,6 +14,7 @@ import pytest
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs, take_turns
 from tests.support.decode_step import DecodeStep
 from tests.support.kernel_cases import Case, lower
@@ -96,8 +97,8 @@ PROJECTED: dict[Any, list[Kind]] = WRITING | {
     "has_norms": each(False, True),
 }
 
-# What a Pallas kernel is called in a lowered program.
-KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}
+# What a kernel is called in a lowered program.
+KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call", "cpu": "@paged_jax_decode_"}
 # Platform, backend, op, and what it may meet.
 SUPPORTED = [
     ("cuda", "triton", "decode", ATTENTION),
@@ -109,6 +110,7 @@ SUPPORTED = [
     ("tpu", "mosaic_tpu", "decode", ATTENTION | ON_TPU),
     ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
     ("tpu", "mosaic_tpu", "ragged", RAGGED | RAGGED_ON_TPU),
+    ("cpu", "cpu", "decode", ATTENTION),
 ]
 # The first rows of a covering array have most of the pairs.
 NUM_QUICK = 6
@@ -135,7 +137,8 @@ def supported(rows_of: Callable[[Mapping[Any, Any]], Iterable[Mapping[Any, Any]]
     for platform, backend, op, factors in SUPPORTED:
         for index, row in enumerate(rows_of(factors)):
             case = make_case(op, backend, row)
-            marks = () if index < NUM_QUICK else pytest.mark.slow
+            marks = [] if index < NUM_QUICK else [pytest.mark.slow]
+            marks += [needs_compiler] if platform == "cpu" else []
             name = f"{platform} {case}"
             parameters.append(pytest.param(platform, case, id=name, marks=marks))
     return parameters
@@ -197,7 +200,7 @@ def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
 @pytest.mark.parametrize(
     "op", ["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 )
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=needs_compiler), "cuda", "tpu"])
 def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None:
     case = Case(op)
     text = case.lower(platform).as_text()
@@ -212,6 +215,7 @@ def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None
         pytest.param("tpu", Case("decode", D=64), id="tpu lanes not padded"),
         pytest.param("tpu", Case("decode", dtype="float16"), id="tpu float16"),
         pytest.param("tpu", Case("prefill", D=64), id="tpu prefill, lanes not padded"),
+        pytest.param("cpu", Case("decode", D=520), id="cpu wide head"),
     ],
 )
 def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
