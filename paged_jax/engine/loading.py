@@ -18,7 +18,12 @@ from paged_jax.runner import Weights
 
 
 def load_model(
-    model: str | Path | PagedModel | None, *, dtype: Any, mesh: Mesh | None, check_replicas: bool
+    model: str | Path | PagedModel | None,
+    *,
+    dtype: Any,
+    backend: str | None,
+    mesh: Mesh | None,
+    check_replicas: bool,
 ) -> tuple[Weights, TensorParallel | None]:
     """The weights of a folder, or of a model, on one device or divided over those of a mesh.
 
@@ -41,7 +46,10 @@ def load_model(
         return Weights(model, parallel, check_replicas=check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
     if mesh is None or not folder.is_dir():  # of which `from_pretrained` says what is wrong
-        return Weights(Llama.from_pretrained(model, dtype=dtype)), None
+        # The other backends copy weights out of a stack on CPUs.
+        is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
+        scan_layers = False if is_copied else None
+        return Weights(Llama.from_pretrained(model, dtype=dtype, scan_layers=scan_layers)), None
     parallel = TensorParallel.over("Engine", mesh, LlamaConfig.from_file(folder))
     placed = Llama.from_pretrained(folder, dtype=dtype, sharding=parallel.placement)
     parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights

@@ -118,6 +118,7 @@ class EngineParts:
         weights, parallel = load_model(
             model,
             dtype=dtype,
+            backend=backend,
             mesh=find_mesh(mesh, tensor_parallel_size),
             check_replicas=check_replicas,
         )

@@ -108,7 +108,7 @@ class WeightSwap:
         if isinstance(params, PagedModel):
             params = nnx.state(params)
         if isinstance(params, nnx.State):
-            _check_names(_names_of(params), _names_of(state))
+            params = _in_layout(params, _names_of(state))
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
@@ -229,6 +229,21 @@ def _names_of(state: nnx.State) -> list[str]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
     return [name.removesuffix(".value") for name in names]
+
+
+def _in_layout(params: nnx.State, own: list[str]) -> list[jax.Array]:
+    """The leaves in the order of the names, whether layers are stacked there or one by one."""
+    arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
+    for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
+        stack = f"layers.{kind}"
+        layers = [f"layers.{i}.{kind}" for i in range(len(arrays))]
+        given = [name for name in layers if name in arrays]
+        if stack in own and given:
+            arrays[stack] = jnp.stack([arrays.pop(name) for name in given])
+        elif stack not in own and stack in arrays:
+            arrays |= dict(zip(layers, arrays.pop(stack), strict=False))
+    _check_names(sorted(arrays), sorted(own))
+    return [arrays[name] for name in own]
 
 
 def _check_names(names: list[str], own: list[str]) -> None:

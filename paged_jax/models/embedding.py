@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.models.weight import Int8Weight, Weight
+from paged_jax.models.weight import Weight
 
 
 def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
@@ -12,20 +12,23 @@ def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
 
     For steps over a cache: a bfloat16 table gets no gradient.
     """
-    if isinstance(table, Int8Weight) or table.dtype != jnp.bfloat16:
+    if table.values.dtype != jnp.bfloat16:
         return take_rows(table, token_ids)
-    return lax.platform_dependent(table, token_ids, cpu=_look_up_as_bits, default=take_rows)
+    return lax.platform_dependent(table.values, token_ids, cpu=_take_bits, default=_take)
 
 
 def take_rows(table: Weight, token_ids: jax.Array) -> jax.Array:
     """As `look_up`, of token ids of any shape, and differentiable in a table of floats."""
-    if isinstance(table, Int8Weight):
-        return table.values[token_ids].astype(jnp.float32) * table.scales[token_ids][..., None]
+    rows = _take(table.values, token_ids)
+    return rows if table.scales is None else rows * table.scales[token_ids][..., None]
+
+
+def _take(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     return table[token_ids].astype(jnp.float32)
 
 
-def _look_up_as_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """As `take_rows` of a bfloat16 table, for CPUs.
+def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """As `_take` of a bfloat16 table, for CPUs.
 
     Without the detour through integers, XLA's CPU backend converts the whole table to float32 for
     the gather, and the output head of a tied model then reads that copy. For a TPU the detour is

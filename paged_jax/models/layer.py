@@ -11,7 +11,7 @@ from paged_jax.kernels.rope import rms_norm, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.part import Part
-from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
+from paged_jax.models.weight import add_matrix, float_type, get_matrix
 
 
 class Projection(NamedTuple):
@@ -118,30 +118,32 @@ class Layer(nnx.Module):
         attend: Attend,
         carry: Any,
         backend: str | None = None,
+        stack: "Layer | None" = None,
     ) -> tuple[jax.Array, Any]:
         """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions.
 
-        The backend is that of the products, see `linear`.
+        The backend is that of the products, see `linear`; the stack, if there is one, that of all
+        layers, of which this is number `index`.
         """
-        eps = self.config.rms_norm_eps
-        projection = self._project(rms_norm(x, self.input_norm[...], eps), cos, sin, backend)
-        out, carry = attend(index, projection, carry)
-        out = self._to_residual(out.reshape(*x.shape[:-1], -1), "o_proj", backend)
-        x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
-        normed = rms_norm(x, self.post_attention_norm[...], eps)
-        hidden = linear(normed, self._matrix("gate_up_proj"), backend=backend)
-        gate, up = hidden[..., 0, :], hidden[..., 1, :]
-        return x + self._to_residual(jax.nn.silu(gate) * up, "down_proj", backend), carry
 
-    def _to_residual(self, x: jax.Array, name: str, backend: str | None) -> jax.Array:
-        out = linear(x, self._matrix(name), backend=backend)
+        def apply(name: str, x: jax.Array) -> jax.Array:
+            matrix = get_matrix(self, name, self.input_norm[...].dtype, stack, index)
+            return linear(x, matrix, backend=backend)
+
+        eps = self.config.rms_norm_eps
+        qkv = apply("qkv_proj", rms_norm(x, self.input_norm[...], eps))
+        out, carry = attend(index, self._projection(qkv, cos, sin), carry)
+        out = self._add_up(apply("o_proj", out.reshape(*x.shape[:-1], -1)))
+        x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
+        hidden = apply("gate_up_proj", rms_norm(x, self.post_attention_norm[...], eps))
+        gate, up = hidden[..., 0, :], hidden[..., 1, :]
+        return x + self._add_up(apply("down_proj", jax.nn.silu(gate) * up)), carry
+
+    def _add_up(self, out: jax.Array) -> jax.Array:
         return out if self.part is None else self.part.add_up(out)
 
-    def _project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None
-    ) -> Projection:
+    def _projection(self, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Projection:
         config = self.config
-        qkv = linear(x, self._matrix("qkv_proj"), backend=backend)
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
         return Projection(
@@ -151,9 +153,6 @@ class Layer(nnx.Module):
             norms=(self.q_norm[...], self.k_norm[...]) if config.qk_norm else None,
             norm_eps=config.rms_norm_eps,
         )
-
-    def _matrix(self, name: str) -> Weight:
-        return get_matrix(self, name, self.input_norm[...].dtype)
 
 
 def causal_attention(window: int | None) -> Attend:

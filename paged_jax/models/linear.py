@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels import cpu
-from paged_jax.models.weight import Int8Weight, Weight
+from paged_jax.models.weight import Stack, Weight
 
 # Where two products of half the weight are faster than one of all of it. Beyond these rows packing
 # the weight is a small part of the work. Beyond this many inputs the batched product of XLA's CPU
@@ -32,35 +32,46 @@ _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
 
-def linear(x: jax.Array, w: Weight, *, backend: str | None = None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -> jax.Array:
     """Apply a weight to the last dimension of ``x``.
 
     Args:
       x: floating point ``[..., in]``.
-      w: ``[*out, in]``, float32, bfloat16, float16, or an `Int8Weight`; ``x`` may be rounded to the
-        type of the weights, or of an `Int8Weight` to its `dtype`.
+      w: ``[*out, in]``, float32, bfloat16 or float16, or a `Weight`, which may be int8; ``x`` may
+        be rounded to the type of the floats.
       backend: the backend of attention, see `paged_attention`: None or ``"cpu"`` take the kernels
         of `paged_jax.kernels.cpu` on a CPU that has them, for few rows, or for any number where
-        XLA would make a copy of the weights in float32 first.
+        XLA would make a copy of the weights first.
 
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
     """
-    values = w.values if isinstance(w, Int8Weight) else w
-    out = values.shape[:-1]
-    stack = values.reshape(1, -1, values.shape[-1])  # moves nothing
-    scales = (w.scales.reshape(1, -1),) if isinstance(w, Int8Weight) else ()
-    operands = (x, stack, jnp.int32(0), *scales)
-    plain = _plain_int8(w.dtype) if isinstance(w, Int8Weight) else _plain
-    if backend in (None, "cpu") and cpu.takes(math.prod(x.shape[:-1]), values):
-        y = cpu.linear(plain, *operands)
+    if not isinstance(w, Weight):
+        w = Weight(w)
+    matrix = _with_rows(w.values, w.scales)
+    plain = _product_of_floats if w.scales is None else _product_of_int8(w.dtype)
+    if backend in (None, "cpu") and cpu.takes(math.prod(x.shape[:-1]), w.values, w.stack):
+        y = cpu.linear(plain, x, matrix, _in_stack(w))
     else:
-        y = plain(*operands)
-    return y.reshape(*x.shape[:-1], *out)
+        y = plain(x, *matrix)
+    return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
-def _plain(x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
-    w = _of_layer(stack, layer)
+def _with_rows(values: jax.Array, scales: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Numbers ``[out, in]``, and the scales ``[out]`` of int8 ones. Nothing is moved."""
+    matrix = values.reshape(-1, values.shape[-1])
+    return (matrix,) if scales is None else (matrix, scales.reshape(-1))
+
+
+def _in_stack(w: Weight) -> tuple[jax.Array, ...]:
+    """What the kernel reads: numbers ``[L, out, in]``, a layer, and perhaps scales ``[L, out]``."""
+    stack = w.stack or Stack(w.values[None], None if w.scales is None else w.scales[None], 0)
+    L, num_inputs = stack.values.shape[0], stack.values.shape[-1]
+    operands = stack.values.reshape(L, -1, num_inputs), jnp.asarray(stack.layer, jnp.int32)
+    return operands if stack.scales is None else (*operands, stack.scales.reshape(L, -1))
+
+
+def _product_of_floats(x: jax.Array, w: jax.Array) -> jax.Array:
     rows = math.prod(x.shape[:-1])
     if rows == 1 and w.dtype != jnp.float32:
         return lax.platform_dependent(x, w, cpu=_multiply_sum, default=_product)
@@ -70,7 +81,7 @@ def _plain(x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 @functools.cache  # a function for each type, so that programs are not compiled twice
-def _plain_int8(dtype: Any) -> Callable[..., jax.Array]:
+def _product_of_int8(dtype: Any) -> Callable[..., jax.Array]:
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         # Every int8 number is one of `dtype`, and becomes it on its way into the product.
         return _product(x, w.astype(dtype))
@@ -79,18 +90,11 @@ def _plain_int8(dtype: Any) -> Callable[..., jax.Array]:
         is_one_row = math.prod(x.shape[:-1]) == 1
         return _multiply_sum(x, w) if is_one_row else _product(x, w.astype(jnp.float32))
 
-    def plain(x: jax.Array, stack: jax.Array, layer: jax.Array, scales: jax.Array) -> jax.Array:
-        w = _of_layer(stack, layer)
+    def scaled(x: jax.Array, w: jax.Array, scales: jax.Array) -> jax.Array:
         out = lax.platform_dependent(x, w, cpu=on_cpu, default=product)
-        return out * _of_layer(scales, layer).reshape((1,) * (out.ndim - 1) + (-1,))
+        return out * scales.reshape((1,) * (out.ndim - 1) + (-1,))
 
-    return plain
-
-
-def _of_layer(stack: jax.Array, layer: jax.Array) -> jax.Array:
-    if stack.shape[0] == 1:
-        return stack[0]
-    return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+    return scaled
 
 
 def _has_halves(w: jax.Array) -> bool:

@@ -38,9 +38,9 @@ class Llama(PagedModel):
       config: sizes and switches.
       dtype: type of the weights; of int8 are matrices only, each row with a scale, and the rest has
         ``config.dtype``. Activations and logits are float32.
-      scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, as
-        suits TPUs and compiles soonest; otherwise keep one module a layer and unroll, as suits
-        CPUs and GPUs, where a scan copies every layer's weights out of the stack.
+      scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, which
+        compiles soonest and suits TPUs, and CPUs whose kernels read weights there; otherwise one
+        module a layer, and unroll: on GPUs XLA copies weights out of a stack.
       part: None, or what one of several devices computes of a model, within `jax.shard_map`:
         `config` is then that of one device, see `paged_jax.models.shards`.
       rngs: source of the initial weights.
@@ -125,7 +125,7 @@ class Llama(PagedModel):
           folder: a folder with ``config.json`` and safetensors, or a checkpoint; by default the
             small model that comes with this library.
           dtype: type of the weights: float32, bfloat16, float16, int8, or ``"auto"``, as saved.
-          scan_layers: see `Llama`; by default on TPUs only.
+          scan_layers: see `Llama`; by default on TPUs, and on a CPU that has our kernels.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked) and shape.
 
@@ -136,7 +136,7 @@ class Llama(PagedModel):
 
         Example:
           >>> model = Llama.from_pretrained()
-          >>> len(model.layers), model.config.vocab_size
+          >>> model.config.num_hidden_layers, model.config.vocab_size
           (5, 1536)
         """
         return loading.from_pretrained(
@@ -218,7 +218,7 @@ def _scan_layers(
     def body(state, layer_and_index):
         weights, index = layer_and_index
         layer = nnx.merge(graphdef, weights)
-        return layer(index, state[0], cos, sin, attend, state[1], backend), None
+        return layer(index, state[0], cos, sin, attend, state[1], backend, layers), None
 
     indices = jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
     (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))

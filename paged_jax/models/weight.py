@@ -6,7 +6,7 @@ a row is off by at most half a scale anywhere (weight-only quantisation: inputs 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,36 @@ from paged_jax.models.config import LlamaConfig
 SCALE = "_scale"  # what the name of a matrix is followed by
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Int8Weight:
-    """A matrix in int8, ``values * scales[..., None]``.
+class Stack(NamedTuple):
+    """The stack of all layers that a matrix is a part of, for kernels that read it there.
 
     Attributes:
-      values: int8 ``[..., in]``.
-      scales: float32 ``[...]``.
-      dtype: type in which GPUs and TPUs multiply, that of the model's floats.
+      values: ``[L, *out, in]``.
+      scales: None, or float32 ``[L, *out]``.
+      layer: i32 ``[]``, which part.
     """
 
     values: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None
+    layer: jax.Array | int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weight:
+    """A matrix, ``values`` or ``values * scales[..., None]``.
+
+    Attributes:
+      values: ``[*out, in]``, floating point or int8.
+      scales: None, or float32 ``[*out]`` of an int8 matrix.
+      stack: None, or the stack of which these are a copy.
+      dtype: type in which GPUs and TPUs multiply int8, that of the model's floats.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+    stack: Stack | None = None
     dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
-
-
-Weight = jax.Array | Int8Weight
 
 
 def quantise(w: Any) -> tuple[Any, Any]:
@@ -91,7 +104,30 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, dtype: Any) -> None:
     setattr(module, name + SCALE, nnx.Param(scales))
 
 
-def get_matrix(module: nnx.Module, name: str, dtype: Any) -> Weight:
-    """A matrix of a module. Inputs of an int8 one may be rounded to `dtype`."""
-    values, scales = getattr(module, name)[...], getattr(module, name + SCALE, None)
-    return values if scales is None else Int8Weight(values, scales[...], jnp.dtype(dtype))
+def get_matrix(
+    module: nnx.Module,
+    name: str,
+    dtype: Any,
+    stack: nnx.Module | None = None,
+    layer: jax.Array | None = None,
+) -> Weight:
+    """A matrix of a module.
+
+    Args:
+      module: the module.
+      name: the name of its parameter.
+      dtype: the type of its floats.
+      stack: the stacked modules that it is a part of, if it is.
+      layer: i32 ``[]``, which part.
+    """
+    values, scales = _parameters(module, name)
+    if stack is None or layer is None:
+        return Weight(values, scales, None, jnp.dtype(dtype))
+    # Gradients are those of the copy.
+    whole = Stack(*jax.lax.stop_gradient(_parameters(stack, name)), layer)
+    return Weight(values, scales, whole, jnp.dtype(dtype))
+
+
+def _parameters(module: nnx.Module, name: str) -> tuple[jax.Array, jax.Array | None]:
+    scales = getattr(module, name + SCALE, None)
+    return getattr(module, name)[...], None if scales is None else scales[...]

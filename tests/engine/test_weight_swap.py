@@ -283,3 +283,15 @@ def test_mistakes_in_a_mapping_are_refused(tiny_model, changes, message) -> None
     with pytest.raises(ValueError, match="must be a model.* Pass a mapping for other definitions"):
         engine.update_params(tree)
     assert all(x is y for x, y in zip(before, engine.weights, strict=True))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_update_params_takes_layers_stacked_or_one_by_one(tiny_folder, scan_layers) -> None:
+    """Whichever the engine has."""
+    given = Llama.from_pretrained(tiny_folder, scan_layers=scan_layers)
+    for own in (False, True):
+        engine = LLM(random_llama(CONFIG, scan_layers=own), **SIZES)
+        engine.update_params(given)
+        expected = jax.tree.leaves(nnx.state(Llama.from_pretrained(tiny_folder, scan_layers=own)))
+        for array, want in zip(engine.weights, expected, strict=True):
+            np.testing.assert_array_equal(array, want)

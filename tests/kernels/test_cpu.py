@@ -1,5 +1,6 @@
 """The kernels for CPUs: when they are chosen, and what the contract of attention does not say."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -15,7 +16,7 @@ from paged_jax.kernels import choose_backend, paged_attention
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
 from paged_jax.models.linear import linear
-from paged_jax.models.weight import Int8Weight, quantise
+from paged_jax.models.weight import Stack, Weight, quantise
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 from tests.support.processes import run_on_devices
@@ -32,12 +33,14 @@ def weights_and_rows(out_features: int, inputs: int, num_rows: int, dtype=F32):
     w = rng.normal(size=(out_features, inputs)).astype(np.float32)
     rows = rng.normal(size=(num_rows, inputs)).astype(np.float32)
     if dtype == INT8:
-        return Int8Weight(*map(jnp.asarray, quantise(w))), rows
+        return Weight(*map(jnp.asarray, quantise(w))), rows
     return jnp.asarray(w, dtype), rows
 
 
 def as_float64(w) -> np.ndarray:
-    if isinstance(w, Int8Weight):
+    if isinstance(w, Weight) and w.scales is None:
+        w = w.values
+    if isinstance(w, Weight):
         return np.asarray(w.values, np.float64) * np.asarray(w.scales, np.float64)[:, None]
     return np.asarray(w, np.float64)
 
@@ -89,6 +92,39 @@ def test_linear_takes_any_number_of_rows_where_xla_would_copy_the_weights(dtype)
     assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
     np.testing.assert_allclose(LINEAR(x, w), x @ as_float64(w).T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(LINEAR(x, w)[70:], LINEAR(x[70:], w))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8], ids=str)
+def test_linear_reads_weights_in_the_stack_of_all_layers(dtype) -> None:
+    """Bitwise what each gives alone; nothing is copied, and gradients are those of layers."""
+    alone, rows = zip(*(weights_and_rows(40, 56, 3, dtype) for _ in range(2)), strict=True)
+    weights = [w if isinstance(w, Weight) else Weight(w) for w in alone]
+    weights[1] = jax.tree.map(lambda x: (x * 0.5).astype(x.dtype), weights[1])
+    stack = jax.tree.map(lambda *parts: jnp.stack(parts), *weights)
+
+    def chain(x, stack):
+        def body(x, part_and_layer):
+            part, layer = part_and_layer
+            whole = jax.lax.stop_gradient(Stack(stack.values, stack.scales, layer))
+            y = linear(x, dataclasses.replace(part, stack=whole))
+            return jnp.tanh(jnp.pad(y, ((0, 0), (0, 16)))), y
+
+        return jax.lax.scan(body, x, (stack, jnp.arange(2)))[1]
+
+    compiled = jax.jit(chain).lower(rows[0], stack).compile()
+    got = compiled(rows[0], stack)
+    np.testing.assert_array_equal(got[0], LINEAR(rows[0], weights[0]))
+    x = np.tanh(np.pad(got[0], ((0, 0), (0, 16))))
+    np.testing.assert_allclose(got[1], x @ as_float64(weights[1]).T, rtol=1e-2, atol=1e-2)
+    assert compiled.memory_analysis().temp_size_in_bytes < weights[0].values.nbytes
+    if dtype == F32:
+        slope = jax.grad(lambda stack: (chain(rows[0], stack) ** 2).sum())(stack).values
+        step = 1e-2 * np.random.default_rng(0).normal(size=slope.shape).astype(np.float32)
+        losses = [
+            np.square(chain(rows[0], dataclasses.replace(stack, values=stack.values + s))).sum()
+            for s in (step, -step)
+        ]
+        np.testing.assert_allclose((losses[0] - losses[1]) / 2, (slope * step).sum(), rtol=1e-2)
 
 
 def test_linear_converts_every_number_of_float16() -> None:
@@ -306,7 +342,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from paged_jax.models.linear import linear
-from paged_jax.models.weight import Int8Weight, quantise
 from tests.support.paged_batch import PagedBatch, queries
 import jax.numpy as jnp
 

@@ -20,7 +20,7 @@ from paged_jax.models.loading import (
     named_parameters,
     save_checkpoint,
 )
-from paged_jax.models.weight import SCALE, Int8Weight, float_dtype, quantise, weight_dtype
+from paged_jax.models.weight import SCALE, Weight, float_dtype, quantise, weight_dtype
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES
@@ -68,7 +68,7 @@ def test_linear_of_int8_matches_float64(backend, num_rows) -> None:
     rng = np.random.default_rng(0)
     values, scales = quantise(rng.normal(size=(2, 3, 4, 24)).astype(np.float32))
     x = rng.normal(size=(num_rows, 24)).astype(np.float32)
-    w = Int8Weight(jnp.asarray(values), jnp.asarray(scales), jnp.dtype(jnp.bfloat16))
+    w = Weight(jnp.asarray(values), jnp.asarray(scales), dtype=jnp.dtype(jnp.bfloat16))
     got = jax.jit(functools.partial(linear, backend=backend))(x, w)
     exact = np.einsum("ni,abci->nabc", x.astype(np.float64), values * scales[..., None])
     assert got.shape == exact.shape

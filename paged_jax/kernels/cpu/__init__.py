@@ -21,10 +21,17 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.cpu import decode as _decode
-from paged_jax.kernels.cpu.linear import copies_weights, is_few, linear, sum_rows, takes
+from paged_jax.kernels.cpu.linear import (
+    copies_weights,
+    is_available,
+    is_few,
+    linear,
+    sum_rows,
+    takes,
+)
 from paged_jax.kernels.ragged_batch import attend_in_parts
 
-__all__ = ["Cpu", "copies_weights", "is_few", "linear", "sum_rows", "takes"]
+__all__ = ["Cpu", "copies_weights", "is_available", "is_few", "linear", "sum_rows", "takes"]
 
 
 @dataclass(frozen=True)

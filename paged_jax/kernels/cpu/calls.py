@@ -28,32 +28,44 @@ def call(
     plain: Callable[..., Any],
     operands: tuple[jax.Array, ...],
     attributes: Mapping[str, np.generic] | None = None,
+    *,
+    plain_operands: tuple[jax.Array, ...] | None = None,
 ) -> list[jax.Array]:
     """Call a kernel, or what means the same in plain JAX.
 
     Args:
       kernel: which one.
-      plain: a function of the operands that gives a list of arrays; hashable. Programs that are
+      plain: a function of `plain_operands` that gives a list of arrays; hashable. Programs that are
         equal but for it are not compiled twice if it is the same.
       operands: the arrays.
       attributes: what else the kernel must know.
+      plain_operands: the arrays in the form that `plain` has them, by default `operands`. Whoever
+        is not called does not have its own computed.
     """
+    mine = () if plain_operands is None else plain_operands
     return _call_p.bind(
-        *operands, kernel=kernel, plain=plain, attributes=tuple((attributes or {}).items())
+        *mine,
+        *operands,
+        kernel=kernel,
+        plain=plain,
+        num_plain=len(mine) or len(operands),
+        attributes=tuple((attributes or {}).items()),
     )
 
 
-def _abstract(*avals: Any, plain: Callable[..., Any], **_: Any) -> list[Any]:
-    shapes = jax.eval_shape(plain, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
-    return [ShapedArray(x.shape, x.dtype) for x in shapes]
+def _abstract(*avals: Any, plain: Callable[..., Any], num_plain: int, **_: Any) -> list[Any]:
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals[:num_plain]]
+    return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *operands)]
 
 
-def _plain(*operands: Any, plain: Callable[..., Any], **_: Any) -> list[jax.Array]:
-    return plain(*operands)
+def _plain(*operands: Any, plain: Callable[..., Any], num_plain: int, **_: Any) -> list[jax.Array]:
+    return plain(*operands[:num_plain])
 
 
-def _batched(operands: Any, axes: Any, *, plain: Callable[..., Any], **_: Any) -> Any:
-    results = jax.vmap(plain, in_axes=axes)(*operands)
+def _batched(
+    operands: Any, axes: Any, *, plain: Callable[..., Any], num_plain: int, **_: Any
+) -> Any:
+    results = jax.vmap(plain, in_axes=axes[:num_plain])(*operands[:num_plain])
     return results, [0] * len(results)
 
 
@@ -62,13 +74,17 @@ def _lower_for_cpu(
     *operands: Any,
     kernel: Kernel,
     attributes: Attributes,
+    num_plain: int,
     **rest: Any,
 ) -> Any:
     if _is_for_one_device_here(ctx.module_context):
         target = load(kernel).target
         if target is not None:
-            return jax.ffi.ffi_lowering(target)(ctx, *operands, **dict(attributes))
-    return _lower_plain(ctx, *operands, kernel=kernel, attributes=attributes, **rest)
+            is_shared = num_plain == len(operands)
+            begin = 0 if is_shared else num_plain
+            inner = ctx.replace(avals_in=ctx.avals_in[begin:])
+            return jax.ffi.ffi_lowering(target)(inner, *operands[begin:], **dict(attributes))
+    return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
 
 
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:

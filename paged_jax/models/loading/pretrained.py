@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
@@ -29,8 +30,7 @@ def from_pretrained(
         )
     config = LlamaConfig.from_file(folder)
     if scan_layers is None:
-        # On CPU and GPU a scan copies every layer's weights out of the stack.
-        scan_layers = _platform(config, sharding) == "tpu"
+        scan_layers = _scans_best(_platform(config, sharding), sharding)
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
         model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
@@ -40,6 +40,12 @@ def from_pretrained(
 def bundled_folder() -> Path:
     """Where the small model that comes with this library is."""
     return Path(str(resources.files("paged_jax.models") / "bundled"))
+
+
+def _scans_best(platform: str, sharding: Sharding) -> bool:
+    """Whether layers are better stacked: XLA copies weights out of a stack on CPU and GPU."""
+    # The kernels for CPUs read them in it; they are not for programs that XLA divides.
+    return platform == "tpu" or (platform == "cpu" and sharding is None and cpu.is_available())
 
 
 def _platform(config: LlamaConfig, sharding: Sharding) -> str:

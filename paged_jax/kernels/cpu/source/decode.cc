@@ -133,10 +133,10 @@ struct Decode {
   template <int HEADS_, int TOKENS_>
   void score_tokens(
       const float* queries, const Element** keys, int t, float scores[HEADS_][TILE]) const {
-    float sums[TOKENS_][HEADS_];
+    float sums[HEADS_][TOKENS_];
     multiply<InFloats<Type>, TOKENS_, HEADS_>(keys + t, queries, stride, D, sums);
     for (int h = 0; h < HEADS_; h++)
-      for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[i][h];
+      for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
   }
 
   // Turns the scores of a tile into weights of its values, relative to the new peak; returns what

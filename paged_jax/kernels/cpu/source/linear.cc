@@ -58,12 +58,12 @@ struct Product {
   void block(int64_t n, int64_t m) const {
     const Form::Weight* rows[R];
     for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
-    float sums[R][M_];
+    float sums[M_][R];
     const char* next = (const char*)(w + (n + 2 * R) * K) + m / INPUTS * (K / STEP) * LINES * 64;
     multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
     for (int j = 0; j < M_; j++)
       for (int r = 0; r < R; r++)
-        out[(m + j) * N + n + r] = IS_INT8 ? sums[r][j] * scales[n + r] : sums[r][j];
+        out[(m + j) * N + n + r] = IS_INT8 ? sums[j][r] * scales[n + r] : sums[j][r];
   }
 
   template <int R, int M_, int LINES>

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 constexpr int LANES = 16;
 #elif defined(__AVX__)
 constexpr int LANES = 8;
@@ -72,6 +73,27 @@ inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth
   Quarter ab = SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
   Quarter cd = SHUFFLE(c, d, 0, 1, 4, 5) + SHUFFLE(c, d, 2, 3, 6, 7);
   return SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
+}
+
+// The sums of a block of 4 x 4 vectors, out[m][r] that of vectors[r][m]. A block of short rows takes as
+// long to be summed up as to be multiplied, so what is added is shuffled together, four at a time.
+template <int R, int M>
+inline void sum_block(const Floats (&vectors)[R][M], float* out) {
+#if defined(__AVX512F__)
+  __m512 row[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++) {  // halves of four vectors, then their quarters
+    __m512 a = (__m512)vectors[r][0], b = (__m512)vectors[r][1];
+    __m512 c = (__m512)vectors[r][2], d = (__m512)vectors[r][3];
+    __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+    __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
+    row[r] = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+  }
+  // Quarter m of each row is what is left of vectors[r][m]: as in `sum_four`.
+  __m512 ab = _mm512_shuffle_ps(row[0], row[1], 0x44) + _mm512_shuffle_ps(row[0], row[1], 0xee);
+  __m512 cd = _mm512_shuffle_ps(row[2], row[3], 0x44) + _mm512_shuffle_ps(row[2], row[3], 0xee);
+  store(out, (Floats)(_mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xdd)));
+#endif
 }
 
 // e**x to 2 units in the last place, 0 below -87; x is at most 88. After Cephes' expf.
