@@ -246,6 +246,7 @@ def test_check_replicas_finds_a_device_that_draws_other_tokens() -> None:
     run_on_devices(_HEAD + _DIFFERENCE)
 
 
+@pytest.mark.slow
 def test_engine_refuses_what_it_cannot_divide() -> None:
     run_on_devices(_HEAD + _REFUSALS)
 
