@@ -43,7 +43,7 @@ from paged_jax import Llama  # noqa: E402
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan  # noqa: E402
 from paged_jax.engine.step_bound import DEVICES, collectives  # noqa: E402
 from paged_jax.models.config import LlamaConfig  # noqa: E402
-from paged_jax.models.llama import create_cache  # noqa: E402
+from paged_jax.models.paged_model import create_cache  # noqa: E402
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names  # noqa: E402
 from paged_jax.runner import DecodeState  # noqa: E402
 from paged_jax.runner.placement import Division  # noqa: E402
