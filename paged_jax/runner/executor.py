@@ -14,6 +14,7 @@ from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.heap import give_back_freed_memory
 from paged_jax.runner.placement import Division
 from paged_jax.runner.programs import Call, Structure, list_programs
 from paged_jax.runner.replicas import ReplicaError
@@ -285,6 +286,7 @@ class Executor:
         calls = warmup.list_calls(self.programs, self.sizes, pools, has_swap=has_swap)
         new = [call for call in calls if call.name not in self._compiled]
         warmup.compile_calls(new, self.weights.arrays, self.state, report or (lambda *args: None))
+        give_back_freed_memory()
         self._compiled |= {call.name for call in new}
         self.compile_seconds += time.perf_counter() - start
         return new
@@ -302,6 +304,7 @@ class Executor:
             yield
         finally:
             self.is_compiling = False
+        give_back_freed_memory()
         self._compiled.add(program)
         self.compile_seconds += time.perf_counter() - start
 
