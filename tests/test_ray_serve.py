@@ -45,7 +45,9 @@ class Served:
             "JAX_COMPILATION_CACHE_DIR": str(self.programs),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # ports on 127.0.0.1
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "120",  # on a busy machine
+            # On a busy machine: time to start, and workers that get their share beside other tests.
+            "RAY_raylet_start_wait_time_s": "120",
+            "RAY_worker_niceness": "0",
         }
         command = [sys.executable, "examples/ray_serve.py", "--model", str(model), *OPTIONS]
         with self.log.open("w") as file:
