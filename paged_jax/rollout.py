@@ -102,6 +102,7 @@ def rollout(
     Example:
       >>> from flax import nnx
       >>> from paged_jax.models.config import LlamaConfig
+      >>> from paged_jax.models.llama import Llama
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))

@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("paged_jax")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Scripts that set the environment for the JAX that they import; doctest would import them here.
-collect_ignore = ["support/aot_gpu.py", "support/aot_tpu.py"]
+collect_ignore = ["support/aot_gpu.py", "support/aot_parallel.py", "support/aot_tpu.py"]
 
 
 # Linux lets a process have 65,530 memory maps (vm.max_map_count), a compiled program takes several,

@@ -273,7 +273,7 @@ def test_bad_options_are_refused_before_the_model_is_loaded(run, args, message) 
         ([], "one of the arguments --prompt --prompts-file is required"),
         (["--prompt", "ab", "--prompts-file", "x"], "not allowed with argument"),
         (["--prompt", "ab", "--backend", "magic"], "--backend: invalid choice: 'magic'"),
-        (["--prompt", "ab", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["--prompt", "ab", "--dtype", "int4"], "--dtype: invalid choice: 'int4'"),
         (["--prompt", "ab", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

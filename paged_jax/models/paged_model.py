@@ -60,7 +60,7 @@ class PagedModel(nnx.Module):
       ...         out, carry = attend(0, Heads(x, x, x), carry)
       ...         return out[:, 0] * (positions[:, None] + 1), carry
       ...     def logits(self, x, backend=None):
-      ...         return -jnp.abs(x[..., :1] - jnp.arange(32.0))
+      ...         return jax.nn.one_hot(jnp.round(x[..., 0]).astype(jnp.int32), 32)
       >>> model = Counter()                     # or LLM(model), or rollout(model, ...)
       >>> cache = model.create_cache(num_slots=1, max_length=16)
       >>> prefill = jax.jit(Counter.prefill, donate_argnames="cache")

@@ -133,6 +133,7 @@ def decode_steps(
     Example:
       >>> from flax import nnx
       >>> from paged_jax.models.config import LlamaConfig
+      >>> from paged_jax.models.llama import Llama
       >>> from paged_jax.runner.decode_state import assign
       >>> from paged_jax.sampling import SamplingParams
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,

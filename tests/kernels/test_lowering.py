@@ -111,6 +111,7 @@ SUPPORTED = [
     ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
     ("tpu", "mosaic_tpu", "ragged", RAGGED | RAGGED_ON_TPU),
     ("cpu", "cpu", "decode", ATTENTION),
+    ("cpu", "cpu", "ragged", RAGGED),
 ]
 # The first rows of a covering array have most of the pairs.
 NUM_QUICK = 6

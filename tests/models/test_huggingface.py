@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import (
@@ -279,7 +280,7 @@ def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
 
 def test_from_pretrained_recognises_a_hugging_face_folder(folder):
     model = Llama.from_pretrained(folder)
-    assert model.scan_layers == (jax.default_backend() != "cpu")
+    assert model.scan_layers == (jax.default_backend() == "tpu" or cpu.is_available())
     _assert_same(Llama.from_pretrained(folder, scan_layers=False), _model())
     with pytest.raises(FileNotFoundError, match="folder must exist"):
         Llama.from_pretrained(folder / "none")
