@@ -93,7 +93,7 @@ VARIANTS = {
     "one by one": Variant({}, arrival="one by one"),
     "4 guesses, swapped": Variant(
         {"num_speculative_tokens": 4, "preemption": "swap"},
-        num_rounds=2,
+        num_rounds=4,
         with_logprobs=True,
         happens=(GUESSED, SWAPPED),
     ),

@@ -50,7 +50,10 @@ def test_attention_compiles_for_tpu(results, name) -> None:
 def test_ragged_batch_reads_pages_where_they_lie_on_tpu(results, name) -> None:
     program = compiled(results, name)
     assert program["kernels"] == 1
-    assert program["temporary_bytes"] < 0.01 * TPU_RAGGED[name].pool_bytes
+    # None of the pages is laid out anew. Queries or outputs may be, in another type too.
+    case = TPU_RAGGED[name]
+    query_bytes = 4 * case.B * case.T * case.K * case.G * case.D
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + query_bytes
 
 
 @pytest.mark.parametrize("name", TPU_UPDATES)
