@@ -249,7 +249,7 @@ TPU_PARALLEL: Mapping[str, Mapping[str, ParallelDecode]] = {
     },
     "v6e": {
         "parallel step of Llama 3 8B": ParallelDecode(
-            LLAMA_3_8B, pool_gigabytes=26, num_devices=4, topology="v6e:2x2"
+            LLAMA_3_8B, pool_gigabytes=26, batch=32, num_devices=4, topology="v6e:2x2"
         )
     },
 }
