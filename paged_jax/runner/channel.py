@@ -26,7 +26,7 @@ class Message(NamedTuple):
     """What the other processes are to do.
 
     Attributes:
-      kind: name of the method of `paged_jax.runner.followers.Follower` that does it.
+      kind: name of what is to be done, see `paged_jax.runner.leading.follow`.
       numbers: arguments that JSON can hold.
       arrays: arguments that are numpy arrays, or numpy scalars.
     """
