@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -70,6 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", _UNREADABLE)
     if hasattr(config, "workerinput"):
         return
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # Of a shell's background job, and of all that it starts: tests interrupt some of that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--unoptimised"):
         _compile_in_less_time()
     filters = [os.environ.get("PYTHONWARNINGS"), _UNREADABLE]
