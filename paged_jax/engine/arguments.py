@@ -161,12 +161,12 @@ def choose_cascade(
       enable_prefix_caching: whether requests come to share blocks.
 
     Raises:
-      ValueError: it is wanted for a model with a sliding window.
+      ValueError: it is wanted, and all layers of the model have a sliding window.
     """
-    has_window = config.sliding_window is not None
+    has_window = None not in config.windows
     if wanted and has_window:
         raise ValueError(
-            "Engine: cascade_attention must be False for a model with a sliding window."
+            "Engine: cascade_attention must be False where all layers have a sliding window."
         )
     if wanted is None:
         return platform == "cpu" and enable_prefix_caching and not has_window

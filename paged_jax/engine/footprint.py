@@ -187,14 +187,14 @@ def footprint(
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
     """Bytes of all parameters, their matrices in a dtype."""
-    # Stacked: that traces one layer, not all.
-    layout = parameter_layout(Llama, config, dtype=dtype, scan_layers=True)
+    # Stacked where they can be: that traces one layer, not all.
+    layout = parameter_layout(Llama, config, dtype=dtype, scan_layers=config.can_scan_layers)
     return sum(x.size * x.dtype.itemsize for x in layout.values())
 
 
 def num_parameters(config: LlamaConfig) -> int:
     """How many numbers a model has; tied ones count once."""
-    shapes = parameter_shapes(Llama, config, scan_layers=True)
+    shapes = parameter_shapes(Llama, config, scan_layers=config.can_scan_layers)
     return sum(math.prod(shape) for shape in shapes.values())
 
 

@@ -115,7 +115,8 @@ def step_bound(plan: MemoryPlan, device: Device, batch: int, length: int) -> Ste
       batch: B, sequences.
       length: tokens of each sequence.
     """
-    layout = parameter_layout(Llama, plan.shard, dtype=plan.dtype, scan_layers=True)
+    scan_layers = plan.shard.can_scan_layers
+    layout = parameter_layout(Llama, plan.shard, dtype=plan.dtype, scan_layers=scan_layers)
     if not plan.config.tie_word_embeddings:
         del layout["embed_tokens"]
     num_bytes = sum(x.size * x.dtype.itemsize for x in layout.values())

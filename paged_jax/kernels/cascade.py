@@ -33,7 +33,7 @@ def choose_decode_attention(
     cascade: bool,
     sliding_window: int | None = None,
     backend: str | None = None,
-) -> Callable[[jax.Array, Pools, int | jax.Array], jax.Array]:
+) -> Callable[..., jax.Array]:
     """Choose how the layers of a decode step attend; shared blocks are counted once for all.
 
     Args:
@@ -45,7 +45,8 @@ def choose_decode_attention(
       sliding_window, backend: see `paged_attention`.
 
     Returns:
-      A function of queries ``[B, H, D]``, pools and layer: the attention, ``[B, H, D]``.
+      A function of queries ``[B, H, D]``, pools and layer: the attention, ``[B, H, D]``. It takes
+      `scale`, `soft_cap` and `sinks` of `paged_attention`.
     """
     attention = functools.partial(paged_attention, sliding_window=sliding_window)
     B, M = block_tables.shape
@@ -53,7 +54,7 @@ def choose_decode_attention(
         num_shared = num_shared_blocks(block_tables, context_lens, block_size)
         attention = functools.partial(cascade_attention, num_shared=num_shared)
 
-    def attend(q: jax.Array, pools: Pools, layer: int | jax.Array) -> jax.Array:
+    def attend(q: jax.Array, pools: Pools, layer: int | jax.Array, **scores: Any) -> jax.Array:
         return attention(
             q,
             pools.k,
@@ -64,6 +65,7 @@ def choose_decode_attention(
             k_scale=pools.k_scale,
             v_scale=pools.v_scale,
             backend=backend,
+            **scores,
         )
 
     return attend

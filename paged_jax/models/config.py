@@ -1,6 +1,7 @@
 """The sizes and switches of a Llama-family model, in memory and as a ``config.json``."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from paged_jax.checks import check_positive
 from paged_jax.models.config_json import read_fields
 from paged_jax.models.families import FAMILIES, Family, UnsupportedConfigError
 from paged_jax.models.json_file import read_json
+from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING, LayerGroup, group_layers
 from paged_jax.models.rope_scaling import RopeScaling
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -32,6 +34,10 @@ class LlamaConfig:
     Field names are those of Hugging Face's ``config.json`` where it has one. ``head_dim`` is in
     elements, ``max_position_embeddings`` and ``sliding_window`` in tokens. ``dtype`` is that of
     the weights in the files that the config lies beside.
+
+    ``layer_types`` names, for each layer, ``"full_attention"`` or ``"sliding_attention"``, those
+    with the `sliding_window`; empty where all layers attend alike, and then the window, if there is
+    one, is that of all.
 
     Raises:
       ValueError: sizes that do not fit together.
@@ -59,6 +65,7 @@ class LlamaConfig:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -89,10 +96,35 @@ class LlamaConfig:
             raise ValueError(
                 f"LlamaConfig: sliding_window must be positive or null, got {self.sliding_window}."
             )
+        self._check_layer_types()
         if self.dtype not in _DTYPES:
             raise UnsupportedConfigError(
                 f"LlamaConfig: dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}."
             )
+
+    def _check_layer_types(self) -> None:
+        if not self.layer_types:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"LlamaConfig: layer_types must name {self.num_hidden_layers} layers, got "
+                f"{len(self.layer_types)}."
+            )
+        if others := set(self.layer_types) - set(LAYER_TYPES):
+            raise UnsupportedConfigError(
+                f"LlamaConfig: layer type {min(others)!r} is not supported, only "
+                f"{' and '.join(map(repr, LAYER_TYPES))}."
+            )
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise ValueError(
+                f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r},"
+                " got null."
+            )
+        # One form of each model, so that equal models have equal configs.
+        if len(set(self.layer_types)) == 1:
+            if FULL in self.layer_types:
+                object.__setattr__(self, "sliding_window", None)
+            object.__setattr__(self, "layer_types", ())
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -168,7 +200,10 @@ class LlamaConfig:
             config["sliding_window"] = self.sliding_window
         if family.window == "switched":
             config["use_sliding_window"] = self.sliding_window is not None
-            config["max_window_layers"] = 0 if self.sliding_window else self.num_hidden_layers
+            is_full = [window is None for window in self.windows]
+            config["max_window_layers"] = [*is_full, False].index(False)
+            if self.layer_types:
+                config["layer_types"] = list(self.layer_types)
         return config
 
     def _rope_scaling_dict(self) -> dict[str, Any] | None:
@@ -197,6 +232,37 @@ class LlamaConfig:
                 f"LlamaConfig: sliding_window must be null for model_type {self.model_type!r}, "
                 f"got {self.sliding_window}. Use 'mistral' for a sliding window."
             )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many last tokens each layer attends to, the query's own included; None: all."""
+        if not self.layer_types:
+            return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+
+    @functools.cached_property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """Layers that share a kind of attention, the group that keeps most tokens first.
+
+        Example:
+          >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+          ...     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+          ...     sliding_window=4,
+          ...     layer_types=("sliding_attention", "sliding_attention", "full_attention"))
+          >>> config.layer_groups
+          (LayerGroup(window=None, layers=(2,)), LayerGroup(window=4, layers=(0, 1)))
+        """
+        return group_layers(self.windows)
+
+    @property
+    def num_layer_groups(self) -> int:
+        """Kinds of attention; 1 where all layers keep the same tokens."""
+        return len(self.layer_groups)
+
+    @property
+    def can_scan_layers(self) -> bool:
+        """Whether all layers compute alike, and so can be stacked: see `Llama`'s `scan_layers`."""
+        return self.num_layer_groups == 1
 
     @property
     def qkv_features(self) -> int:

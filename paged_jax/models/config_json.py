@@ -5,6 +5,7 @@ from typing import Any
 
 from paged_jax.checks import is_int
 from paged_jax.models.families import FAMILIES, Family, UnsupportedConfigError
+from paged_jax.models.layer_types import FULL, SLIDING
 from paged_jax.models.rope_scaling import RopeScaling, check_rope_type
 
 _REQUIRED: Any = object()  # the default of a key that has none
@@ -33,6 +34,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     max_position_embeddings = _integer(config, "max_position_embeddings")
     rope_theta, rope_scaling = _rope(config, max_position_embeddings)
     num_hidden_layers = _integer(config, "num_hidden_layers")
+    sliding_window, layer_types = _attention(config, family, num_hidden_layers)
     kv_heads = _integer(config, "num_key_value_heads", None)
     return dict(
         vocab_size=_integer(config, "vocab_size"),
@@ -50,7 +52,8 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias and family.has_attention_bias,
         qk_norm=family.qk_norm,
-        sliding_window=_sliding_window(config, family, num_hidden_layers),
+        sliding_window=sliding_window,
+        layer_types=layer_types,
         initializer_range=_number(config, "initializer_range", 0.02),
         bos_token_id=_integer(config, "bos_token_id", None),
         eos_token_ids=_token_ids(config, "eos_token_id"),
@@ -143,9 +146,10 @@ def _rope(
     )
 
 
-def _sliding_window(
+def _attention(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
-) -> int | None:
+) -> tuple[int | None, tuple[str, ...]]:
+    """The sliding window, and which layers have it: none of them, all (empty) or some."""
     window = _integer(config, "sliding_window", None)
     if family.window == "none" and window is not None:
         raise UnsupportedConfigError(
@@ -153,47 +157,32 @@ def _sliding_window(
         )
     if family.window == "switched" and not _boolean(config, "use_sliding_window", False):
         window = None
-    num_full = _num_full_layers(config, family, window, num_hidden_layers)
-    if 0 < num_full < num_hidden_layers:
-        raise UnsupportedConfigError(
-            "LlamaConfig: layers with and without a sliding window in one model are not "
-            f"supported, got {num_full} of {num_hidden_layers} without."
-        )
-    if num_full < num_hidden_layers and window is None:
+    layer_types = _layer_types(config, family, window, num_hidden_layers)
+    if FULL in layer_types and window is not None and family.window == "all":
         raise ValueError(
-            "LlamaConfig: sliding_window must be an integer where layer_types has "
-            "'sliding_attention', got null."
-        )
-    if num_full and window is not None and family.window == "all":
-        raise ValueError(
-            "LlamaConfig: sliding_window must be null where layer_types has 'full_attention', "
+            f"LlamaConfig: sliding_window must be null where layer_types has {FULL!r}, "
             f"got {window}."
         )
-    return None if num_full else window
+    return window, layer_types
 
 
-def _num_full_layers(
+def _layer_types(
     config: Mapping[str, Any], family: Family, window: int | None, num_hidden_layers: int
-) -> int:
+) -> tuple[str, ...]:
     layer_types = config.get("layer_types")
     if layer_types is None:
-        if window is None:
-            return num_hidden_layers
-        if family.window == "all":
-            return 0
+        if window is None or family.window == "all":
+            return ()
         # What transformers takes for a missing max_window_layers.
-        return max(0, min(_integer(config, "max_window_layers", 28), num_hidden_layers))
-    if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
+        num_full = max(0, min(_integer(config, "max_window_layers", 28), num_hidden_layers))
+        return (FULL,) * num_full + (SLIDING,) * (num_hidden_layers - num_full)
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise ValueError(f"LlamaConfig: layer_types must be a list of names, got {layer_types!r}.")
+    if len(layer_types) != num_hidden_layers:
         raise ValueError(
             f"LlamaConfig: layer_types must name {num_hidden_layers} layers, got {layer_types!r}."
         )
-    for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise UnsupportedConfigError(
-                f"LlamaConfig: layer type {layer_type!r} is not supported, only 'full_attention' "
-                "and 'sliding_attention'."
-            )
-    return layer_types.count("full_attention")
+    return tuple(layer_types)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

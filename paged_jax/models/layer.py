@@ -1,6 +1,6 @@
 """One decoder layer of the Llama family, whatever its attention reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,9 @@ class Projection(NamedTuple):
       sin: f32 ``[..., D / 2]``.
       norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
       norm_eps: added to the mean square of a head.
+      sm_scale: factor of the scores; None for ``D ** -0.5``.
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
+      sinks: None, or floating point ``[H]``, one more logit in the softmax of each head.
     """
 
     qkv: jax.Array
@@ -30,6 +33,9 @@ class Projection(NamedTuple):
     sin: jax.Array
     norms: tuple[jax.Array, jax.Array] | None
     norm_eps: float
+    sm_scale: float | None = None
+    soft_cap: float | None = None
+    sinks: jax.Array | None = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries ``[..., H, D]``, keys and values ``[..., K, D]``, normed, rotated, float32."""
@@ -40,14 +46,22 @@ class Heads(NamedTuple):
     """Queries, keys and values of a layer, ready to meet: normed and rotated as its model has it.
 
     Attributes:
-      q: ``[N, H, D]``, floating point. Scores are multiplied by ``D ** -0.5``.
+      q: ``[N, H, D]``, floating point.
       k: ``[N, K, D]``; query heads ``g * H / K`` and following share KV head ``g``.
       v: ``[N, K, D]``.
+      sm_scale, soft_cap, sinks: see `Projection`.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
+    sm_scale: float | None = None
+    soft_cap: float | None = None
+    sinks: jax.Array | None = None
+
+    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
 
 
 # One layer's attention: (layer index, projection or heads, carry) -> (output ``[..., H, D]`` in any
@@ -155,17 +169,55 @@ class Layer(nnx.Module):
         )
 
 
-def causal_attention(window: int | None) -> Attend:
-    """Attention of whole sequences ``[B, T, ...]`` to themselves, without a cache or a carry."""
+def causal_attention(windows: Sequence[int | None]) -> Attend:
+    """Attention of whole sequences ``[B, T, ...]`` to themselves, without a cache or a carry.
 
-    def attend(index, projection, carry):
-        del index
-        q, k, v = projection.split()
-        local = None if window is None else (window - 1, 0)
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+    Args:
+      windows: that of each layer, see `LlamaConfig`.
+    """
+
+    def attend(index, heads, carry):
+        q, k, v = heads.split()
+        window = window_of(windows, index)
+        if heads.soft_cap is None and heads.sinks is None:
+            local = None if window is None else (window - 1, 0)
+            out = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
+            )
+        else:
+            out = _masked_attention(q, k, v, heads, window)
         return out, carry
 
     return attend
+
+
+def window_of(windows: Sequence[int | None], index: Any) -> int | None:
+    """The window of a layer, whose number is static unless all have the same."""
+    return windows[0] if len(set(windows)) == 1 else windows[index]
+
+
+def _masked_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, window: int | None
+) -> jax.Array:
+    """What XLA's own attention has no switch for: scores that are capped, and sinks."""
+    B, T, H, D = q.shape
+    K = k.shape[2]
+    scale = D**-0.5 if heads.sm_scale is None else heads.sm_scale
+    q = q.reshape(B, T, K, H // K, D) * scale
+    scores_BKGTN = jnp.einsum("btkgd,bnkd->bkgtn", q, k)
+    if heads.soft_cap is not None:
+        scores_BKGTN = heads.soft_cap * jnp.tanh(scores_BKGTN / heads.soft_cap)
+    distance_TN = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    seen_TN = distance_TN >= 0
+    if window is not None:
+        seen_TN &= distance_TN < window
+    scores_BKGTN = jnp.where(seen_TN[None, None, None], scores_BKGTN, -jnp.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores_BKGTN.shape[:-1], 1))
+        scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
+    weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
+    return jnp.einsum("bkgtn,bnkd->btkgd", weights_BKGTN, v).reshape(B, T, H, D)
 
 
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

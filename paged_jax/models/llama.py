@@ -38,12 +38,15 @@ class Llama(PagedModel):
       config: sizes and switches.
       dtype: type of the weights; of int8 are matrices only, each row with a scale, and the rest has
         ``config.dtype``. Activations and logits are float32.
-      scan_layers: keep the layers stacked along a leading dimension ``L`` and scan over them, which
-        compiles soonest and suits TPUs, and CPUs whose kernels read weights there; otherwise one
-        module a layer, and unroll: on GPUs XLA copies weights out of a stack.
+      scan_layers: keep the layers, all alike, stacked along a leading dimension ``L`` and scan over
+        them, which compiles soonest and suits TPUs, and CPUs whose kernels read weights there;
+        otherwise one module a layer, and unroll: on GPUs XLA copies weights out of a stack.
       part: None, or what one of several devices computes of a model, within `jax.shard_map`:
         `config` is then that of one device, see `paged_jax.models.shards`.
       rngs: source of the initial weights.
+
+    Raises:
+      ValueError: the layers of the config differ, and are to be stacked.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -62,6 +65,11 @@ class Llama(PagedModel):
         part: Part | None = None,
         rngs: nnx.Rngs,
     ):
+        if scan_layers and not config.can_scan_layers:
+            raise ValueError(
+                "Llama: scan_layers must be False for layers that differ, as with and without "
+                "a sliding window."
+            )
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
         self.scan_layers = scan_layers
@@ -103,7 +111,7 @@ class Llama(PagedModel):
         x, _ = self._run_layers(
             take_rows(_table(self, "embed_tokens"), token_ids),
             positions,
-            causal_attention(self.config.sliding_window),
+            causal_attention(self.config.windows),
             (),
         )
         return self.logits(x)

@@ -45,7 +45,7 @@ class PagedModel(nnx.Module):
     Attributes:
       config: sizes of the model. Those of the cache are layers, KV heads, head dimension and
         vocabulary; `max_position_embeddings` bounds sequences, `eos_token_ids` end them,
-        `sliding_window` holds of all layers, and hidden sizes are what memory is planned by. How
+        `windows` are those of the layers, and hidden sizes are what memory is planned by. How
         the model computes is its own business.
 
     Example:
@@ -87,7 +87,7 @@ class PagedModel(nnx.Module):
           positions: i32 ``[N]``, of each in its sequence.
           attend: function of a layer's number, `Heads` and the carry to attention's output
             ``[N, H, D]`` in any floating type, and the carry. Each layer calls it once, in order;
-            the number may be traced, in a scan.
+            the number may be traced, in a scan, where all layers have the same window.
           carry: what the first call of `attend` is given. In `jit` it holds the cache's pools: hand
             it on as a scan's carry.
           backend: backend that was asked for; None for the best one.
@@ -226,8 +226,8 @@ class PagedModel(nnx.Module):
           cache: the cache.
           token_ids: i32 ``[B]``.
           slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
-          cascade: whether blocks that all slots begin with are read once for all of them, see
-            `cascade_attention` (static).
+          cascade: whether blocks that all slots begin with are read once for all of them, in layers
+            without a sliding window, see `cascade_attention` (static).
           backend: backend of the attention, see `paged_attention`, and of what else the model does.
 
         Returns:
@@ -235,7 +235,7 @@ class PagedModel(nnx.Module):
           bool ``[]``.
 
         Raises:
-          ValueError: see `prefill`; or the model has a sliding window, with which there is no
+          ValueError: see `prefill`; or all layers have a sliding window, with which there is no
             `cascade`.
 
         Example:
@@ -281,15 +281,16 @@ class PagedModel(nnx.Module):
           float32 logits ``[B, V]`` (of no meaning in rows left out), and the new pools.
 
         Raises:
-          ValueError: the model has a sliding window, with which there is no `cascade`.
+          ValueError: all layers have a sliding window, with which there is no `cascade`.
         """
-        window = self.config.sliding_window
-        if cascade and window is not None:
+        windows = self.config.windows
+        if cascade and None not in windows:
             raise ValueError(
-                f"{self._name('decode')}: cascade must be False with a sliding window."
+                f"{self._name('decode')}: cascade must be False where all layers have a sliding "
+                "window."
             )
         block_size = pools.k.shape[3]
-        attend = decode_attention(rows, block_size, window, cascade=cascade, backend=backend)
+        attend = decode_attention(rows, block_size, windows, cascade=cascade, backend=backend)
         x, pools = self.hidden_states(token_ids, rows.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
@@ -305,7 +306,7 @@ class PagedModel(nnx.Module):
         token_ids, slots, num_tokens = rows
         B, T = token_ids.shape
         cache, ok, places = append_rows(cache, slots, num_tokens, T, backend)
-        attend = chunk_attention(places, B, T, self.config.sliding_window, backend=backend)
+        attend = chunk_attention(places, B, T, self.config.windows, backend=backend)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.pools, backend
         )

@@ -1,5 +1,6 @@
 """The tokens of a step in a paged cache: where each of them goes, and what it attends to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from paged_jax.kernels import (
 )
 from paged_jax.kernels.cascade import choose_decode_attention
 from paged_jax.kernels.quantisation import query_dtype
-from paged_jax.models.layer import Attend, Heads, Projection
+from paged_jax.models.layer import Attend, Heads, Projection, window_of
 
 
 @dataclass(frozen=True)
@@ -134,30 +135,35 @@ def next_rows(
 def decode_attention(
     rows: PagedRows,
     block_size: int,
-    window: int | None,
+    windows: Sequence[int | None],
     *,
     cascade: bool,
     backend: str | None,
 ) -> Attend:
     """Attention of one new token a row; the pools are the carry. See `PagedModel.decode`."""
-    attention = choose_decode_attention(
-        rows.block_tables,
-        rows.lengths,
-        block_size,
-        cascade=cascade,
-        sliding_window=window,
-        backend=backend,
-    )
+    attentions = {
+        window: choose_decode_attention(
+            rows.block_tables,
+            rows.lengths,
+            block_size,
+            cascade=cascade and window is None,
+            sliding_window=window,
+            backend=backend,
+        )
+        for window in dict.fromkeys(windows)
+    }
 
     def attend(layer, heads, pools):
         q, pools = rows.write(pools, heads, layer, backend)
-        return attention(q, pools, layer), pools
+        attention = attentions[window_of(windows, layer)]
+        scores = {"scale": heads.sm_scale, "soft_cap": heads.soft_cap, "sinks": heads.sinks}
+        return attention(q, pools, layer, **scores), pools
 
     return attend
 
 
 def chunk_attention(
-    rows: PagedRows, B: int, T: int, window: int | None, *, backend: str | None
+    rows: PagedRows, B: int, T: int, windows: Sequence[int | None], *, backend: str | None
 ) -> Attend:
     """Attention of B chunks of up to T tokens; the pools are the carry. See `PagedModel`."""
 
@@ -173,7 +179,10 @@ def chunk_attention(
             layer=layer,
             k_scale=pools.k_scale,
             v_scale=pools.v_scale,
-            sliding_window=window,
+            scale=heads.sm_scale,
+            sliding_window=window_of(windows, layer),
+            soft_cap=heads.soft_cap,
+            sinks=heads.sinks,
             backend=backend,
         )
         return out.reshape(q.shape), pools

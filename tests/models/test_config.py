@@ -129,19 +129,34 @@ def test_from_dict_reads_attention_bias_as_the_family_does(base, o_bias):
 
 
 @pytest.mark.parametrize(
-    ("keys", "window"),
+    ("keys", "windows"),
     [
-        ({"use_sliding_window": False}, None),
-        ({"use_sliding_window": True, "max_window_layers": 3}, None),
-        ({"use_sliding_window": True, "max_window_layers": 0}, 8),
-        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, 8),
-        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
+        ({"use_sliding_window": False}, (None, None, None)),
+        ({"max_window_layers": 3}, (None, None, None)),
+        ({"max_window_layers": 0}, (8, 8, 8)),
+        ({"max_window_layers": 1}, (None, 8, 8)),
+        ({"layer_types": ["sliding_attention"] * 3}, (8, 8, 8)),
+        ({"layer_types": ["full_attention"] * 3}, (None, None, None)),
+        (
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (8, None, 8),
+        ),
     ],
 )
-def test_from_dict_reads_the_sliding_window_of_qwen(keys, window):
-    config = LlamaConfig.from_dict({**_QWEN2, "sliding_window": 8, **keys})
-    assert config.sliding_window == window
+def test_from_dict_reads_the_sliding_windows_of_qwen(keys, windows):
+    given = {**_QWEN2, "sliding_window": 8, "use_sliding_window": True, **keys}
+    config = LlamaConfig.from_dict(given)
+    assert config.windows == windows
+    assert config.can_scan_layers == (len(set(windows)) == 1)
     assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+def test_layer_groups_begin_with_the_one_that_keeps_most():
+    types = ("sliding_attention", "full_attention", "sliding_attention")
+    config = dataclasses.replace(_SMALL, layer_types=types, sliding_window=5)
+    assert config.layer_groups == ((None, (1,)), (5, (0, 2)))
+    assert dataclasses.replace(_SMALL, sliding_window=5).layer_groups == ((5, (0, 1, 2)),)
+    assert _SMALL.layer_groups == ((None, (0, 1, 2)),)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +178,6 @@ def test_from_dict_reads_the_sliding_window_of_qwen(keys, window):
         ({**_LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8"),
         ({**_LLAMA, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ({**_MISTRAL, "attention_bias": True}, "attention_bias"),
-        ({**_QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "sliding window"),
-        (
-            {
-                **_QWEN3,
-                "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            },
-            "sliding window",
-        ),
     ],
 )
 def test_from_dict_refuses_what_is_not_built_by_name(config, named):

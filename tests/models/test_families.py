@@ -48,6 +48,10 @@ _FAMILIES = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
     ),
+    "qwen2 with windows in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3 tied, with biases": (
         "qwen3",

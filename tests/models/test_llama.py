@@ -103,6 +103,7 @@ ALL = {
     "o_bias": True,
     "qk_norm": True,
 }
+SOME_WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ ALL = {
         pytest.param({}, False, 8, id="llama"),
         # Heads as TPUs have them: K and V are padded to whole registers.
         pytest.param(ALL, False, 128, id="all-padded"),
+        pytest.param(SOME_WINDOWS, False, 8, id="some-windows"),
         pytest.param(ALL, True, 8, id="all-scanned", marks=pytest.mark.slow),
     ],
 )
@@ -150,6 +152,11 @@ def test_scanned_and_unrolled_layers_are_the_same_function() -> None:
         getattr(scanned, name)[...] = getattr(unrolled, name)[...]
     ids = tokens(1, LENGTH)
     np.testing.assert_allclose(PLAIN(scanned, ids), PLAIN(unrolled, ids), atol=1e-5)
+
+
+def test_layers_that_differ_are_not_stacked() -> None:
+    with pytest.raises(ValueError, match="scan_layers must be False for layers that differ"):
+        Llama(dataclasses.replace(CONFIG, **SOME_WINDOWS), scan_layers=True, rngs=nnx.Rngs(0))
 
 
 def test_forward_is_causal_and_differentiable() -> None:

@@ -30,7 +30,7 @@ def from_pretrained(
         )
     config = LlamaConfig.from_file(folder)
     if scan_layers is None:
-        scan_layers = _scans_best(_platform(config, sharding), sharding)
+        scan_layers = config.can_scan_layers and _scans_best(_platform(config, sharding), sharding)
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
         model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
