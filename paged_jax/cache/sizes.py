@@ -11,6 +11,37 @@ def num_blocks_needed(num_tokens, block_size: int):
     return (num_tokens + block_size - 1) // block_size
 
 
+def first_kept_column(num_tokens, window: int, block_size: int):
+    """Return the first column of the block table that is still needed; integers or arrays of them.
+
+    With n tokens in the cache, the next one attends to positions ``n - window + 1 .. n``. Kept is
+    what the first token of its block attends to, position ``n // C * C``: a slot so never holds
+    more than it does at the beginning of a block, and when it is released, the prefix cache has all
+    that a continuation of its full blocks needs.
+
+    Example:
+      >>> [first_kept_column(n, window=10, block_size=4) for n in (0, 12, 15, 16, 20)]
+      [0, 0, 0, 1, 2]
+    """
+    start = num_tokens // block_size * block_size + 1 - window
+    return start * (start > 0) // block_size
+
+
+def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
+    """Return the most blocks that a slot holds of layers with a sliding window.
+
+    Those of the window and of the next token, and those of all others that the last program has
+    appended, which were `max_tokens` in all at most: a program gives blocks back before it takes
+    others.
+
+    Example:
+      >>> max_blocks_in_window(window=1024, max_tokens=512, block_size=16)
+      97
+    """
+    num_further = num_blocks_needed(max_tokens - 1, block_size)
+    return num_blocks_needed(window - 1, block_size) + 1 + num_further
+
+
 def num_cached_tokens_at(length: int) -> int:
     """Return how many tokens of a sequence are in the cache once it has `length` tokens.
 
