@@ -1,28 +1,72 @@
 """`Engine` on several devices of a CPU: the tokens of one device, and what each of them holds."""
 
+import json
+import shutil
+
 import pytest
 
 from tests.support.processes import run_on_devices
 
+# What an engine can do, on every number of devices, each pair of values in one engine: types of
+# pools and weights, preemption, layers in a scan, guesses. Each of them runs all kinds of requests.
+# On one device there is one engine for each of the types: the rest changes no token there.
 _SAME_TOKENS = """
-from paged_jax import Engine
-from tests.support.tensor_parallel import SIZES, generate, make_model
+import sys
 
-model = make_model()
-alone = Engine(model, **SIZES, preemption="recompute")
-wanted = generate(alone)
-for num_devices in (1, 2, 4, 8):
+from paged_jax import LLM, Llama, SamplingParams, StructuredOutputsParams
+from paged_jax.engine.beams import BeamSearchParams
+from tests.support.covering import all_pairs
+from tests.support.tensor_parallel import PROMPTS, SIZES, generate, make_model
+
+tokenizer, folder = sys.argv[1:]
+make_model(vocab_size=43).save_pretrained(folder)
+TYPES = {"float32": {"kv_dtype": "float32"}, "int8": {"kv_dtype": "int8"}}
+REPEATS = {"prompt_token_ids": [0, *range(5, 12), *range(5, 12), 5]}
+SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=2)
+REPEATED = SamplingParams(temperature=0, max_tokens=12, logit_bias={5: 100.0})
+FORM = StructuredOutputsParams(regex="(red|green|blue) ?the{2,4}!?")
+OF_FORM = SamplingParams(temperature=1, seed=1, max_tokens=12, structured_outputs=FORM)
+
+
+def everything(llm):
+    scored, *others = llm.generate([REPEATS, REPEATS, {"prompt_token_ids": PROMPTS[0]}],
+                                   [SCORED, REPEATED, OF_FORM])
+    best = [list(row) for row in scored.prompt_logprobs[1:] + scored.outputs[0].logprobs]
+    [beams] = llm.beam_search([REPEATS], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert others[1].outputs[0].text.startswith(("red", "green", "blue"))
+    return (generate(llm), best, [beam.tokens for beam in beams.sequences],
+            [output.outputs[0].token_ids for output in others])
+
+
+def make_llm(types, scan_layers=False, **options):
+    model = Llama.from_pretrained(folder, dtype=types, scan_layers=scan_layers)
+    return LLM(model, tokenizer=tokenizer, **SIZES, **TYPES[types], **options)
+
+
+wanted = {types: everything(make_llm(types)) for types in TYPES}
+rows = all_pairs({
+    "num_devices": (1, 2, 4, 8),
+    "types": tuple(TYPES),
+    "preemption": ("recompute", "swap"),
+    "scan_layers": (False, True),
+    "num_speculative_tokens": (0, 3),
+})
+for row in rows:
+    options = dict(row)
+    num_devices = options.pop("num_devices")
     mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    engine = Engine(model, **SIZES, preemption="recompute", mesh=mesh)
-    assert generate(engine) == wanted, num_devices
-    assert engine.stats.num_preemptions and engine.stats.num_cached_tokens
-    pool = engine.cache.k
+    llm = make_llm(**options, mesh=mesh)
+    assert everything(llm) == wanted[row["types"]], row
+    pool, stats = llm.cache.k, llm.stats
     assert pool.addressable_shards[0].data.shape[2] == max(1, 2 // num_devices)
     assert len(pool.sharding.device_set) == num_devices
-    assert generate(engine) == wanted  # with more in the prefix cache, so in other batches
-    compiled = num_compiled(engine)
-    assert generate(engine) == wanted
-    assert num_compiled(engine) == compiled, "a third round compiles nothing"
+    assert stats.num_cached_tokens and stats.num_preemptions, row
+    assert bool(stats.num_swap_preemptions) == (row["preemption"] == "swap"), row
+    assert bool(stats.num_accepted_tokens) == (row["num_speculative_tokens"] > 0), row
+assert generate(llm) == generate(llm)  # with more in the prefix cache, so in other batches
+compiled = num_compiled(llm)
+generate(llm)
+assert num_compiled(llm) == compiled, "a third round compiles nothing"
 """
 
 _PROGRAMS = """
@@ -53,9 +97,8 @@ for options in ({}, {"scan_layers": True}):
         assert ("paged_jax_linear" in compiled.as_text()) == has_kernels, name
 """
 
-# Each of these features once, over the parameters of two and of four devices, which are more than
-# KV heads: preemption by swap, pools and weights in int8, layers in a scan; guesses, scores of
-# prompts and beams, by weights from files, of which each device reads a part.
+# Weights from files, of which each device reads a part, and log-probabilities. Devices are more
+# than KV heads.
 _FEATURES = """
 import sys
 
@@ -99,31 +142,6 @@ save_checkpoint(LLM(folder, **options).model, checkpoint)
 assert features(LLM(checkpoint, **options, tensor_parallel_size=4))[0] == wanted
 llm.model.save_pretrained(checkpoint + "/saved")
 assert features(LLM(checkpoint + "/saved", tokenizer=folder, **options))[0] == wanted
-"""
-
-_FORM = """
-from paged_jax import LLM, SamplingParams, StructuredOutputsParams
-from tests.support.structured import SIZES
-
-form = StructuredOutputsParams(regex="(red|green|blue) [0-9]{2,4}!?")
-params = SamplingParams(temperature=1, seed=1, max_tokens=12, structured_outputs=form)
-wanted, same = (
-    LLM(**SIZES, **options).generate("It is", params)[0].outputs[0].text
-    for options in ({}, {"tensor_parallel_size": 4})
-)
-assert same == wanted and wanted.split()[0] in ("red", "green", "blue")
-"""
-
-_INT8 = """
-from paged_jax import Engine
-from tests.support.tensor_parallel import SIZES, generate, make_model
-
-options = SIZES | {"kv_dtype": "int8", "preemption": "swap"}
-model = make_model(scan_layers=True)
-wanted = generate(Engine(model, **options))
-engine = Engine(model, **options, tensor_parallel_size=2)
-assert generate(engine) == wanted
-assert engine.stats.num_swap_preemptions
 """
 
 _WEIGHTS = """
@@ -215,25 +233,20 @@ def num_compiled(engine):
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_one_device() -> None:
+def test_tokens_are_those_of_one_device(tiny_folder, tmp_path) -> None:
     """With forks, prefix hits, preemption, and more devices than KV heads."""
-    run_on_devices(_HEAD + _SAME_TOKENS, num_devices=8)
-
-
-@pytest.mark.slow
-def test_features_give_what_one_device_gives(tiny_folder, tmp_path) -> None:
-    run_on_devices(_HEAD + _FEATURES, tiny_folder, tmp_path / "checkpoint")
-
-
-@pytest.mark.slow
-def test_forms_of_texts_are_kept() -> None:
     pytest.importorskip("llguidance")
-    run_on_devices(_HEAD + _FORM)
+    tokenizer = shutil.copytree(tiny_folder, tmp_path / "tokenizer")
+    fields = json.loads((tokenizer / "tokenizer.json").read_text())
+    # A decoder that llguidance knows, with the same result.
+    fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(fields))
+    run_on_devices(_HEAD + _SAME_TOKENS, tokenizer, tmp_path / "model", num_devices=8)
 
 
 @pytest.mark.slow
-def test_int8_pools_and_swapped_blocks_are_divided() -> None:
-    run_on_devices(_HEAD + _INT8)
+def test_loaded_parts_give_what_one_device_gives(tiny_folder, tmp_path) -> None:
+    run_on_devices(_HEAD + _FEATURES, tiny_folder, tmp_path / "checkpoint")
 
 
 @pytest.mark.slow

@@ -15,23 +15,14 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import re
 import sys
 import time
 from typing import Any
 
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    JAX_ENABLE_COMPILATION_CACHE="false",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_WORKER_ID="0",
-    TPU_MIN_LOG_LEVEL="3",
-    TPU_STDERR_LOG_LEVEL="3",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
+from tests.support import aot_environment
+
+aot_environment.set_for_tpus()
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

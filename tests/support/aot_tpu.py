@@ -12,26 +12,14 @@ It is a script because JAX and libtpu must find their settings in the environmen
 
 import base64
 import json
-import os
 import re
 import sys
 import traceback
 from typing import Any
 
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    # A described chip cannot load what a cache holds.
-    JAX_ENABLE_COMPILATION_CACHE="false",
-    # libtpu otherwise asks the cloud's metadata server which chips it has.
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_WORKER_ID="0",
-    TPU_MIN_LOG_LEVEL="3",
-    TPU_STDERR_LOG_LEVEL="3",
-    # Two of these scripts may run at once; chips could not be shared so.
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
+from tests.support import aot_environment
+
+aot_environment.set_for_tpus()
 
 import jax  # noqa: E402
 from jax._src.lib import tpu  # noqa: E402
