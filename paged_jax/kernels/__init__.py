@@ -1,6 +1,7 @@
 """Attention that reads keys and values through a block table, where they lie in the pool.
 
-And what puts them there: writes of new tokens, and copies of blocks.
+And what puts them there: writes of new tokens, and copies of blocks. Beside them, products with the
+weights of experts.
 """
 
 from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
@@ -12,6 +13,7 @@ from paged_jax.kernels.dispatch import (
     check_backend_runs_on,
     choose_backend,
 )
+from paged_jax.kernels.grouped import grouped_linear
 from paged_jax.kernels.layout import padded_head_dim
 from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
@@ -26,6 +28,7 @@ __all__ = [
     "check_backend_runs_on",
     "choose_backend",
     "copy_blocks",
+    "grouped_linear",
     "merge_attention",
     "num_shared_blocks",
     "padded_head_dim",

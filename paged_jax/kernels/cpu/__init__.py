@@ -21,6 +21,7 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.cpu import decode as _decode
+from paged_jax.kernels.cpu.grouped_linear import grouped_linear, takes_groups
 from paged_jax.kernels.cpu.linear import (
     copies_weights,
     is_available,
@@ -31,7 +32,17 @@ from paged_jax.kernels.cpu.linear import (
 )
 from paged_jax.kernels.ragged_batch import attend_in_parts
 
-__all__ = ["Cpu", "copies_weights", "is_available", "is_few", "linear", "sum_rows", "takes"]
+__all__ = [
+    "Cpu",
+    "copies_weights",
+    "grouped_linear",
+    "is_available",
+    "is_few",
+    "linear",
+    "sum_rows",
+    "takes",
+    "takes_groups",
+]
 
 
 @dataclass(frozen=True)

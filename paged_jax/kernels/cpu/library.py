@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
       dtype: type of the numbers that it reads: of the pools, or of the weights.
     """
 
-    op: Literal["decode", "linear"]
+    op: Literal["decode", "linear", "grouped_linear"]
     dtype: Any
 
 

@@ -13,7 +13,7 @@ def failure(op: str, dtype: jnp.dtype, target: str) -> str | None:
         return "there is no CPU device to test it on"
     try:
         with jax.default_device(device):
-            got, want = (_decode if op == "decode" else _linear)(target, dtype)
+            got, want = _PROBLEMS[op](target, dtype)
     except Exception as error:  # whatever goes wrong here, XLA can do the work
         return f"its self-test failed: {error}"
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
@@ -30,6 +30,16 @@ def _linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
     want = x / 8 @ w[1].T
     got = np.asarray(jax.jit(call)(*operands))
     return got, want * scales[1] if dtype == jnp.int8 else want
+
+
+def _grouped_linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
+    sizes = np.array([1, 0, 5], np.int32)  # and a row of no group
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
+    got = np.asarray(jax.jit(call)(x / 8, jnp.asarray(w, dtype), sizes, np.int32(1)))
+    want = [x[:1] / 8 @ w[1, 0].T, x[1:6] / 8 @ w[1, 2].T, np.zeros((1, 13))]
+    return got, np.concatenate(want)
 
 
 def _decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -56,6 +66,9 @@ def _decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return got, np.einsum("kgn,knd->kgd", weights, values).reshape(1, H, D)
+
+
+_PROBLEMS = {"decode": _decode, "linear": _linear, "grouped_linear": _grouped_linear}
 
 
 def attributes_of(

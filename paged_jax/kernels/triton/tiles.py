@@ -246,7 +246,7 @@ def score(
       f32 ``[R, N]``, -inf where not seen; times the factor they are scores in log2. The factor is
       a number, or f32 ``[R]``.
     """
-    products = jax.tree.map(lambda q, k: _dot(q, k.astype(q.dtype).T), q, k)
+    products = jax.tree.map(lambda q, k: dot(q, k.astype(q.dtype).T), q, k)
     scores = functools.reduce(jnp.add, jax.tree.leaves(products))
     if k_scale is not None:
         scores = scores * k_scale[None]
@@ -337,7 +337,7 @@ def finish(softmax: Softmax, options: Options) -> tuple[Any, jax.Array]:
 
 def weigh_rounded(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Weighted sum of values with the weights rounded to their type: one dot."""
-    return _dot(weights.astype(v.dtype), v)
+    return dot(weights.astype(v.dtype), v)
 
 
 def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -346,8 +346,8 @@ def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
     A half-precision weight keeps 8 or 11 bits of its mantissa; a second dot adds the next ones.
     """
     if v.dtype == jnp.float32:
-        return _dot(weights, v)
-    return _dot(weights.astype(v.dtype), v) + _dot(_rest(weights, v.dtype).astype(v.dtype), v)
+        return dot(weights, v)
+    return dot(weights.astype(v.dtype), v) + dot(_rest(weights, v.dtype).astype(v.dtype), v)
 
 
 def weigh_by_copies(is_rest: jax.Array, weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -358,7 +358,7 @@ def weigh_by_copies(is_rest: jax.Array, weights: jax.Array, v: jax.Array) -> jax
       weights: f32 ``[R, N]``, the same in both rows of a pair.
     """
     weights = jnp.where(is_rest[:, None], _rest(weights, v.dtype), weights)
-    return _dot(weights.astype(v.dtype), v)
+    return dot(weights.astype(v.dtype), v)
 
 
 def _rest(weights: jax.Array, dtype: Any) -> jax.Array:
@@ -366,7 +366,8 @@ def _rest(weights: jax.Array, dtype: Any) -> jax.Array:
     return weights - weights.astype(dtype).astype(jnp.float32)
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product of matrices of one type, in float32."""
     # Triton rounds float32 operands to TF32 (10 bits of mantissa) by default.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

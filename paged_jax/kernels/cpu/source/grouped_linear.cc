@@ -1,0 +1,59 @@
+// Rows of x, each by the weight of its group: x f32 [M, K], of which the first sizes[0] rows are those of
+// group 0, those of group 1 follow, and so on; w [X, N, K] in a stack of those of all layers, [L, X, N, K];
+// sizes i32 [X]; the result f32 [M, N], 0 in rows of no group. Weights of groups without rows are not read.
+
+#include "weight_rows.h"
+
+namespace {
+
+// One product after the other, in the parts of all of them.
+struct Products {
+  Product* of_groups;
+  int64_t parts_of_each;
+
+  void run(int64_t part) { of_groups[part / parts_of_each].run(part % parts_of_each); }
+};
+
+XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
+  const XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, 1);
+  const int32_t* sizes = (const int32_t*)argument(frame, 2)->data;
+  int64_t layer = *(const int32_t*)argument(frame, 3)->data;
+  int64_t M = x->dims[0], X = w->dims[1], N = w->dims[2];
+  Product whole = {};
+  whole.N = N;
+  int K = whole.K = w->dims[3];
+  whole.w = (const Form::Weight*)w->data + layer * X * N * K;
+  whole.out = (float*)result(frame, 0)->data;
+  whole.x_stride = round_up(K, STEP);
+  whole.divide();
+  auto* products = (Product*)malloc(X * sizeof(Product));
+  Form::Input* prepared = prepare_all((const float*)x->data, M, K, whole.x_stride);
+  if (!products || !prepared) {
+    free(products);
+    free(prepared);
+    return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "grouped_linear: no memory");
+  }
+  int64_t num_products = 0, row = 0;
+  for (int64_t group = 0; group < X; group++) {
+    int64_t count = sizes[group] < M - row ? sizes[group] : M - row;
+    if (count <= 0) continue;
+    Product& product = products[num_products++] = whole;
+    product.M = count;
+    product.w += group * N * K;
+    product.x = prepared + row * whole.x_stride;
+    product.out += row * N;
+    row += count;
+  }
+  memset(whole.out + row * N, 0, (M - row) * N * sizeof(float));
+  Products all = {products, whole.num_parts()};
+  in_parallel(frame, all, num_products * all.parts_of_each);
+  free(prepared);
+  free(products);
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" XLA_FFI_Error* paged_jax_grouped_linear(XLA_FFI_CallFrame* frame) {
+  return answers_metadata(frame) ? nullptr : run(frame);
+}

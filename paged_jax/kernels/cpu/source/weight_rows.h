@@ -1,0 +1,143 @@
+// Rows of x by the rows of a weight, in parts that threads take: what `linear.cc` and
+// `grouped_linear.cc` share.
+//
+// A part of the work is some rows of the weights, which are read from memory once and meet all rows of
+// x, a few at a time. All of these blocks fetch the weights that come next, each some of them, so that
+// memory is busy as long as arithmetic is.
+#pragma once
+
+#include "frame.h"
+#include "products.h"
+
+namespace {
+
+using Type = ELEMENT;  // of the weights: the compiler is told which
+
+template <class>
+struct FormFor {
+  using Form = InFloats<Type>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct FormFor<Bfloat16> {
+  using Form = InBfloat16;
+};
+#endif
+using Form = FormFor<Type>::Form;
+constexpr bool IS_INT8 = sizeof(Form::Weight) == 1;
+// Whether rows of x are rounded to bfloat16, so that all processors multiply the same numbers.
+template <class>
+constexpr bool ROUNDS = false;
+template <>
+constexpr bool ROUNDS<Bfloat16> = true;
+// Rows of weights and of x that meet in registers: their sums fill most of what there are.
+constexpr int ROWS = LANES == 16 ? 4 : 3;
+constexpr int INPUTS = 4;
+// With a single row of x the sums of one row of weights would wait for each other.
+constexpr int ROWS_OF_ONE = 4;
+// Rows of x that weights meet before the next weights do: these rows stay in a cache.
+constexpr int CHUNK = 16;
+constexpr int64_t PART_BYTES = 64 * 1024;
+
+// Lines of 64 bytes in a step of some rows of weights, for each of a few blocks.
+constexpr int lines(int rows, int blocks) {
+  return (rows * STEP * sizeof(Form::Weight) + 64 * blocks - 1) / (64 * blocks);
+}
+
+struct Product {
+  const Form::Weight* w;
+  const float* scales;  // of the rows of w; none for floats
+  const Form::Input* x;
+  float* out;
+  int64_t N, M;
+  int K;
+  ptrdiff_t x_stride;
+  int64_t rows_of_part;
+
+  // The rows of the weights in parts of equal size, which `run` takes.
+  void divide() {
+    constexpr int MULTIPLE = 12;  // of all numbers of rows of a block
+    rows_of_part = round_up(PART_BYTES / (K * sizeof *w) + 1, MULTIPLE);
+  }
+
+  int64_t num_parts() const { return (N + rows_of_part - 1) / rows_of_part; }
+
+  // Weights n to n + R, inputs m to m + M_.
+  template <int R, int M_, int LINES>
+  void block(int64_t n, int64_t m) const {
+    const Form::Weight* rows[R];
+    for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
+    float sums[M_][R];
+    const char* next = (const char*)(w + (n + 2 * R) * K) + m / INPUTS * (K / STEP) * LINES * 64;
+    multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
+    for (int j = 0; j < M_; j++)
+      for (int r = 0; r < R; r++)
+        out[(m + j) * N + n + r] = IS_INT8 ? sums[j][r] * scales[n + r] : sums[j][r];
+  }
+
+  template <int R, int M_, int LINES>
+  void rest(int64_t n, int64_t m, int64_t end) const {
+    if (m + M_ == end) return block<R, M_, LINES>(n, m);
+    if constexpr (M_ > 1) rest<R, M_ - 1, LINES>(n, m, end);
+  }
+
+  template <int R, int LINES>
+  void blocks(int64_t n, int64_t m, int64_t end) const {
+    for (; m + INPUTS < end; m += INPUTS) block<R, INPUTS, LINES>(n, m);
+    rest<R, INPUTS, LINES>(n, m, end);
+  }
+
+  // Weights n to n + R, inputs m to `end`; the first to come to weights fetch the next ones.
+  template <int R>
+  void rows(int64_t n, int64_t m, int64_t end) const {
+    if (m) return blocks<R, 0>(n, m, end);
+    if (end <= INPUTS) return blocks<R, lines(R, 1)>(n, m, end);
+    if (end <= 2 * INPUTS) return blocks<R, lines(R, 2)>(n, m, end);
+    return blocks<R, lines(R, 3)>(n, m, end);
+  }
+
+  void run(int64_t part) {
+    int64_t first = part * rows_of_part, last = first + rows_of_part < N ? first + rows_of_part : N;
+    for (int64_t m = 0; m < M; m += CHUNK) {
+      int64_t n = first, end = m + CHUNK < M ? m + CHUNK : M;
+      if (end - m == 1)
+        for (; n + ROWS_OF_ONE <= last; n += ROWS_OF_ONE)
+          block<ROWS_OF_ONE, 1, lines(ROWS_OF_ONE, 1)>(n, m);
+      for (; n + ROWS <= last; n += ROWS) rows<ROWS>(n, m, end);
+      for (; n < last; n++)
+        for (int64_t i = m; i < end; i++) block<1, 1, 0>(n, i);
+    }
+  }
+};
+
+// To the nearest number of bfloat16, ties to even.
+uint16_t rounded_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x != x) return (bits >> 16) | 0x40;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// A row of x as the products want it: padded with zeros, rounded where the weights are bfloat16.
+template <class Input>
+void prepare(Input* to, const float* from, int count) {
+  int padded = round_up(count, STEP);
+  if constexpr (sizeof(Input) == sizeof(uint16_t)) {
+    for (int i = 0; i < padded; i++) to[i] = i < count ? rounded_bits(from[i]) : 0;
+  } else {
+    arrange<Type>(to, from, count, 1.0f);
+    for (int i = 0; i < padded && ROUNDS<Type>; i++) {
+      uint32_t bits = (uint32_t)rounded_bits(to[i]) << 16;
+      memcpy(to + i, &bits, sizeof bits);
+    }
+  }
+}
+
+// All rows of x so; freed by whoever asks. None if there is no memory.
+Form::Input* prepare_all(const float* from, int64_t M, int K, ptrdiff_t stride) {
+  auto* to = (Form::Input*)malloc(M * stride * sizeof(Form::Input));
+  for (int64_t m = 0; to && m < M; m++) prepare(to + m * stride, from + m * K, K);
+  return to;
+}
+
+}  // namespace

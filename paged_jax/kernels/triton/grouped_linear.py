@@ -1,0 +1,154 @@
+"""Products of rows with the weights of their groups on NVIDIA GPUs: Pallas through Triton.
+
+Rows are sorted by group, and groups are divided into tiles of rows, the last of which may be short.
+A program multiplies one tile by some rows of the weight of its group::
+
+    rows of x        a a a a a | b b | d d d d d d d . .      of groups a, b and d; two of none
+    tiles            0 0 0 0 1   2 2   3 3 3 3 4 4 4
+    programs         (tile, rows of w[group])                 of weights of group c none are read
+
+Like the parts of `schedule`, the tiles follow from the sizes of the groups in registers: no list of
+them lies in memory. There are as many programs as there can be tiles; those without one end at
+once. Programs that run beside each other have tiles that follow each other, and read the same rows
+of a weight if those are of one group, from the second-level cache.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.triton import pallas, tiles, tuning
+from paged_jax.kernels.triton.pallas import pallas_call, plgpu
+
+# Offsets of numbers are counted in int32.
+_MAX_NUMBERS = 2**31 - 1
+
+
+class Tiling(NamedTuple):
+    """How one program multiplies.
+
+    Attributes:
+      rows: rows of x.
+      outputs: rows of a weight.
+      inputs: numbers of each that a loop step reads.
+      num_warps: warps of 32 threads.
+      num_stages: loop steps whose loads are in flight at once.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def refusal(x: Any, w: Any) -> str | None:
+    """Why the kernel cannot multiply arrays of such shapes and types, or None if it can."""
+    if (why_not := pallas.refusal()) is not None:
+        return why_not
+    if w.dtype.name not in tiles.FLOATING:
+        return f"its weights are {', '.join(tiles.FLOATING)}, not {w.dtype}"
+    if max(x.size, w.size) > _MAX_NUMBERS:
+        return f"it counts numbers in int32, and the weights have {w.size}"
+    return None
+
+
+def choose_tiling(num_rows: int, num_groups: int, num_outputs: int, dtype: Any) -> Tiling:
+    """The tiles for a call: a rule, not a measurement.
+
+    Few rows of a group are bound by the bytes of the weights: small tiles, so that there are
+    programs for all multiprocessors, and many loads in flight. Many are bound by arithmetic.
+
+    Args:
+      num_rows, num_groups: R and X.
+      num_outputs: rows of a weight.
+      dtype: type of the weights.
+    """
+    inputs = 128 // jnp.dtype(dtype).itemsize  # a line of the cache
+    rows_of_group = num_rows / num_groups
+    if rows_of_group < 32 or dtype == jnp.float32:
+        programs = min(num_rows, num_groups) * num_outputs / 64
+        outputs = 64 if programs >= 2 * tuning.device().num_cores else 32
+        return Tiling(16, outputs, inputs, num_warps=4, num_stages=4)
+    if rows_of_group < 128:
+        return Tiling(64, 128, inputs, num_warps=4, num_stages=3)
+    return Tiling(128, 128, inputs, num_warps=8, num_stages=3)
+
+
+@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
+def grouped_linear(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    tiling: Tiling | None = None,
+    interpret: Interpret = False,
+) -> jax.Array:
+    """See `paged_jax.kernels.grouped_linear`; what is in rows of no group is not defined."""
+    (R, _), (X, N, _) = x.shape, w.shape
+    if tiling is None:
+        tiling = choose_tiling(R, X, N, w.dtype)
+    # Each group but R / rows of them has a short tile at most.
+    num_tiles = R // tiling.rows + min(R, X)
+    call = pallas_call(
+        functools.partial(_kernel, tiling=tiling),
+        out_shape=jax.ShapeDtypeStruct((R, N), jnp.float32),
+        grid=(num_tiles, pl.cdiv(N, tiling.outputs)),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages
+        ),
+        interpret=interpret,
+        name="grouped_linear",
+    )
+    return call(x.astype(w.dtype), w, group_sizes)
+
+
+def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Tiling) -> None:
+    (R, K), (_, N, _) = x_ref.shape, w_ref.shape
+    group, rows, is_row = _find_tile(sizes_ref, pl.program_id(0), tiling.rows)
+    outputs = pl.program_id(1) * tiling.outputs + jnp.arange(tiling.outputs, dtype=jnp.int32)
+    is_row, is_output = is_row & (rows < R), outputs < N
+
+    def load(ref: Any, place: tuple[jax.Array, ...], mask: jax.Array, step: jax.Array) -> jax.Array:
+        inputs = step * tiling.inputs + jnp.arange(tiling.inputs, dtype=jnp.int32)
+        if K % tiling.inputs:
+            mask = mask & (inputs < K)[None]
+        return plgpu.load(ref.at[(*place, inputs[None])], mask=mask, other=0.0)
+
+    def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
+        x = load(x_ref, (rows[:, None],), is_row[:, None], step)
+        w = load(w_ref, (group, outputs[:, None]), is_output[:, None], step)
+        return total + tiles.dot(x, w.T)
+
+    @pl.when(group < w_ref.shape[0])
+    def _():
+        total = jnp.zeros((tiling.rows, tiling.outputs), jnp.float32)
+        total = lax.fori_loop(0, pl.cdiv(K, tiling.inputs), multiply, total)
+        mask = is_row[:, None] & is_output[None]
+        plgpu.store(out_ref.at[rows[:, None], outputs[None]], total, mask=mask)
+
+
+def _find_tile(
+    sizes_ref: Any, tile: jax.Array, tile_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The group of a tile, its rows i32 ``[tile_rows]``, and which of them are the group's.
+
+    Where there is no such tile, the group is past the last one.
+    """
+    X = sizes_ref.shape[0]
+    groups = jnp.arange(pl.next_power_of_2(X), dtype=jnp.int32)
+    sizes = plgpu.load(sizes_ref.at[groups], mask=groups < X, other=0)
+    ends = jnp.cumsum(tiles.divide(sizes + tile_rows - 1, tile_rows), dtype=jnp.int32)
+    is_before = ends <= tile
+    group = jnp.sum(is_before, dtype=jnp.int32)
+    begin = jnp.sum(jnp.where(is_before, sizes, 0), dtype=jnp.int32)
+    end = begin + jnp.sum(jnp.where(groups == group, sizes, 0), dtype=jnp.int32)
+    index = tile - jnp.max(jnp.where(is_before, ends, 0))
+    rows = begin + index * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
+    # Past the last group there may be groups that only pad the vector: then X is no group either.
+    return jnp.where(tile < jnp.max(ends), group, X), rows, rows < end

@@ -1,0 +1,148 @@
+"""`grouped_linear` on all its backends: values, gradients, and what must not be read.
+
+Weights of groups without rows, and rows of no group, are NaN throughout.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels import grouped_linear
+from tests.support.compiler import needs_compiler
+from tests.support.covering import all_pairs
+
+# Sizes of groups, of which one at least is empty, and rows of no group behind them.
+SIZES = {
+    "one row": ((0, 1, 0), 0),
+    "few": ((3, 0, 7, 1, 0), 2),
+    "nobody": ((0, 0), 3),
+    "many": ((70, 1, 0, 16, 33, 0, 17), 11),
+}
+FORMS = {
+    "default": {},
+    "xla": {"backend": "xla"},
+    "triton": {"backend": "triton", "interpret": True},
+    "mosaic_tpu": {"backend": "mosaic_tpu", "interpret": True},
+}
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
+
+
+def problem(sizes, num_inputs, num_outputs, dtype):
+    """Rows, weights and sizes of groups; what nobody may read is NaN."""
+    rng = np.random.default_rng(0)
+    sizes, others = sizes
+    x = rng.normal(size=(sum(sizes) + others, num_inputs)).astype(np.float32)
+    x[sum(sizes) :] = np.nan
+    w = rng.normal(size=(len(sizes), num_outputs, num_inputs))
+    w[np.array(sizes) == 0] = np.nan
+    return x, jnp.asarray(w, dtype), jnp.asarray(sizes, jnp.int32)
+
+
+def oracle(x, w, sizes):
+    """The products in float64, and the sums of their terms' sizes."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    out, scale = np.zeros((2, len(x), w.shape[1]))
+    for row, owner in enumerate(owners):
+        out[row], scale[row] = w[owner] @ x[row], np.abs(w[owner]) @ np.abs(x[row])
+    return out, scale
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "form", "dtype"),
+    [
+        tuple(row.values())
+        for row in all_pairs(
+            {
+                "sizes": list(SIZES),
+                "shape": [(7, 5), (64, 33), (130, 72)],
+                "form": list(FORMS),
+                "dtype": list(TOLERANCE),
+            }
+        )
+        if (row["form"], row["dtype"]) != ("mosaic_tpu", "float16")  # has none
+    ],
+)
+def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
+    x, w, group_sizes = problem(SIZES[sizes], *shape, dtype)
+    out = jax.jit(functools.partial(grouped_linear, **FORMS[form]))(x, w, group_sizes)
+    assert out.dtype == jnp.float32
+    want, scale = oracle(x, w, group_sizes)
+    assert (np.abs(np.asarray(out) - want) <= TOLERANCE[dtype] * scale).all()
+
+
+@pytest.mark.parametrize("form", ["default", "triton"])
+def test_grouped_linear_is_differentiable(form) -> None:
+    x, w, group_sizes = problem(SIZES["few"], 9, 6, "float32")
+    x, w = jnp.nan_to_num(x), jnp.nan_to_num(w)
+    weights = np.random.default_rng(1).normal(size=(x.shape[0], 6))
+
+    def loss(x, w):
+        return jnp.sum(grouped_linear(x, w, group_sizes, **FORMS[form]) * weights)
+
+    dx, dw = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    owners = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    want_dx, want_dw = np.zeros(x.shape), np.zeros(w.shape)
+    for row, owner in enumerate(owners):
+        want_dx[row] = weights[row] @ np.asarray(w[owner], np.float64)
+        want_dw[owner] += np.outer(weights[row], x[row])
+    np.testing.assert_allclose(dx, want_dx, atol=1e-5)
+    np.testing.assert_allclose(dw, want_dw, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_linear_on_cpu_gives_a_row_the_same_bits_beside_any_others(dtype) -> None:
+    x, w, group_sizes = problem(SIZES["many"], 130, 72, dtype)
+    together = np.asarray(jax.jit(grouped_linear)(x, w, group_sizes))
+    alone = jax.jit(grouped_linear)
+    for row, group in ((0, 0), (69, 0), (70, 1), (100, 4)):
+        one = alone(x[row : row + 1], w, jnp.zeros_like(group_sizes).at[group].set(1))
+        np.testing.assert_array_equal(one[0], together[row])
+
+
+@needs_compiler
+def test_grouped_linear_on_cpu_reads_weights_in_their_stack() -> None:
+    x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
+    stack = jnp.stack([jnp.full_like(w, jnp.nan), w])
+
+    @jax.jit
+    def product(x, stack, layer):
+        return grouped_linear(x, stack[layer], group_sizes, stack=(stack, layer))
+
+    compiled = product.lower(x, stack, jnp.int32(1)).compile()
+    want = jax.jit(grouped_linear)(x, w, group_sizes)
+    np.testing.assert_array_equal(compiled(x, stack, jnp.int32(1)), want)
+    assert compiled.memory_analysis().temp_size_in_bytes < w.nbytes / 2
+
+
+@pytest.mark.parametrize("form", ["default", "xla"])
+def test_grouped_linear_multiplies_by_no_other_weights(form) -> None:
+    """Counted by XLA: a tile of rows and one weight, not all rows and all weights."""
+    sizes = jax.ShapeDtypeStruct((32,), jnp.int32)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 64), (32, 128, 64)))
+    lowered = jax.jit(functools.partial(grouped_linear, **FORMS[form])).lower(x, w, sizes)
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 32 * 128 * 64 * 4 / 4
+    assert compiled.cost_analysis().get("flops", 0) < 2 * 32 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "sizes", "message"),
+    [
+        ((3, 4), (2, 5, 6), (2,), "x must be"),
+        ((0, 4), (2, 5, 4), (2,), "R > 0"),
+        ((3, 4), (2, 5, 4), (3,), "group_sizes must have shape"),
+    ],
+)
+def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        grouped_linear(jnp.ones(x), jnp.ones(w), jnp.ones(sizes, jnp.int32))
+
+
+def test_grouped_linear_refuses_int8() -> None:
+    with pytest.raises(ValueError, match="got int8"):
+        grouped_linear(jnp.ones((3, 4)), jnp.ones((2, 5, 4), jnp.int8), jnp.ones(2, jnp.int32))
