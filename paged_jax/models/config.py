@@ -14,7 +14,25 @@ from paged_jax.models.json_file import read_json
 from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING, LayerGroup, group_layers
 from paged_jax.models.rope_scaling import RopeScaling
 
-_DTYPES = ("float32", "bfloat16", "float16")
+# The values of fields that name a kind.
+_CHOICES = {
+    "qk_norm_scope": ("head", "projection"),
+    "norm_placement": ("pre", "sandwich", "post", "parallel"),
+    "norm_type": ("rms", "layer"),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
+_FACTORS = (
+    "rms_norm_eps",
+    "rope_theta",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logit_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+_OPTIONAL = ("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -38,6 +56,20 @@ class LlamaConfig:
     ``layer_types`` names, for each layer, ``"full_attention"`` or ``"sliding_attention"``, those
     with the `sliding_window`; empty where all layers attend alike, and then the window, if there is
     one, is that of all.
+
+    Switches, of which the defaults are Llama's:
+
+    - ``norm_placement``: ``"pre"``, before attention and the MLP; ``"sandwich"``, after each too;
+      ``"post"``, only after; ``"parallel"``, one for both, side by side. ``norm_type``: ``"rms"``
+      or ``"layer"``, and a norm multiplies by ``norm_offset + weight``.
+    - ``qk_norm``: queries and keys are normed, over a ``"head"`` or the whole ``"projection"``
+      (``qk_norm_scope``).
+    - ``hidden_act``: that of the gate, ``"silu"``, ``"gelu"`` or ``"gelu_pytorch_tanh"``.
+    - ``embedding_multiplier`` (rounded to the type of the weights), ``residual_multiplier`` (of
+      what attention and MLP add) and ``logit_scale`` are factors; ``attention_multiplier`` is that
+      of the scores, by default ``head_dim ** -0.5``.
+    - ``attn_logit_softcapping``, ``final_logit_softcapping``: scores and logits become
+      ``cap * tanh(x / cap)``.
 
     Raises:
       ValueError: sizes that do not fit together.
@@ -64,6 +96,17 @@ class LlamaConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    qk_norm_scope: str = "head"
+    norm_placement: str = "pre"
+    norm_type: str = "rms"
+    norm_offset: float = 0.0
+    hidden_act: str = "silu"
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
@@ -88,8 +131,10 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"LlamaConfig: head_dim must be even, got {self.head_dim}.")
-        for field in ("rms_norm_eps", "rope_theta"):
+        for field in _FACTORS:
             value = getattr(self, field)
+            if value is None and field in _OPTIONAL:
+                continue
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ValueError(f"LlamaConfig: {field} must be positive, got {value!r}.")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -97,10 +142,12 @@ class LlamaConfig:
                 f"LlamaConfig: sliding_window must be positive or null, got {self.sliding_window}."
             )
         self._check_layer_types()
-        if self.dtype not in _DTYPES:
-            raise UnsupportedConfigError(
-                f"LlamaConfig: dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}."
-            )
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise UnsupportedConfigError(
+                    f"LlamaConfig: {field} must be one of {', '.join(choices)}, got "
+                    f"{getattr(self, field)!r}."
+                )
 
     def _check_layer_types(self) -> None:
         if not self.layer_types:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paged_jax.kernels.rope import rms_norm, split_and_rotate
+from paged_jax.kernels.rope import rms_norm, rotate, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
+from paged_jax.models.mlp import add_mlp, mlp
+from paged_jax.models.norms import NORMS, effective_weight, initial_weight, norm
 from paged_jax.models.part import Part
 from paged_jax.models.weight import add_matrix, float_type, get_matrix
 
@@ -70,7 +72,15 @@ Attend = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention and gated MLP, each behind an RMS norm and a residual.
+    """One decoder layer: attention and a gated MLP, each with norms and a residual.
+
+    A layer has the norms of `norms.NORMS` that its config places::
+
+        normed = input_norm(x)
+        x = x + attention_out_norm(attention(normed))
+        x = x + mlp_out_norm(mlp(post_attention_norm(x)))
+
+    or, in parallel, ``x + attention(normed) + mlp(normed)``.
 
     Weights are ``[out, in]``, where `out` may be several dimensions. Queries, keys and values are
     one matrix, and so are the gate and the up projection: fewer and larger products, one read of
@@ -93,7 +103,7 @@ class Layer(nnx.Module):
     def __init__(
         self, config: LlamaConfig, *, dtype: Any, part: Part | None = None, rngs: nnx.Rngs
     ):
-        E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+        E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         qkv_heads = (K, H // K + 2, D)
         float_dtype = float_type(dtype, config)
@@ -109,19 +119,20 @@ class Layer(nnx.Module):
 
         self.config = config
         self.part = part
-        self.input_norm = nnx.Param(jnp.ones(E, float_dtype))
+        for name in NORMS[config.norm_placement]:
+            setattr(self, name, nnx.Param(initial_weight(config, (E,), float_dtype)))
         matrix("qkv_proj", *qkv_heads, E)
         matrix("o_proj", E, H * D, init=to_residual)
-        self.post_attention_norm = nnx.Param(jnp.ones(E, float_dtype))
-        matrix("gate_up_proj", 2, F, E)
-        matrix("down_proj", E, F, init=to_residual)
+        add_mlp(config, matrix, to_residual)
         if config.qkv_bias:
             self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, float_dtype))
         if config.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(E, float_dtype))
         if config.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones(D, float_dtype))
-            self.k_norm = nnx.Param(jnp.ones(D, float_dtype))
+            is_whole = config.qk_norm_scope == "projection"
+            q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
+            self.q_norm = nnx.Param(initial_weight(config, q_shape, float_dtype))
+            self.k_norm = nnx.Param(initial_weight(config, k_shape, float_dtype))
 
     def __call__(
         self,
@@ -141,32 +152,54 @@ class Layer(nnx.Module):
         """
 
         def apply(name: str, x: jax.Array) -> jax.Array:
-            matrix = get_matrix(self, name, self.input_norm[...].dtype, stack, index)
+            matrix = get_matrix(self, name, self._float_dtype, stack, index)
             return linear(x, matrix, backend=backend)
 
-        eps = self.config.rms_norm_eps
-        qkv = apply("qkv_proj", rms_norm(x, self.input_norm[...], eps))
-        out, carry = attend(index, self._projection(qkv, cos, sin), carry)
+        normed = self._norm("input_norm", x)
+        out, carry = attend(index, self._heads(apply("qkv_proj", normed), cos, sin), carry)
         out = self._add_up(apply("o_proj", out.reshape(*x.shape[:-1], -1)))
-        x = x + (_add_bias(out, self.o_bias[...]) if self.config.o_bias else out)
-        hidden = apply("gate_up_proj", rms_norm(x, self.post_attention_norm[...], eps))
-        gate, up = hidden[..., 0, :], hidden[..., 1, :]
-        return x + self._add_up(apply("down_proj", jax.nn.silu(gate) * up)), carry
+        if self.config.o_bias:
+            out = _add_bias(out, self.o_bias[...])
+        out = self._scale(self._norm("attention_out_norm", out))
+        x = x + out
+        if self.config.norm_placement != "parallel":
+            normed = self._norm("post_attention_norm", x)
+        return x + self._mlp(apply, normed), carry
+
+    @property
+    def _float_dtype(self) -> Any:
+        return getattr(self, NORMS[self.config.norm_placement][0]).dtype
+
+    def _mlp(self, apply: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        out = self._add_up(mlp(self.config, apply, x))
+        return self._scale(self._norm("mlp_out_norm", out))
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        """One of `NORMS`, or nothing where the layer has none there."""
+        weight = getattr(self, name, None)
+        return x if weight is None else norm(self.config, x, weight[...])
+
+    def _scale(self, out: jax.Array) -> jax.Array:
+        factor = self.config.residual_multiplier
+        return out if factor == 1 else out * factor
 
     def _add_up(self, out: jax.Array) -> jax.Array:
         return out if self.part is None else self.part.add_up(out)
 
-    def _projection(self, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Projection:
+    def _heads(self, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Projection | Heads:
+        """What attention is given: the projection, unless heads are normed together."""
         config = self.config
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
-        return Projection(
-            qkv=qkv,
-            cos=cos,
-            sin=sin,
-            norms=(self.q_norm[...], self.k_norm[...]) if config.qk_norm else None,
-            norm_eps=config.rms_norm_eps,
-        )
+        sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
+        norms = None
+        if config.qk_norm:
+            q_norm, k_norm = self.q_norm[...], self.k_norm[...]
+            norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
+            if config.qk_norm_scope == "projection":
+                q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps)
+                return Heads(rotate(q, cos, sin), rotate(k, cos, sin), v, sm_scale, soft_cap)
+        return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap)
 
 
 def causal_attention(windows: Sequence[int | None]) -> Attend:
@@ -218,6 +251,21 @@ def _masked_attention(
         scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
     weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
     return jnp.einsum("bkgtn,bnkd->btkgd", weights_BKGTN, v).reshape(B, T, H, D)
+
+
+def _norm_and_split(
+    qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries ``[..., H, D]`` and keys ``[..., K, D]``, all heads of a token normed as one row, and
+    values, from ``[..., K, G + 2, D]`` with weights ``[K, G, D]`` and ``[K, D]``."""
+    *rows, K, width, D = qkv.shape
+
+    def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
+        row = rms_norm(x.reshape(*rows, -1), weight.reshape(-1), eps)
+        return row.reshape(*rows, -1, D)
+
+    q, k, v = qkv[..., : width - 2, :], qkv[..., width - 2, :], qkv[..., width - 1, :]
+    return normed(q, q_weight), normed(k, k_weight), v
 
 
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

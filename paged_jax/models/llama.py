@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from paged_jax.kernels.rope import rms_norm
 from paged_jax.models import loading
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up, take_rows
 from paged_jax.models.layer import Attend, Layer, causal_attention
 from paged_jax.models.linear import linear
+from paged_jax.models.norms import initial_weight, norm
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.part import Part
 from paged_jax.models.rope import inverse_frequencies, rotations
@@ -30,7 +30,7 @@ from paged_jax.models.weight import (
 
 
 class Llama(PagedModel):
-    """A Llama-family decoder (Llama, Mistral, Qwen2, Qwen3) with or without a paged KV cache.
+    """A decoder of one of the families in `families.FAMILIES`, with or without a paged KV cache.
 
     What goes through the cache, `prefill`, `score`, `decode`, `create_cache`, is `PagedModel`'s.
 
@@ -89,7 +89,7 @@ class Llama(PagedModel):
             self.layers = stack(rngs)
         else:
             self.layers = nnx.List(layer(rngs=rngs) for _ in range(config.num_hidden_layers))
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, floats))
+        self.norm = nnx.Param(initial_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
             add_matrix(self, "lm_head", normal(rngs.params(), table, floats), dtype)
 
@@ -109,7 +109,7 @@ class Llama(PagedModel):
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x, _ = self._run_layers(
-            take_rows(_table(self, "embed_tokens"), token_ids),
+            self._scaled(take_rows(_table(self, "embed_tokens"), token_ids)),
             positions,
             causal_attention(self.config.windows),
             (),
@@ -169,15 +169,19 @@ class Llama(PagedModel):
     ) -> tuple[jax.Array, Any]:
         """Run the layers, see `PagedModel`."""
         find = look_up if self.part is None else self.part.look_up
-        x = find(_table(self, "embed_tokens"), token_ids)
+        x = self._scaled(find(_table(self, "embed_tokens"), token_ids))
         return self._run_layers(x, positions, attend, carry, backend)
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
         """Score what follows rows of the hidden states, see `PagedModel`."""
         head = _table(self, "embed_tokens" if self.config.tie_word_embeddings else "lm_head")
-        normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        logits = linear(normed, head, backend=backend)
-        return logits if self.part is None else self.part.gather(logits)
+        logits = linear(norm(self.config, x, self.norm[...]), head, backend=backend)
+        if self.part is not None:
+            logits = self.part.gather(logits)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @property
     def float_dtype(self) -> Any:
@@ -188,6 +192,14 @@ class Llama(PagedModel):
     def weight_dtype(self) -> Any:
         """The type of the matrices: that of the floats, or int8."""
         return weight_dtype(self)
+
+    def _scaled(self, embeddings: jax.Array) -> jax.Array:
+        """Rows of the embedding table as the first layer takes them."""
+        factor = self.config.embedding_multiplier
+        if factor == 1:
+            return embeddings
+        # Gemma was trained with its factor in bfloat16.
+        return embeddings * jnp.asarray(factor, self.float_dtype).astype(jnp.float32)
 
     def _run_layers(
         self,
