@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,10 +19,9 @@ from tests.support.decode_step import (
     QWEN_3_1B7,
     SMOLLM2_135M,
     DecodeStep,
-    EngineDecode,
-    ParallelDecode,
     PrefillStep,
 )
+from tests.support.engine_step import EngineStep
 from tests.support.kernel_cases import Case
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
@@ -118,24 +117,25 @@ GPU_UPDATES: Mapping[str, Case] = {
 }
 
 
+_Step = TypeVar("_Step", DecodeStep, EngineStep)
+
+
 def _layers_of(
     config: LlamaConfig,
-    step: type[DecodeStep],
+    step: type[_Step],
     *,
     num_layers: int = 2,  # which have every kernel that all of them have
     pool_gigabytes: float = 2,
     **changes,
-) -> DecodeStep:
+) -> _Step:
     config = dataclasses.replace(config, num_hidden_layers=num_layers)
     return step(config, pool_gigabytes=pool_gigabytes, scan_layers=False, **changes)
 
 
-GPU_STEPS: Mapping[str, DecodeStep] = {
+GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
     # Of 141 GB, 3 of them weights.
-    "engine with full pools": _layers_of(
-        LLAMA_3_8B, EngineDecode, num_layers=4, pool_gigabytes=110
-    ),
+    "engine with full pools": _layers_of(LLAMA_3_8B, EngineStep, num_layers=4, pool_gigabytes=110),
     "step, products undivided": _layers_of(LLAMA_3_8B, DecodeStep, num_layers=4),
     "step, int8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="int8"),
     "step, fp8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="float8_e4m3fn"),
@@ -148,8 +148,8 @@ GPU_STEPS: Mapping[str, DecodeStep] = {
 }
 
 # Programs of several devices, whose pools are of each.
-GPU_PARALLEL: Mapping[str, ParallelDecode] = {
-    "parallel step of Llama 3 8B": ParallelDecode(
+GPU_PARALLEL: Mapping[str, EngineStep] = {
+    "parallel step of Llama 3 8B": EngineStep(
         dataclasses.replace(LLAMA_3_8B, num_hidden_layers=4),
         pool_gigabytes=40,
         scan_layers=False,
@@ -164,7 +164,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
 
-GPU_CASES: Mapping[str, Case | DecodeStep] = {
+GPU_CASES: Mapping[str, Case | DecodeStep | EngineStep] = {
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS, **GPU_PARALLEL
 }  # fmt: skip
 
@@ -235,26 +235,31 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
 
 # 70B in bfloat16 do not fit eight chips of 16 GB; sixteen are more than it has KV heads. Few
 # sequences, as to choose the tokens of 64 takes 242 MB on every chip (jax 0.12.0.1).
-TPU_PARALLEL: Mapping[str, Mapping[str, ParallelDecode]] = {
+TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
     "v5e": {
-        "parallel step of Llama 3 70B": ParallelDecode(
+        "parallel step of Llama 3 70B": EngineStep(
             LLAMA_3_70B,
             pool_gigabytes=5,
             batch=8,
             block_size=128,
-            max_blocks_per_slot=64,
+            scan_layers=True,
             num_devices=16,
             topology="v5e:4x4",
         )
     },
     "v6e": {
-        "parallel step of Llama 3 8B": ParallelDecode(
-            LLAMA_3_8B, pool_gigabytes=26, batch=32, num_devices=4, topology="v6e:2x2"
+        "parallel step of Llama 3 8B": EngineStep(
+            LLAMA_3_8B,
+            pool_gigabytes=26,
+            batch=32,
+            scan_layers=True,
+            num_devices=4,
+            topology="v6e:2x2",
         )
     },
 }
 
-TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep]] = {
+TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep | EngineStep]] = {
     generation: {
         **TPU_ATTENTION,
         **TPU_RAGGED,

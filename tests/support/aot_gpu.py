@@ -42,7 +42,7 @@ from tests.support.aot_cases import (  # noqa: E402
     OUR_KERNELS,
     count_collectives,
 )
-from tests.support.decode_step import ParallelDecode  # noqa: E402
+from tests.support.engine_step import EngineStep  # noqa: E402
 from tests.support.h200 import H200  # noqa: E402
 
 
@@ -73,8 +73,8 @@ def find_devices(shape: str) -> Any:
 def compile_case(name: str) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = GPU_CASES[name]
-    if isinstance(case, ParallelDecode):
-        lowered = case.lower_over("cuda", find_devices(case.topology))
+    if isinstance(case, EngineStep):
+        lowered = case.lower("cuda", find_devices(case.topology))
     else:
         lowered = case.lower("cuda", SingleDeviceSharding(find_devices("1x1x1")[0]))
     for path in DUMP.iterdir():

@@ -28,7 +28,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from tests.support.aot_cases import TPU_CASES, count_collectives  # noqa: E402
-from tests.support.decode_step import ParallelDecode  # noqa: E402
+from tests.support.engine_step import EngineStep  # noqa: E402
 
 # The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -49,8 +49,8 @@ def find_devices(name: str) -> Any:
 def compile_case(name: str, generation: str) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = TPU_CASES[generation][name]
-    if isinstance(case, ParallelDecode):
-        compiled = case.lower_over("tpu", find_devices(case.topology)).compile()
+    if isinstance(case, EngineStep):
+        compiled = case.lower("tpu", find_devices(case.topology)).compile()
     else:
         device = find_devices(TOPOLOGIES[generation])[0]
         compiled = case.lower("tpu", SingleDeviceSharding(device)).compile()

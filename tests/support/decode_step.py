@@ -6,19 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paged_jax import Llama, PagedCache
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.shards import shard_config, widen_config
-from paged_jax.models.tensor_parallel import AXIS, TensorParallel, parameter_names
-from paged_jax.runner import DecodeState, Sizes, decode_steps
-from paged_jax.runner.placement import Division
-from paged_jax.runner.programs import Call, Structure, list_programs
-from paged_jax.sampling import MAX_LOGPROBS
-from tests.support.kernel_cases import lower, lowering_for
+from paged_jax.runner import DecodeState, decode_steps
+from tests.support.kernel_cases import lower
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -91,11 +84,6 @@ class DecodeStep:
         )
         return int(self.pool_gigabytes * 10**9) // block_bytes
 
-    @property
-    def num_pool_heads(self) -> int:
-        """K, heads that the pools have."""
-        return self.config.num_key_value_heads
-
     def function(self) -> Callable[..., Any]:
         """The step, to be jitted with its second argument donated."""
 
@@ -127,7 +115,7 @@ class DecodeStep:
             lambda: PagedCache.create(
                 num_layers=config.num_hidden_layers,
                 num_blocks=self.num_blocks,
-                num_kv_heads=self.num_pool_heads,
+                num_kv_heads=config.num_key_value_heads,
                 block_size=self.block_size,
                 head_dim=config.head_dim,
                 num_slots=self.batch,
@@ -186,91 +174,6 @@ class DecodeLoop(DecodeStep):
         slots = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         num_steps = jax.ShapeDtypeStruct((), jnp.int32)
         return _placed((self._model(), state, slots, num_steps), sharding)
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineDecode(DecodeLoop):
-    """The program that an engine decodes with on a GPU, its compiler's options included."""
-
-    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
-        """The engine's own program, which donates its state."""
-        graphdef, weights = nnx.split(self._model())
-        arrays, treedef = jax.tree.flatten(weights)
-        structure = Structure(graphdef, treedef, cascade=False, backend=None, platform="gpu")
-        _, state, *args = self.shapes()
-        call = self.call(structure, *args)
-        shapes = _placed((arrays, state, *call.args), sharding)
-        return _lower_call(call, platform, *shapes)
-
-    def call(self, structure: Structure, slots: Any, num_steps: Any) -> Call:
-        """A call of the program, of shapes."""
-        sizes = Sizes(
-            block_size=self.block_size,
-            num_slots=self.batch,
-            max_model_len=self.block_size * self.max_blocks_per_slot,
-            max_chunk=512,
-            max_steps=self.max_steps,
-            num_drafts=0,
-            max_logit_bias=32,
-            max_stop_ids=16,
-        )
-        flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        return list_programs(structure, sizes, MAX_LOGPROBS).decode.call(
-            slots, num_steps, flag, flag
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelDecode(EngineDecode):
-    """The program that an engine decodes with on several devices; `pool_gigabytes` are of each.
-
-    Attributes:
-      num_devices: N.
-      topology: how they are connected, by the name that XLA has for that.
-    """
-
-    num_devices: int = 2
-    topology: str = ""
-
-    @property
-    def num_blocks(self) -> int:
-        shard = shard_config("ParallelDecode", self.config, self.num_devices)
-        return DecodeStep(shard, self.pool_gigabytes, block_size=self.block_size).num_blocks
-
-    @property
-    def num_pool_heads(self) -> int:
-        return widen_config(self.config, self.num_devices).num_key_value_heads
-
-    def lower_over(self, platform: str, devices: Any) -> jax.stages.Lowered:
-        """The engine's own program for these devices, which need only be described."""
-        mesh = Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
-        parallel = TensorParallel(mesh, self.config)
-        assert parallel.num_devices == self.num_devices
-        model = dataclasses.replace(self, config=parallel.wide)._model()
-        leaves, treedef = jax.tree.flatten(nnx.state(model))
-        names = parameter_names(nnx.state(model))
-        specs = tuple(parallel.spec(name, x.ndim) for name, x in zip(names, leaves, strict=True))
-        division = Division(parallel.mesh, specs)
-        graphdef = nnx.graphdef(parallel.model_of_part(model))
-        options = "gpu" if platform == "cuda" else platform
-        structure = Structure(graphdef, treedef, False, None, division, options)
-        _, state, *args = self.shapes()
-        call = self.call(structure, *args)
-        places = [NamedSharding(parallel.mesh, spec) for spec in specs]
-        whole = NamedSharding(parallel.mesh, PartitionSpec())
-        return _lower_call(
-            call,
-            platform,
-            jax.tree.map(_place, leaves, places),
-            jax.tree.map(_place, state, division.shardings(state)),
-            *_placed(call.args, whole),
-        )
-
-
-def _lower_call(call: Call, platform: str, *shapes: Any) -> jax.stages.Lowered:
-    with lowering_for(platform):
-        traced = call.program.trace(*shapes, **call.static)
-        return traced.lower(lowering_platforms=(platform,))
 
 
 def _place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,197 @@
+"""Programs of an engine for devices that need only be described, from shapes alone."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from paged_jax import Llama
+from paged_jax.engine.memory_plan import MemoryPlan
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.paged_model import create_cache
+from paged_jax.models.shards import widen_config
+from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
+from paged_jax.runner import DecodeState, Sizes
+from paged_jax.runner.placement import Division
+from paged_jax.runner.programs import Call, Structure, list_programs
+from paged_jax.sampling import MAX_LOGPROBS
+from tests.support.kernel_cases import lowering_for
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStep:
+    """A program that an engine runs on one device or several, its compiler's options included.
+
+    Attributes:
+      config: configuration of the whole model.
+      pool_gigabytes: about what each device has of K and V.
+      block_size: C.
+      batch: S, slots, all of which decode.
+      max_model_len: most tokens of a slot.
+      scan_layers: whether layers are stacked.
+      dtype, pool_dtype: types of the weights, and of K and V.
+      num_devices: N.
+      topology: how they are connected, by the name that XLA has for that.
+      program: ``"decode"`` of all slots, or ``"prefill"`` of one chunk.
+    """
+
+    config: LlamaConfig
+    pool_gigabytes: float
+    block_size: int = 16
+    batch: int = 64
+    max_model_len: int = 8192
+    scan_layers: bool = False
+    dtype: str = "bfloat16"
+    pool_dtype: str = "bfloat16"
+    num_devices: int = 1
+    topology: str = "1x1x1"
+    program: str = "decode"
+
+    @classmethod
+    def of_plan(cls, plan: MemoryPlan, **changes: Any) -> "EngineStep":
+        """The program of the engine that was planned, with all blocks that it would have."""
+        return cls(
+            plan.config,
+            # Half a block more, whatever the rounding.
+            (plan.num_engine_blocks + 0.5) * plan.footprint.block / 1e9,
+            block_size=plan.sizes.block_size,
+            batch=plan.sizes.num_slots,
+            max_model_len=plan.sizes.max_model_len,
+            scan_layers=plan.platform == "tpu",  # as the engine has them there
+            dtype=plan.dtype,
+            pool_dtype=plan.kv_dtype,
+            num_devices=plan.num_devices,
+            **changes,
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        """What shapes the program, besides the number of blocks."""
+        return Sizes(
+            block_size=self.block_size,
+            num_slots=self.batch,
+            max_model_len=self.max_model_len,
+            max_chunk=512,
+            max_steps=8,
+            num_drafts=0,
+            max_logit_bias=32,
+            max_stop_ids=16,
+        )
+
+    @property
+    def wide(self) -> LlamaConfig:
+        """The configuration with at least as many KV heads as devices."""
+        return widen_config(self.config, self.num_devices)
+
+    def lower(self, platform: str, devices: Any) -> jax.stages.Lowered:
+        """The program for ``"cuda"`` or ``"tpu"``, with its state donated."""
+        devices, state = list(devices), self._state(platform)
+        assert len(devices) == self.num_devices, len(devices)
+        options = "gpu" if platform == "cuda" else platform
+        if self.num_devices == 1:
+            weights, treedef, graphdef = _split(self._model(self.config))
+            place = SingleDeviceSharding(devices[0])
+            structure = Structure(graphdef, treedef, False, None, platform=options)
+            places = place, place, place
+        else:
+            parallel = TensorParallel.over(
+                "EngineStep", Mesh(np.asarray(devices), "x"), self.config
+            )
+            weights, structure = self._divided(parallel, options)
+            assert structure.division is not None
+            places = (
+                [NamedSharding(parallel.mesh, spec) for spec in structure.division.weights],
+                structure.division.shardings(state),
+                NamedSharding(parallel.mesh, PartitionSpec()),
+            )
+        call = self._call(structure)
+        shapes = map(_placed, (weights, state, call.args), places)
+        weights, state, args = shapes
+        with lowering_for(platform):
+            traced = call.program.trace(weights, state, *args, **call.static)
+            return traced.lower(lowering_platforms=(platform,))
+
+    def num_blocks(self, platform: str) -> int:
+        """P, blocks of the pools that take so many bytes of each device."""
+        low, high = 1, 2
+        while self._pool_bytes(high, platform) <= self.pool_gigabytes * 10**9:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._pool_bytes(middle, platform) <= self.pool_gigabytes * 10**9
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def _pool_bytes(self, num_blocks: int, platform: str) -> int:
+        pools = self._cache(num_blocks, platform).pools
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools)) // self.num_devices
+
+    def _cache(self, num_blocks: int, platform: str) -> Any:
+        return jax.eval_shape(
+            lambda: create_cache(
+                self.wide,
+                num_slots=self.batch,
+                max_length=self.max_model_len,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                dtype=self.pool_dtype,
+                platform="gpu" if platform == "cuda" else platform,
+            )
+        )
+
+    def _state(self, platform: str) -> DecodeState:
+        cache, sizes = self._cache(self.num_blocks(platform), platform), self.sizes
+        create = functools.partial(
+            DecodeState.create,
+            vocab_size=self.config.vocab_size,
+            max_logit_bias=sizes.max_logit_bias,
+            max_stop_ids=sizes.max_stop_ids,
+            max_forced=sizes.max_forced,
+        )
+        return jax.eval_shape(create, cache)
+
+    def _model(self, config: LlamaConfig) -> Llama:
+        make = functools.partial(
+            Llama, config, dtype=self.dtype, scan_layers=self.scan_layers and config.can_scan_layers
+        )
+        return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+
+    def _divided(self, parallel: TensorParallel, platform: str) -> tuple[list[Any], Structure]:
+        """The weights of all devices together as programs read them, and the structure of those."""
+        padded = parallel.shard.vocab_size * self.num_devices
+        whole = self._model(dataclasses.replace(parallel.wide, vocab_size=padded))
+        weights, treedef, _ = _split(whole)
+        names = parameter_names(nnx.state(whole))
+        specs = tuple(parallel.spec(name, x.ndim) for name, x in zip(names, weights, strict=True))
+        graphdef = nnx.graphdef(parallel.model_of_part(self._model(self.config)))
+        division = Division(parallel.mesh, specs)
+        return weights, Structure(graphdef, treedef, False, None, division, platform)
+
+    def _call(self, structure: Structure) -> Call:
+        programs, sizes = list_programs(structure, self.sizes, MAX_LOGPROBS), self.sizes
+        slots = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        if self.program == "decode":
+            flag = jax.ShapeDtypeStruct((), jnp.bool_)
+            num_steps = jax.ShapeDtypeStruct((), jnp.int32)
+            return programs.decode.call(slots, num_steps, flag, flag)
+        token_ids = jax.ShapeDtypeStruct((1, sizes.max_chunk), jnp.int32)
+        row = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return programs.prefill.call(token_ids, row, row)
+
+
+def _split(model: Llama) -> tuple[list[Any], Any, Any]:
+    graphdef, state = nnx.split(model)
+    return *jax.tree.flatten(state), graphdef
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    if isinstance(places, jax.sharding.Sharding):
+        places = jax.tree.map(lambda _: places, shapes)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
