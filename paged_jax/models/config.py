@@ -12,6 +12,8 @@ from paged_jax.models.config_json import read_fields
 from paged_jax.models.families import FAMILIES, Family, UnsupportedConfigError
 from paged_jax.models.json_file import read_json
 from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING, LayerGroup, group_layers
+from paged_jax.models.rope import Rope
+from paged_jax.models.rope_json import write_rope
 from paged_jax.models.rope_scaling import RopeScaling
 
 # The values of fields that name a kind.
@@ -57,6 +59,12 @@ class LlamaConfig:
     with the `sliding_window`; empty where all layers attend alike, and then the window, if there is
     one, is that of all.
 
+    `rope_theta` and `rope_scaling` are those of all layers, but for those with a window where
+    `rope_local_base_freq` is set: that is their base, and nothing scales their frequencies.
+    ``rope_layers`` says of each layer whether it rotates; empty where all do. Of each head the
+    first `partial_rotary_factor` rotates, in pairs that lie in a checkpoint half of it apart or,
+    if `rope_interleaved`, side by side. See `ropes`.
+
     Switches, of which the defaults are Llama's:
 
     - ``norm_placement``: ``"pre"``, before attention and the MLP; ``"sandwich"``, after each too;
@@ -92,6 +100,10 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_local_base_freq: float | None = None
+    rope_layers: tuple[bool, ...] = ()
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -148,6 +160,7 @@ class LlamaConfig:
                     f"LlamaConfig: {field} must be one of {', '.join(choices)}, got "
                     f"{getattr(self, field)!r}."
                 )
+        self._check_ropes()
 
     def _check_layer_types(self) -> None:
         if not self.layer_types:
@@ -172,6 +185,16 @@ class LlamaConfig:
             if FULL in self.layer_types:
                 object.__setattr__(self, "sliding_window", None)
             object.__setattr__(self, "layer_types", ())
+
+    def _check_ropes(self) -> None:
+        if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"LlamaConfig: rope_layers must speak of {self.num_hidden_layers} layers, got "
+                f"{len(self.rope_layers)}."
+            )
+        if all(self.rope_layers):
+            object.__setattr__(self, "rope_layers", ())
+        _ = self.ropes  # which refuse what does not fit
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -232,8 +255,7 @@ class LlamaConfig:
             "hidden_act": "silu",
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": self._rope_scaling_dict(),
+            **write_rope(self, family),
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_dropout": 0.0,
             "initializer_range": self.initializer_range,
@@ -252,13 +274,6 @@ class LlamaConfig:
             if self.layer_types:
                 config["layer_types"] = list(self.layer_types)
         return config
-
-    def _rope_scaling_dict(self) -> dict[str, Any] | None:
-        if self.rope_scaling is None:
-            return None
-        if self.rope_scaling.rope_type == "linear":
-            return {"rope_type": "linear", "factor": self.rope_scaling.factor}
-        return dataclasses.asdict(self.rope_scaling)
 
     def _check_expressible(self, family: Family) -> None:
         if self.qk_norm != family.qk_norm:
@@ -288,6 +303,22 @@ class LlamaConfig:
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @functools.cached_property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """How each layer rotates queries and keys; None where it does not."""
+        rope = Rope(
+            head_dim=self.head_dim,
+            rotary_dim=int(self.head_dim * self.partial_rotary_factor),
+            theta=self.rope_theta,
+            scaling=self.rope_scaling,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        theta = self.rope_local_base_freq
+        local = rope if theta is None else dataclasses.replace(rope, theta=theta, scaling=None)
+        of_layers = [rope if window is None else local for window in self.windows]
+        rotates = self.rope_layers or (True,) * self.num_hidden_layers
+        return tuple(rope if has else None for rope, has in zip(of_layers, rotates, strict=True))
+
+    @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """Layers that share a kind of attention, the group that keeps most tokens first.
 
@@ -309,7 +340,7 @@ class LlamaConfig:
     @property
     def can_scan_layers(self) -> bool:
         """Whether all layers compute alike, and so can be stacked: see `Llama`'s `scan_layers`."""
-        return self.num_layer_groups == 1
+        return self.num_layer_groups == 1 and len(set(self.ropes)) == 1
 
     @property
     def qkv_features(self) -> int:

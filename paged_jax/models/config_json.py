@@ -6,15 +6,13 @@ from typing import Any
 from paged_jax.checks import is_int
 from paged_jax.models.families import FAMILIES, Family, UnsupportedConfigError
 from paged_jax.models.layer_types import FULL, SLIDING
-from paged_jax.models.rope_scaling import RopeScaling, check_rope_type
+from paged_jax.models.rope_json import read_rope
 
 _REQUIRED: Any = object()  # the default of a key that has none
 
 # Keys that change what is computed, and the one value of each that this library computes.
 _ONLY: Mapping[str, Any] = {
     "mlp_bias": False,
-    "rope_interleaved": False,
-    "partial_rotary_factor": 1,
     "quantization_config": None,
 }
 
@@ -32,7 +30,6 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = _integer(config, "num_attention_heads")
     attention_bias = _boolean(config, "attention_bias", False)
     max_position_embeddings = _integer(config, "max_position_embeddings")
-    rope_theta, rope_scaling = _rope(config, max_position_embeddings)
     num_hidden_layers = _integer(config, "num_hidden_layers")
     sliding_window, layer_types = _attention(config, family, num_hidden_layers)
     kv_heads = _integer(config, "num_key_value_heads", None)
@@ -46,8 +43,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         head_dim=_integer(config, "head_dim", None) or 0,
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        **read_rope(config, family, num_hidden_layers, layer_types),
         tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias and family.has_attention_bias,
@@ -110,40 +106,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedConfigError(
             f"LlamaConfig: attention_bias is not supported for {family.architecture}."
         )
-
-
-def _rope(
-    config: Mapping[str, Any], max_position_embeddings: int
-) -> tuple[float, RopeScaling | None]:
-    # transformers 4: rope_theta beside rope_scaling; transformers 5: both in rope_parameters.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"LlamaConfig: rope_scaling must be an object or null, got {rope!r}.")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UnsupportedConfigError(
-            "LlamaConfig: rope_parameters that differ between layers are not supported."
-        )
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise UnsupportedConfigError(
-            f"LlamaConfig: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not "
-            "supported, only 1."
-        )
-    theta = _number({**config, **rope}, "rope_theta", 10000.0)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
-        return theta, None
-    check_rope_type(rope_type)
-    if rope_type == "linear":
-        return theta, RopeScaling("linear", _number(rope, "factor"))
-    return theta, RopeScaling(
-        rope_type,
-        factor=_number(rope, "factor"),
-        low_freq_factor=_number(rope, "low_freq_factor"),
-        high_freq_factor=_number(rope, "high_freq_factor"),
-        original_max_position_embeddings=_integer(
-            {**rope, **config}, "original_max_position_embeddings", max_position_embeddings
-        ),
-    )
 
 
 def _attention(

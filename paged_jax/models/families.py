@@ -15,6 +15,10 @@ class Family:
 
     ``window`` says which layers slide: ``"none"``, ``"all"`` where `sliding_window` is set, or
     ``"switched"``, those from `max_window_layers` on where `use_sliding_window` is true.
+    ``rope_layers`` says which layers rotate: ``"all"``, ``"listed"`` in `no_rope_layers`, or
+    ``"sliding"``. With ``local_rope`` those with a window have a base of their own, or at least no
+    scaling; with ``partial_rope`` a config may have only a part of each head rotate; with
+    ``rope_interleaved`` the numbers of a pair lie side by side.
     ``defaults`` are those of transformers for keys that a config.json may leave out.
     """
 
@@ -24,6 +28,10 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     has_attention_bias: bool = False
+    rope_layers: str = "all"
+    local_rope: bool = False
+    partial_rope: bool = False
+    rope_interleaved: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {

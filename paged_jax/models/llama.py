@@ -18,7 +18,7 @@ from paged_jax.models.linear import linear
 from paged_jax.models.norms import initial_weight, norm
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.part import Part
-from paged_jax.models.rope import inverse_frequencies, rotations
+from paged_jax.models.rope import all_rotations
 from paged_jax.models.weight import (
     Weight,
     add_matrix,
@@ -68,7 +68,7 @@ class Llama(PagedModel):
         if scan_layers and not config.can_scan_layers:
             raise ValueError(
                 "Llama: scan_layers must be False for layers that differ, as with and without "
-                "a sliding window."
+                "a sliding window, or in how they rotate."
             )
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
@@ -209,11 +209,13 @@ class Llama(PagedModel):
         carry: Any,
         backend: str | None = None,
     ) -> tuple[jax.Array, Any]:
-        cos, sin = rotations(positions, inverse_frequencies(self.config))
+        ropes = self.config.ropes
+        angles = all_rotations(positions, ropes, self.config.head_dim)
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
-                x, carry = layer(index, x, cos, sin, attend, carry, backend)
+                x, carry = layer(index, x, *angles[ropes[index]], attend, carry, backend)
             return x, carry
+        cos, sin = angles[ropes[0]]
         return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend)
 
 

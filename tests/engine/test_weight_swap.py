@@ -43,7 +43,7 @@ MAPPING = {
 def tensors_of(model: Llama) -> dict[str, np.ndarray]:
     """The tensors of Hugging Face, by their names."""
     return {
-        piece.tensor: np.asarray(array)[piece.box].reshape(piece.shape)
+        piece.tensor: piece.to_rows(np.asarray(array)[piece.box])
         for name, array in named_parameters(model)
         for piece in pieces(model.config, name)
     }

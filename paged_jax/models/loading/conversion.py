@@ -127,7 +127,7 @@ def assemble(
     """
     return _join(
         [
-            (piece, sources[piece.tensor].take(arrays, piece.shape).reshape(piece.extent))
+            (piece, piece.to_parameter(sources[piece.tensor].take(arrays, piece.shape)))
             for piece in pieces(config, name)
         ]
     )

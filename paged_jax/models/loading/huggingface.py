@@ -126,16 +126,20 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
         )
     folder.mkdir(parents=True, exist_ok=True)
     shards = _shard(
-        [(name, piece) for name in parameters for piece in pieces(config, name)],
+        [
+            (name, list(parts))
+            for name in parameters
+            for _, parts in itertools.groupby(pieces(config, name), lambda piece: piece.tensor)
+        ],
         max_file_bytes // jnp.dtype(config.dtype).itemsize,
     )
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= {piece.tensor: file for _, piece in shard}
+        weight_map |= {parts[0].tensor: file for _, parts in shard}
         # Renamed when whole, so that an interrupted save leaves no half of a file behind.
         save_file(
-            {piece.tensor: _cut(parameters[name], piece) for name, piece in shard},
+            {parts[0].tensor: _cut(parameters[name], parts) for name, parts in shard},
             folder / (file + ".partial"),
             metadata={"format": "pt"},  # transformers refuses files without it
         )
@@ -270,22 +274,48 @@ def _read_piece(
     """Fill ``out`` with the box from ``low`` to ``high`` (in the parameter) of one tensor."""
     path = stored[piece.tensor].path
     box = _box(low, high, piece.offset)
-    num_row_axes = len(box) - len(piece.shape) + 1
-    columns = box[num_row_axes:]
-    rows = np.arange(piece.shape[0]).reshape(piece.extent[:num_row_axes])[box[:num_row_axes]]
-    for start, stop in _runs(rows.ravel(), _READ_ELEMENTS // math.prod(out.shape[num_row_axes:])):
-        first, last = rows.ravel()[[start, stop - 1]].tolist()
-        try:
-            # Opened for each read: what a file that stays open has mapped in counts as memory in
-            # use, a second copy of the weights by the end.
-            with safe_open(path, "numpy") as file, np.errstate(over="ignore"):
-                view = file.get_slice(piece.tensor)
-                values = view[(slice(first, last + 1), *columns)].astype(out.dtype, copy=False)
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"load_weights: cannot read {piece.tensor}: {error}.") from None
-        if not _is_finite(values):
-            raise WeightsError(f"load_weights: {piece.tensor} is not finite as {out.dtype.name}.")
-        out[np.unravel_index(np.arange(start, stop), rows.shape)] = values
+    if piece.axes is not None:
+        _read_transposed(path, piece, box, out)
+        return
+    columns = box[piece.num_row_axes :]
+    rows = piece.rows[box[: piece.num_row_axes]]
+    # Rows in the order of the file, so that those of a head are one read, however they lie in it.
+    places = np.argsort(rows, axis=None)
+    rows_in_file = rows.ravel()[places]
+    most = _READ_ELEMENTS // math.prod(out.shape[piece.num_row_axes :])
+    for start, stop in _runs(rows_in_file, most):
+        first, last = rows_in_file[[start, stop - 1]].tolist()
+        values = _read_values(path, piece, (slice(first, last + 1), *columns), out.dtype)
+        out[np.unravel_index(places[start:stop], rows.shape)] = values
+
+
+def _read_transposed(path: Path, piece: Piece, box: tuple[slice, ...], out: np.ndarray) -> None:
+    """Fill ``out`` with a box of a tensor that lies transposed, one index of the first axis a time:
+    an expert."""
+    assert piece.axes is not None and piece.axes[0] == 0
+    lead = len(piece.extent) - len(piece.axes)
+    one = dataclasses.replace(
+        piece,
+        shape=(1, *piece.shape[1:]),
+        split=(1, *(piece.split or piece.shape)[1:]),
+        extent=(1, *piece.extent[lead + 1 :]),
+    )
+    for place, index in enumerate(range(box[lead].start, box[lead].stop)):
+        values = _read_values(path, piece, (slice(index, index + 1),), out.dtype)
+        out[(0,) * lead + (place,)] = one.to_parameter(values)[0][box[lead + 1 :]]
+
+
+def _read_values(path: Path, piece: Piece, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    try:
+        # Opened for each read: what a file that stays open has mapped in counts as memory in use,
+        # a second copy of the weights by the end.
+        with safe_open(path, "numpy") as file, np.errstate(over="ignore"):
+            values = file.get_slice(piece.tensor)[index].astype(dtype, copy=False)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"load_weights: cannot read {piece.tensor}: {error}.") from None
+    if not _is_finite(values):
+        raise WeightsError(f"load_weights: {piece.tensor} is not finite as {dtype.name}.")
+    return values
 
 
 def _runs(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
@@ -316,19 +346,26 @@ def _is_finite(values: np.ndarray) -> bool:
     return not ((bits & mask) == mask).any()
 
 
-def _cut(parameter: jax.Array, piece: Piece) -> np.ndarray:
-    """A piece of a parameter as Hugging Face shapes it; on CPU a view where it lies in one."""
-    return np.asarray(parameter)[piece.box].reshape(piece.shape)
+def _cut(parameter: jax.Array, parts: list[Piece]) -> np.ndarray:
+    """A tensor as Hugging Face shapes it, of its parts; on CPU a view where it lies in one."""
+    rows = [
+        piece.to_rows(np.asarray(parameter)[piece.box])
+        for piece in sorted(parts, key=lambda piece: piece.first_row)
+    ]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _shard(parts: list[tuple[str, Piece]], max_elements: int) -> list[list[tuple[str, Piece]]]:
-    shards: list[list[tuple[str, Piece]]] = [[]]
+def _shard(
+    tensors: list[tuple[str, list[Piece]]], max_elements: int
+) -> list[list[tuple[str, list[Piece]]]]:
+    """Tensors, each as its parameter and its parts there, in the files that they go to."""
+    shards: list[list[tuple[str, list[Piece]]]] = [[]]
     size = 0
-    for name, piece in parts:
-        elements = math.prod(piece.shape)
+    for name, parts in tensors:
+        elements = math.prod(parts[0].shape)
         if shards[-1] and size + elements > max_elements:
             shards.append([])
             size = 0
-        shards[-1].append((name, piece))
+        shards[-1].append((name, parts))
         size += elements
     return shards

@@ -1,29 +1,43 @@
 """Which tensors of Hugging Face make up each parameter of a model, and where in it they lie."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.rope import head_order
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of Hugging Face, and the box of a parameter that it is.
+    """A tensor of Hugging Face, or rows of it, and the box of a parameter that they are.
 
-    ``parameter[piece.box]`` is the tensor, reshaped to `extent`.
+    ``parameter[piece.box]`` is ``piece.to_parameter(tensor)``: as a rule the tensor's numbers in
+    the same order, reshaped to `extent`, as rows may be counted by several indices.
 
     Attributes:
       tensor: the tensor's name.
       shape: its shape.
-      extent: its shape in the parameter. The same numbers in the same order: rows may be counted
-        by several indices, and there may be dimensions of one.
+      extent: the shape of the box. There may be dimensions of one.
       offset: index of its first number in the parameter.
+      first_row: the first row of the tensor that is in the box, where others are elsewhere.
+      order: which row each row of a head (or whatever the last axis that counts rows counts) is in
+        the tensor; None if they lie in the same order.
+      axes: where the tensor lies transposed, the order of its axes, the first of them staying.
+      split: with `axes`, its shape with some axes counted by two indices; by default `shape`.
     """
 
     tensor: str
     shape: tuple[int, ...]
     extent: tuple[int, ...]
     offset: tuple[int, ...]
+    first_row: int = 0
+    order: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None
+    split: tuple[int, ...] | None = None
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -34,6 +48,41 @@ class Piece:
     def box(self) -> tuple[slice, ...]:
         """The part of the parameter that is the tensor."""
         return tuple(map(slice, self.offset, self.end))
+
+    @property
+    def num_row_axes(self) -> int:
+        """Axes of the box that count rows of the tensor."""
+        return len(self.extent) - len(self.shape) + 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of the tensor at each index of the first `num_row_axes` axes of the box."""
+        shape = self.extent[: self.num_row_axes]
+        rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
+        return rows if self.order is None else rows[..., self.order]
+
+    def to_parameter(self, tensor: Any) -> Any:
+        """The box that a tensor ``[*shape]`` is, ``[*extent]``; of NumPy or JAX."""
+        if self.axes is not None:
+            return (
+                tensor.reshape(self.split or self.shape).transpose(self.axes).reshape(self.extent)
+            )
+        num_rows = math.prod(self.extent[: self.num_row_axes])
+        box = tensor[self.first_row : self.first_row + num_rows].reshape(self.extent)
+        if self.order is None:
+            return box
+        return box[(slice(None),) * (self.num_row_axes - 1) + (np.array(self.order),)]
+
+    def to_rows(self, box: Any) -> Any:
+        """The tensor's rows that a box ``[*extent]`` is, the inverse of `to_parameter`."""
+        if self.axes is not None:
+            split = self.split or self.shape
+            box = box.reshape(tuple(split[axis] for axis in self.axes))
+            return box.transpose(tuple(np.argsort(self.axes).tolist())).reshape(self.shape)
+        if self.order is not None:
+            inverse = np.argsort(self.order)
+            box = box[(slice(None),) * (self.num_row_axes - 1) + (inverse,)]
+        return box.reshape(-1, *self.shape[1:])
 
 
 def pieces(config: LlamaConfig, name: str) -> Iterator[Piece]:
@@ -64,7 +113,7 @@ def pieces(config: LlamaConfig, name: str) -> Iterator[Piece]:
                 yield dataclasses.replace(piece, tensor=tensor)
             else:
                 extent, offset = (1, *piece.extent), (layer, *piece.offset)
-                yield Piece(tensor, piece.shape, extent, offset)
+                yield dataclasses.replace(piece, tensor=tensor, extent=extent, offset=offset)
 
 
 def _model_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
@@ -81,20 +130,24 @@ def _layer_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
     G = H // K
+    # The order in which a head's numbers rotate. Values do not.
+    order = head_order(
+        D, int(D * config.partial_rotary_factor), interleaved=config.rope_interleaved
+    )
     return {
         "input_norm": (_piece("input_layernorm.weight", (E,)),),
         "qkv_proj": (
-            _piece("self_attn.q_proj.weight", (H * D, E), (K, G, D, E), (0, 0, 0, 0)),
-            _piece("self_attn.k_proj.weight", (K * D, E), (K, 1, D, E), (0, G, 0, 0)),
+            _piece("self_attn.q_proj.weight", (H * D, E), (K, G, D, E), (0, 0, 0, 0), order=order),
+            _piece("self_attn.k_proj.weight", (K * D, E), (K, 1, D, E), (0, G, 0, 0), order=order),
             _piece("self_attn.v_proj.weight", (K * D, E), (K, 1, D, E), (0, G + 1, 0, 0)),
         ),
         "qkv_bias": (
-            _piece("self_attn.q_proj.bias", (H * D,), (K, G, D), (0, 0, 0)),
-            _piece("self_attn.k_proj.bias", (K * D,), (K, 1, D), (0, G, 0)),
+            _piece("self_attn.q_proj.bias", (H * D,), (K, G, D), (0, 0, 0), order=order),
+            _piece("self_attn.k_proj.bias", (K * D,), (K, 1, D), (0, G, 0), order=order),
             _piece("self_attn.v_proj.bias", (K * D,), (K, 1, D), (0, G + 1, 0)),
         ),
-        "q_norm": (_piece("self_attn.q_norm.weight", (D,)),),
-        "k_norm": (_piece("self_attn.k_norm.weight", (D,)),),
+        "q_norm": (_piece("self_attn.q_norm.weight", (D,), order=order),),
+        "k_norm": (_piece("self_attn.k_norm.weight", (D,), order=order),),
         "o_proj": (_piece("self_attn.o_proj.weight", (E, H * D)),),
         "o_bias": (_piece("self_attn.o_proj.bias", (E,)),),
         "post_attention_norm": (_piece("post_attention_layernorm.weight", (E,)),),
@@ -111,5 +164,7 @@ def _piece(
     shape: tuple[int, ...],
     extent: tuple[int, ...] | None = None,
     offset: tuple[int, ...] | None = None,
+    *,
+    order: tuple[int, ...] | None = None,
 ) -> Piece:
-    return Piece(tensor, shape, extent or shape, offset or (0,) * len(shape))
+    return Piece(tensor, shape, extent or shape, offset or (0,) * len(shape), order=order)

@@ -1,0 +1,353 @@
+"""Rotary embeddings: frequencies of transformers, and heads in the order that kernels rotate."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from paged_jax.kernels.rope import rotate
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import conversion, huggingface
+from paged_jax.models.loading import parameters as loading_parameters
+from paged_jax.models.loading.tensor_map import Piece, pieces
+from paged_jax.models.rope import Rope, head_order, rotations
+from paged_jax.models.rope_scaling import RopeScaling
+
+_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.05, 1.1, 1.3, 1.9, 2.0, 2.2, 2.5],
+    "long_factor": [1.1, 1.4, 3.0, 9.0, 20.0, 40.0, 50.0, 60.0],
+    "original_max_position_embeddings": 32,
+}
+
+# What of its rotations real configs say: D, longest sequence, base, and the rest.
+_REAL = {
+    "Llama-2-7B": (128, 4096, 10000.0, {"rope_type": "default"}),
+    "Llama-3.1-8B": (
+        128,
+        131072,
+        500000.0,
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "Gemma-3-27B, full layers": (128, 131072, 1e6, {"rope_type": "linear", "factor": 8.0}),
+    "Qwen2.5-7B-Instruct, 128K": (
+        128,
+        32768,
+        1e6,
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    ),
+    "gpt-oss-20b": (
+        64,
+        131072,
+        150000.0,
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "DeepSeek-V3's two scales": (
+        64,
+        163840,
+        10000.0,
+        {
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "a factor of attention": (64, 512, 500.0, {**_YARN, "attention_factor": 1.25}),
+    "dynamic": (64, 512, 10000.0, {"rope_type": "dynamic", "factor": 2.0}),
+    "longrope, short": (16, 32, 10000.0, _LONGROPE),
+    "longrope, long": (16, 128, 10000.0, _LONGROPE),
+    "half of each head": (128, 131072, 10000.0, {"partial_rotary_factor": 0.5}),
+    "three quarters, longrope": (
+        24,
+        128,
+        10000.0,
+        {**_LONGROPE, "partial_rotary_factor": 0.75}
+        | {k: [*_LONGROPE[k], 3.5] for k in ("short_factor", "long_factor")},
+    ),
+}
+
+
+@pytest.mark.slow  # importing torch and transformers takes seconds
+@pytest.mark.parametrize("name", _REAL)
+def test_rope_has_the_frequencies_of_transformers(name):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
+
+    head_dim, length, theta, entry = _REAL[name]
+    # The GLM 4 of transformers has every switch of rotary embeddings, Phi 3's part of a head too.
+    theirs = transformers.Glm4Config(
+        head_dim=head_dim,
+        max_position_embeddings=length,
+        rope_parameters={"partial_rotary_factor": 1.0, **entry, "rope_theta": theta},
+    )
+    rope_type = theirs.rope_parameters["rope_type"]
+    compute = ROPE_INIT_FUNCTIONS.get(
+        rope_type, Glm4RotaryEmbedding.compute_default_rope_parameters
+    )
+    frequencies, factor = compute(theirs, None, seq_len=length)
+
+    rope = _rope(head_dim, length, theta, entry)
+    np.testing.assert_allclose(
+        rope.frequencies()[: len(frequencies)], frequencies.numpy(), rtol=1e-6, atol=0
+    )
+    np.testing.assert_array_equal(rope.frequencies()[len(frequencies) :], 0)
+    np.testing.assert_allclose(rope.scales()[: len(frequencies)], factor, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(rope.scales()[len(frequencies) :], 1)
+
+
+def _rope(head_dim, length, theta, entry):
+    return Rope(
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * entry.get("partial_rotary_factor", 1.0)),
+        theta=theta,
+        scaling=RopeScaling.from_dict(entry, length),
+        max_position_embeddings=length,
+    )
+
+
+@pytest.mark.slow
+def test_dynamic_rope_rotates_as_transformers_does_token_by_token():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    length = 24
+    entry = {"rope_type": "dynamic", "factor": 3.0}
+    theirs = LlamaRotaryEmbedding(
+        transformers.LlamaConfig(
+            head_dim=16,
+            max_position_embeddings=length,
+            rope_parameters={**entry, "rope_theta": 1e4},
+        )
+    )
+    positions = np.arange(3 * length)
+    steps = [theirs(torch.zeros(1), torch.tensor([[int(p)]])) for p in positions]
+    cos, sin = rotations(jnp.asarray(positions), _rope(16, length, 1e4, entry), 16)
+    for ours, which in ((cos, 0), (sin, 1)):
+        expected = np.concatenate([step[which][0, :, :8].numpy() for step in steps])
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-5)  # of angles up to 72
+    plain, _ = rotations(jnp.asarray(positions), _rope(16, length, 1e4, {}), 16)
+    np.testing.assert_array_equal(cos[:length], plain[:length])
+    assert np.abs(cos[length:] - plain[length:]).max() > 0.1
+
+
+def test_longrope_follows_from_the_longest_sequence_of_the_model():
+    config = LlamaConfig.from_dict(
+        {"model_type": "llama", **_SIZES, "max_position_embeddings": 128, "rope_scaling": _LONGROPE}
+    )
+    assert config.rope_scaling.attention_factor == pytest.approx(np.sqrt(1.4))  # log 4 / log 32
+    plain = 10000.0 ** -(np.arange(8) / 8)
+    for length, factors in ((128, "long_factor"), (33, "long_factor"), (32, "short_factor")):
+        (rope,) = set(dataclasses.replace(config, max_position_embeddings=length).ropes)
+        np.testing.assert_allclose(rope.frequencies(), plain / _LONGROPE[factors], rtol=1e-6)
+        # Attention is as sharp as that of the model as it was trained, whatever its sequences.
+        np.testing.assert_allclose(rope.scales(), np.sqrt(1.4), rtol=1e-6)
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rope_scaling": {**_LONGROPE, "long_factor": [1.0]}}, "long_factor must have 8 numbers"),
+        ({"rope_scaling": {**_LONGROPE, "short_factor": None}}, "short_factor must be a list"),
+        (
+            {"rope_scaling": {**_YARN, "attention_factor": -1.0}},
+            "attention_factor must be positive",
+        ),
+        ({"rope_scaling": {**_YARN, "beta_slow": 64}}, "beta_slow must be positive and at most"),
+        ({"rope_scaling": {**_YARN, "factor": "4"}}, "factor must be a number"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor is missing"),
+    ],
+)
+def test_from_dict_names_what_is_wrong_with_a_rope(changes, problem):
+    with pytest.raises(ValueError, match=problem):
+        LlamaConfig.from_dict({"model_type": "llama", **_SIZES, **changes})
+
+
+def test_configs_with_every_rope_are_written_and_read_again():
+    base = {"model_type": "llama", **_SIZES, "max_position_embeddings": 256}
+    for _, _, theta, entry in _REAL.values():
+        if "partial_rotary_factor" in entry:
+            continue
+        config = LlamaConfig.from_dict({**base, "rope_theta": theta, "rope_scaling": entry})
+        assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+# One config with all that may differ between layers and heads.
+_MIXED = LlamaConfig(
+    **_SIZES,
+    rope_scaling=RopeScaling("linear", 4.0),
+    rope_local_base_freq=100.0,
+    sliding_window=4,
+    layer_types=("sliding_attention", "full_attention") * 2,
+    rope_layers=(True, True, True, False),
+    partial_rotary_factor=0.5,
+    rope_interleaved=True,
+    qkv_bias=True,
+    qk_norm=True,
+)
+
+
+def test_ropes_are_those_of_each_layer():
+    local, full, again, none = _MIXED.ropes
+    assert local is not None and local == again and none is None
+    assert (local.theta, local.scaling) == (100.0, None)
+    assert full == dataclasses.replace(local, theta=10000.0, scaling=RopeScaling("linear", 4.0))
+    assert not _MIXED.can_scan_layers
+    nowhere = dataclasses.replace(_MIXED, rope_layers=(False,) * 4)
+    np.testing.assert_array_equal(rotations(jnp.arange(3), nowhere.ropes[0], 16)[0], 1)
+    np.testing.assert_array_equal(rotations(jnp.arange(3), nowhere.ropes[0], 16)[1], 0)
+    with pytest.raises(ValueError, match="rope_layers must speak of 4 layers"):
+        dataclasses.replace(_MIXED, rope_layers=(True,))
+    with pytest.raises(ValueError, match="even number"):
+        dataclasses.replace(_MIXED, partial_rotary_factor=0.2)
+
+
+def test_angles_are_computed_once_for_layers_that_rotate_alike():
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(_MIXED, rngs=nnx.Rngs(0))))
+
+    def forward(state, token_ids):
+        return nnx.merge(graphdef, state)(token_ids)
+
+    program = jax.jit(forward).lower(state, jnp.zeros((1, 8), jnp.int32)).as_text()
+    # Two kinds of rotations in four layers, of which the last does not rotate.
+    assert (program.count("stablehlo.cosine "), program.count("stablehlo.sine ")) == (2, 2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [4, 12, 16])
+def test_heads_in_our_order_rotate_as_those_of_checkpoints(interleaved, rotary_dim):
+    D, theta = 16, 10.0
+    head = np.random.default_rng(0).normal(size=(5, 1, D)).astype(np.float32)
+    expected = head.copy()
+    for pair in range(rotary_dim // 2):
+        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary_dim // 2)
+        turn = np.exp(1j * np.arange(5) * theta ** (-2 * pair / rotary_dim))
+        turned = (head[:, 0, i] + 1j * head[:, 0, j]) * turn
+        expected[:, 0, i], expected[:, 0, j] = turned.real, turned.imag
+    order = list(head_order(D, rotary_dim, interleaved=interleaved) or range(D))
+    cos, sin = rotations(jnp.arange(5), Rope(D, rotary_dim, theta), D)
+    rotated = rotate(jnp.asarray(head[..., order]), cos, sin)
+    np.testing.assert_allclose(rotated, expected[..., order], rtol=0, atol=1e-6)
+    assert (order == list(range(D))) == (rotary_dim == D and not interleaved)
+
+
+# A checkpoint's rows go to a parameter in an order of their own, and come back.
+_PIECES = {
+    "as it is": Piece("x", (12, 3), (3, 2, 2, 3), (0, 1, 0, 0)),
+    "rows of it": Piece("x", (20, 3), (3, 2, 2, 3), (0, 1, 0, 0), first_row=4),
+    "in order": Piece("x", (24, 3), (3, 2, 4, 3), (0, 1, 0, 0), order=(0, 2, 3, 1)),
+    "rows of a stack in order": Piece(
+        "x", (30, 3), (1, 3, 2, 4, 3), (1, 0, 1, 0, 0), first_row=6, order=(0, 2, 3, 1)
+    ),
+    "a vector in order": Piece("x", (4,), (4,), (0,), order=(0, 2, 3, 1)),
+    "transposed": Piece(
+        "x", (2, 3, 8), (2, 2, 4, 3), (0, 0, 0, 0), axes=(0, 3, 2, 1), split=(2, 3, 4, 2)
+    ),
+    "transposed in a stack": Piece("x", (2, 3, 4), (1, 2, 4, 3), (1, 0, 0, 0), axes=(0, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", _PIECES)
+def test_read_fills_any_part_of_a_parameter_and_rows_come_back(tmp_path, name):
+    piece = _PIECES[name]
+    tensor = np.random.default_rng(0).normal(size=piece.shape).astype(np.float32)
+    box = piece.to_parameter(tensor)
+    assert box.shape == piece.extent and len(set(box.ravel().tolist())) == box.size
+    np.testing.assert_array_equal(piece.to_parameter(jnp.asarray(tensor)), box)
+    first = piece.first_row
+    rows = tensor if piece.axes else tensor[first : first + piece.rows.size]
+    np.testing.assert_array_equal(piece.to_rows(box), rows)
+    np.testing.assert_array_equal(piece.to_rows(jnp.asarray(box)), rows)
+
+    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    stored = huggingface._stored_tensors(tmp_path)
+    parameter = np.zeros(piece.end, np.float32)
+    parameter[piece.box] = box
+    for cut in (slice(None), slice(1, None), slice(None, -1), slice(1, 2)):
+        for axis in range(len(piece.end)):
+            index = tuple(cut if axis == i else slice(None) for i in range(len(piece.end)))
+            if 0 in parameter[index].shape:
+                continue
+            # What the piece does not fill is not its own.
+            inside = np.zeros(piece.end, bool)
+            inside[piece.box] = True
+            got = huggingface._read(stored, [piece], piece.end, index, np.dtype(np.float32))
+            inside = inside[index]
+            np.testing.assert_array_equal(got[inside], parameter[index][inside])
+
+
+def test_checkpoints_of_partial_and_interleaved_heads_are_loaded_and_saved(tmp_path):
+    rng = np.random.default_rng(0)
+    shapes = {
+        name: array.shape
+        for name, array in loading_parameters.parameter_layout(
+            Llama, _MIXED, dtype="float32", scan_layers=False
+        ).items()
+    }
+    tensors = {
+        piece.tensor: rng.normal(size=piece.shape).astype(np.float32)
+        for name in shapes
+        for piece in pieces(_MIXED, name)
+    }
+    (tmp_path / "theirs").mkdir()
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    model = huggingface.load_weights(Llama, tmp_path / "theirs", _MIXED)
+    q = tensors["model.layers.0.self_attn.q_proj.weight"].reshape(2, 2, 16, 64)
+    order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
+    np.testing.assert_array_equal(model.layers[0].qkv_proj[...][:, :2], q[:, :, order])
+    v = tensors["model.layers.0.self_attn.v_proj.weight"].reshape(2, 16, 64)
+    np.testing.assert_array_equal(model.layers[0].qkv_proj[...][:, 3], v)
+    norm = tensors["model.layers.3.self_attn.k_norm.weight"]
+    np.testing.assert_array_equal(model.layers[3].k_norm[...], norm[order])
+
+    parameters = dict(loading_parameters.named_parameters(model))
+    back = {
+        piece.tensor: huggingface._cut(parameters[name], [piece])
+        for name in shapes
+        for piece in pieces(_MIXED, name)
+    }
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(back[name], tensor)
+    # Weights that replace those of a running engine are put together the same way.
+    names = {name: array.shape for name, array in tensors.items()}
+    sources = conversion.find_sources("test", _MIXED, shapes, names, {})
+    for name in ("layers.0.qkv_proj", "layers.1.qkv_bias", "layers.2.q_norm"):
+        arrays = {key: jnp.asarray(tensor) for key, tensor in tensors.items()}
+        assembled = conversion.assemble(_MIXED, name, arrays, sources)
+        np.testing.assert_array_equal(assembled, parameters[name])
