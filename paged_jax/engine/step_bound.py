@@ -11,8 +11,9 @@
                  as NVLink SHARP does, halve an all-reduce.
 
 A step has 2 L + 1 all-reduces of `[B, E]` in float32, two a layer and one of the embedding, and an
-all-gather of the logits, `[B, V]` in float32. To begin and end each of them takes microseconds,
-which are not published and not counted here.
+all-gather of the logits, `[B, V]` in float32. Layers whose attention and MLP run in parallel have
+one, and norms over all heads take one of two numbers a token. To begin and end each of them takes
+microseconds, which are not published and not counted here.
 
 Letters are those of `paged_jax.dims`; E is the hidden size, N the number of devices.
 """
@@ -21,6 +22,7 @@ import dataclasses
 from typing import NamedTuple
 
 from paged_jax.engine.memory_plan import MemoryPlan
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import parameter_layout
 
@@ -99,11 +101,19 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     num_devices = plan.num_devices
     if num_devices == 1:
         return Collectives(0, 0, 0)
-    num_all_reduces = 2 * plan.config.num_hidden_layers + 1
-    sums = num_all_reduces * plan.config.hidden_size
+    of_layer = _sums_of_layer(plan.config)
+    num_all_reduces = plan.config.num_hidden_layers * len(of_layer) + 1
+    sums = plan.config.num_hidden_layers * sum(of_layer) + plan.config.hidden_size
     logits = num_devices * plan.shard.vocab_size
     sent = _FLOAT_BYTES * batch * (2 * sums + logits) * (num_devices - 1) // num_devices
     return Collectives(num_all_reduces, 1, sent)
+
+
+def _sums_of_layer(config: LlamaConfig) -> list[int]:
+    """Of each all-reduce of a layer, how many numbers of a token are added up."""
+    num_outputs = 1 if config.norm_placement == "parallel" else 2
+    has_norms = config.qk_norm and config.qk_norm_scope == "projection"
+    return [config.hidden_size] * num_outputs + [2] * has_norms
 
 
 def step_bound(plan: MemoryPlan, device: Device, batch: int, length: int) -> StepBound:

@@ -29,11 +29,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
       num_heads: rows of `x` that belong to one token. Those of few tokens are summed on CPUs as
         `cpu.sum_rows` does.
     """
+    return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
+
+
+def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
+    """Of float32 ``x [..., E]``, float32 ``[..., 1]``; see `rms_norm`."""
     squares = jnp.square(x)
     if cpu.is_few(math.prod(x.shape[:-1]) // num_heads):
-        mean_square = cpu.sum_rows(squares) / x.shape[-1]
-    else:
-        mean_square = jnp.mean(squares, axis=-1, keepdims=True)
+        return cpu.sum_rows(squares) / x.shape[-1]
+    return jnp.mean(squares, axis=-1, keepdims=True)
+
+
+def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """The norm of ``x`` whose mean square is known ``[..., 1]``; see `rms_norm`."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return x * lax.rsqrt(mean_square + eps) * weight
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paged_jax.kernels.rope import rms_norm, rotate, split_and_rotate
+from paged_jax.kernels.rope import mean_square, rotate, scale_by, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.mlp import add_mlp, mlp
@@ -157,22 +157,22 @@ class Layer(nnx.Module):
 
         normed = self._norm("input_norm", x)
         out, carry = attend(index, self._heads(apply("qkv_proj", normed), cos, sin), carry)
-        out = self._add_up(apply("o_proj", out.reshape(*x.shape[:-1], -1)))
-        if self.config.o_bias:
-            out = _add_bias(out, self.o_bias[...])
-        out = self._scale(self._norm("attention_out_norm", out))
-        x = x + out
-        if self.config.norm_placement != "parallel":
-            normed = self._norm("post_attention_norm", x)
-        return x + self._mlp(apply, normed), carry
+        out = apply("o_proj", out.reshape(*x.shape[:-1], -1))
+        if self.config.norm_placement == "parallel":
+            # The devices' parts of both are added up at once.
+            out = self._add_up(out + mlp(self.config, apply, normed))
+            return x + self._scale(self._with_bias(out)), carry
+        out = self._with_bias(self._add_up(out))
+        x = x + self._scale(self._norm("attention_out_norm", out))
+        out = self._add_up(mlp(self.config, apply, self._norm("post_attention_norm", x)))
+        return x + self._scale(self._norm("mlp_out_norm", out)), carry
 
     @property
     def _float_dtype(self) -> Any:
         return getattr(self, NORMS[self.config.norm_placement][0]).dtype
 
-    def _mlp(self, apply: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        out = self._add_up(mlp(self.config, apply, x))
-        return self._scale(self._norm("mlp_out_norm", out))
+    def _with_bias(self, out: jax.Array) -> jax.Array:
+        return _add_bias(out, self.o_bias[...]) if self.config.o_bias else out
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         """One of `NORMS`, or nothing where the layer has none there."""
@@ -197,7 +197,7 @@ class Layer(nnx.Module):
             q_norm, k_norm = self.q_norm[...], self.k_norm[...]
             norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
             if config.qk_norm_scope == "projection":
-                q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps)
+                q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps, self.part)
                 return Heads(rotate(q, cos, sin), rotate(k, cos, sin), v, sm_scale, soft_cap)
         return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap)
 
@@ -254,18 +254,20 @@ def _masked_attention(
 
 
 def _norm_and_split(
-    qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float
+    qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float, part: Part | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries ``[..., H, D]`` and keys ``[..., K, D]``, all heads of a token normed as one row, and
     values, from ``[..., K, G + 2, D]`` with weights ``[K, G, D]`` and ``[K, D]``."""
     *rows, K, width, D = qkv.shape
-
-    def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
-        row = rms_norm(x.reshape(*rows, -1), weight.reshape(-1), eps)
-        return row.reshape(*rows, -1, D)
-
-    q, k, v = qkv[..., : width - 2, :], qkv[..., width - 2, :], qkv[..., width - 1, :]
-    return normed(q, q_weight), normed(k, k_weight), v
+    q = qkv[..., : width - 2, :].reshape(*rows, -1)
+    k = qkv[..., width - 2, :].reshape(*rows, -1)
+    q_mean, k_mean = mean_square(q), mean_square(k)
+    if part is not None:  # each has equally many heads of the row
+        means = part.mean(jnp.concatenate([q_mean, k_mean], axis=-1))
+        q_mean, k_mean = means[..., :1], means[..., 1:]
+    q = scale_by(q, q_mean, q_weight.reshape(-1), eps)
+    k = scale_by(k, k_mean, k_weight.reshape(-1), eps)
+    return q.reshape(*rows, -1, D), k.reshape(*rows, K, D), qkv[..., width - 1, :]
 
 
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

@@ -15,8 +15,9 @@ class Part:
     """The part of one device: its heads, its features of the MLP, its rows of the vocabulary.
 
     The hidden states are whole on each device. So two sums over the devices are needed in a layer,
-    after each product into the residual stream (Megatron-LM, arXiv 1909.08053), one for the
-    embedding, and the logits are gathered.
+    after each product into the residual stream (Megatron-LM, arXiv 1909.08053), or one where both
+    run in parallel; one for the embedding, and the logits are gathered. Norms over all heads of a
+    token need a sum of two numbers besides.
 
     Attributes:
       axis_name: the axis of the mesh that the devices lie along.
@@ -29,6 +30,10 @@ class Part:
     def add_up(self, x: jax.Array) -> jax.Array:
         """The sum of all devices' results, on each of them."""
         return lax.psum(x, self.axis_name)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """The mean of all devices' numbers, on each of them."""
+        return lax.pmean(x, self.axis_name)
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
         """As `embedding.look_up`, in a table of which each device has an equal part of the rows."""

@@ -21,11 +21,14 @@ from paged_jax.models.weight import weight_dtype
 AXIS = "tp"
 
 # Of each parameter the dimension that is divided, counted from the last one, so that it does not
-# matter whether layers are stacked. All others are whole on each device.
+# matter whether layers are stacked. All others are whole on each device, as are norms of single
+# heads.
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_proj_scale": 3,
     "qkv_bias": 3,
+    "q_norm": 3,
+    "k_norm": 2,
     "o_proj": 1,
     "gate_up_proj": 2,
     "gate_up_proj_scale": 1,
@@ -35,7 +38,9 @@ _DIVIDED = {
     "lm_head": 2,
     "lm_head_scale": 1,
 }
-_OF_HEADS = ("qkv_proj", "qkv_proj_scale", "qkv_bias")
+# Of those that are divided by KV heads, how many rows each device with the head has, of the next
+# dimension: the key and the value, or all (None). The others, its queries, are divided further.
+_OF_HEADS = {"qkv_proj": 2, "qkv_proj_scale": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_scale", "lm_head", "lm_head_scale")
 
 
@@ -110,7 +115,7 @@ class TensorParallel:
           shape: its shape.
         """
         kind, rank = _kind(name), len(shape)
-        if kind in _OF_HEADS and self._num_copies > 1:
+        if self._is_copied(kind):
             spec = _divide(rank, rank - _DIVIDED[kind], "heads")
             return NamedSharding(self._mesh_of_heads, spec)
         if kind in _OF_VOCABULARY and self._num_padding:
@@ -125,7 +130,9 @@ class TensorParallel:
     def spec(self, name: str, rank: int) -> PartitionSpec:
         """Which dimension of a parameter is divided, as programs read it."""
         kind = _kind(name)
-        return _divide(rank, rank - _DIVIDED[kind], AXIS) if kind in _DIVIDED else PartitionSpec()
+        if not self._is_divided(kind):
+            return PartitionSpec()
+        return _divide(rank, rank - _DIVIDED[kind], AXIS)
 
     def lay_out(self, name: str, x: jax.Array) -> jax.Array:
         """A parameter as programs read it, from one as the model has it, wherever that lies."""
@@ -133,9 +140,9 @@ class TensorParallel:
         place = self.placement(name, x.shape)
         if x.sharding != place:  # else it may be donated later, which another array of it is not
             x = jax.device_put(x, place)
-        if kind in _OF_HEADS and self._num_copies > 1:
+        if self._is_copied(kind):
             axis = x.ndim - _DIVIDED[kind]
-            wide = _widener(self._mesh_of_heads, axis)(x)
+            wide = _widener(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
             return jax.device_put(wide, NamedSharding(self.mesh, self.spec(name, x.ndim)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
@@ -144,12 +151,20 @@ class TensorParallel:
     def restore(self, name: str, x: jax.Array) -> jax.Array:
         """A parameter as the model has it, from one of `lay_out`."""
         kind = _kind(name)
-        if kind in _OF_HEADS and self._num_copies > 1:
-            return _narrower(self._mesh_of_heads, x.ndim - _DIVIDED[kind])(x)
+        if self._is_copied(kind):
+            axis = x.ndim - _DIVIDED[kind]
+            return _narrower(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
         if kind in _OF_VOCABULARY and self._num_padding:
             shape = (self.config.vocab_size, *x.shape[1:])
             return _cutter(self.placement(name, shape), self.config.vocab_size)(x)
         return x
+
+    def _is_divided(self, kind: str) -> bool:
+        is_of_one_head = kind.endswith("_norm") and self.config.qk_norm_scope == "head"
+        return kind in _DIVIDED and not is_of_one_head
+
+    def _is_copied(self, kind: str) -> bool:
+        return kind in _OF_HEADS and self._num_copies > 1 and self._is_divided(kind)
 
     @property
     def _num_copies(self) -> int:
@@ -189,17 +204,17 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 
 
 @functools.lru_cache
-def _widener(mesh: Mesh, axis: int) -> Any:
-    """From ``[K, G + 2, ...]`` to ``[N, G / copies + 2, ...]``: K and V of a head to each copy.
+def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Any:
+    """From ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``: K and V to each copy.
 
     Nothing is sent: a device has its KV head with all queries of that, and keeps its own.
     """
 
     def widen(x: jax.Array) -> jax.Array:
-        num_queries = (x.shape[axis + 1] - 2) // mesh.shape["copies"]
+        queries, rest = _split(x, axis + 1, num_kept)
+        num_queries = queries.shape[axis + 1] // mesh.shape["copies"]
         start = lax.axis_index("copies") * num_queries
-        queries = lax.dynamic_slice_in_dim(x, start, num_queries, axis + 1)
-        rest = lax.slice_in_dim(x, x.shape[axis + 1] - 2, None, axis=axis + 1)
+        queries = lax.dynamic_slice_in_dim(queries, start, num_queries, axis + 1)
         return jnp.concatenate([queries, rest], axis + 1)
 
     narrow_spec, wide_spec = _specs_of_heads(axis)
@@ -209,11 +224,13 @@ def _widener(mesh: Mesh, axis: int) -> Any:
 
 
 @functools.lru_cache
-def _narrower(mesh: Mesh, axis: int) -> Any:
+def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Any:
     """The inverse of `_widener`."""
 
     def narrow(x: jax.Array) -> jax.Array:
-        queries, rest = jnp.split(x, [x.shape[axis + 1] - 2], axis + 1)
+        if num_kept is None:
+            return x
+        queries, rest = _split(x, axis + 1, num_kept)
         queries = lax.all_gather(queries, "copies", axis=axis + 1, tiled=True)
         return jnp.concatenate([queries, rest], axis + 1)
 
@@ -221,6 +238,12 @@ def _narrower(mesh: Mesh, axis: int) -> Any:
     return jax.jit(
         jax.shard_map(narrow, mesh=mesh, in_specs=wide_spec, out_specs=narrow_spec, check_vma=False)
     )
+
+
+def _split(x: jax.Array, axis: int, num_kept: int | None) -> list[jax.Array]:
+    """The queries of a head, and what each device with that head has."""
+    num_queries = 0 if num_kept is None else x.shape[axis] - num_kept
+    return jnp.split(x, [num_queries], axis)
 
 
 def _specs_of_heads(axis: int) -> tuple[PartitionSpec, PartitionSpec]:

@@ -1,0 +1,83 @@
+"""Models whose layers differ from Llama's, divided over devices: logits are those of one."""
+
+import pytest
+
+from tests.support.processes import run_on_devices
+
+_SAME_LOGITS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from paged_jax.models.layer import Heads, causal_attention
+from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
+from tests.support.covering import all_pairs
+from tests.support.tensor_parallel import CONFIG, make_model
+
+TOKENS = jax.random.randint(jax.random.key(2), (12,), 0, CONFIG.vocab_size, jnp.int32)
+FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5,
+           "logit_scale": 0.7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+NORMS = {"none": {}, "head": {"qk_norm": True},
+         "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
+
+
+def logits(model, tokens):
+    def attend(index, heads, carry):
+        q, k, v = heads.split()
+        switches = heads.sm_scale, heads.soft_cap, heads.sinks
+        rows = Heads(q[None], k[None], v[None], *switches)
+        return causal_attention(model.config.windows)(index, rows, ())[0][0], carry
+
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    return model.logits(model.hidden_states(tokens, positions, attend, ())[0])
+
+
+def divided_logits(model, num_devices):
+    mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    parallel = TensorParallel.over("test", mesh, model.config)
+    state = nnx.state(model)
+    arrays, treedef = jax.tree.flatten(state)
+    names = parameter_names(state)
+    laid_out = [parallel.lay_out(name, x) for name, x in zip(names, arrays)]
+    for name, x, y in zip(names, arrays, laid_out):
+        same = parallel.restore(name, y)
+        assert same.shape == x.shape and (same == x).all(), name
+    specs = [parallel.spec(name, x.ndim) for name, x in zip(names, arrays)]
+    graphdef = nnx.graphdef(parallel.model_of_part(model))
+    run = lambda arrays: logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays)), TOKENS)
+    run = jax.jit(jax.shard_map(run, mesh=parallel.mesh, in_specs=(specs,),
+                                out_specs=PartitionSpec(), check_vma=False))
+    text = run.lower(laid_out).as_text()
+    return run(laid_out), text.count('"stablehlo.all_reduce"')
+
+
+rows = all_pairs({
+    "num_devices": (2, 4),
+    "norms": tuple(NORMS),
+    "norm_placement": ("pre", "sandwich", "post", "parallel"),
+    "norm_type": ("rms", "layer"),
+    "biases": (False, True),
+    "factors": (False, True),
+    "layer_types": ((), ("sliding_attention", "full_attention")),
+    "tie_word_embeddings": (False, True),
+})
+for row in rows:
+    model = make_model(
+        norm_placement=row["norm_placement"], norm_type=row["norm_type"],
+        layer_types=row["layer_types"], sliding_window=4 if row["layer_types"] else None,
+        tie_word_embeddings=row["tie_word_embeddings"],
+        qkv_bias=row["biases"], o_bias=row["biases"],
+        **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
+    same, num_sums = divided_logits(model, row["num_devices"])
+    np.testing.assert_allclose(same, logits(model, TOKENS), atol=2e-5, err_msg=str(row))
+    sums = 1 if row["norm_placement"] == "parallel" else 2
+    sums += row["norms"] == "projection"
+    assert num_sums == CONFIG.num_hidden_layers * sums + 1, (num_sums, row)
+"""
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_one_device() -> None:
+    run_on_devices(_SAME_LOGITS)
