@@ -9,11 +9,11 @@ from typing import Any
 
 from paged_jax.checks import check_positive
 from paged_jax.models.config_json import read_fields
-from paged_jax.models.families import FAMILIES, Family, UnsupportedConfigError
+from paged_jax.models.config_writing import write_fields
+from paged_jax.models.families import UnsupportedConfigError
 from paged_jax.models.json_file import read_json
 from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING, LayerGroup, group_layers
 from paged_jax.models.rope import Rope
-from paged_jax.models.rope_json import write_rope
 from paged_jax.models.rope_scaling import RopeScaling
 
 # The values of fields that name a kind.
@@ -235,65 +235,16 @@ class LlamaConfig:
         Raises:
           ValueError: no family of transformers computes this combination of switches.
         """
-        family = FAMILIES.get(self.model_type)
-        if family is None:
-            raise ValueError(
-                f"LlamaConfig: model_type must be one of {', '.join(FAMILIES)}, "
-                f"got {self.model_type!r}."
-            )
-        self._check_expressible(family)
-        config: dict[str, Any] = {
-            "architectures": [family.architecture],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_position_embeddings,
-            "rms_norm_eps": self.rms_norm_eps,
-            **write_rope(self, family),
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "attention_dropout": 0.0,
-            "initializer_range": self.initializer_range,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": _scalar_if_single(self.eos_token_ids),
-            "torch_dtype": self.dtype,
-        }
-        if family.has_attention_bias:
-            config["attention_bias"] = self.o_bias
-        if family.window != "none":
-            config["sliding_window"] = self.sliding_window
-        if family.window == "switched":
-            config["use_sliding_window"] = self.sliding_window is not None
-            is_full = [window is None for window in self.windows]
-            config["max_window_layers"] = [*is_full, False].index(False)
-            if self.layer_types:
-                config["layer_types"] = list(self.layer_types)
-        return config
-
-    def _check_expressible(self, family: Family) -> None:
-        if self.qk_norm != family.qk_norm:
-            raise ValueError(
-                f"LlamaConfig: qk_norm must be {family.qk_norm} for model_type "
-                f"{self.model_type!r}, got {self.qk_norm}. Use 'qwen3' for q and k norms."
-            )
-        if (self.qkv_bias, self.o_bias) != (family.qkv_bias, False) and not (
-            family.has_attention_bias and self.qkv_bias and self.o_bias
-        ):
-            raise ValueError(
-                f"LlamaConfig: model_type {self.model_type!r} has no form with "
-                f"qkv_bias={self.qkv_bias} and o_bias={self.o_bias}. Use 'llama' for both or "
-                "none, 'qwen2' for qkv_bias alone."
-            )
-        if self.sliding_window is not None and family.window == "none":
-            raise ValueError(
-                f"LlamaConfig: sliding_window must be null for model_type {self.model_type!r}, "
-                f"got {self.sliding_window}. Use 'mistral' for a sliding window."
-            )
+        written = write_fields(self)
+        read = LlamaConfig.from_dict(written)
+        for field in dataclasses.fields(self):
+            asked, has = getattr(self, field.name), getattr(read, field.name)
+            if asked != has and not _are_close(asked, has):
+                raise ValueError(
+                    f"LlamaConfig: {field.name} must be {has!r} for model_type "
+                    f"{self.model_type!r} with all else as it is, got {asked!r}."
+                )
+        return written
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -348,7 +299,6 @@ class LlamaConfig:
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
 
-def _scalar_if_single(values: tuple[int, ...]) -> int | list[int] | None:
-    if not values:
-        return None
-    return values[0] if len(values) == 1 else list(values)
+def _are_close(a: Any, b: Any) -> bool:
+    """Whether numbers are equal but for rounding, as where a file has the inverse of one."""
+    return isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12)

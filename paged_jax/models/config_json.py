@@ -4,17 +4,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.checks import is_int
-from paged_jax.models.families import FAMILIES, Family, UnsupportedConfigError
+from paged_jax.models.families import FAMILIES, PARTS, Family, UnsupportedConfigError
 from paged_jax.models.layer_types import FULL, SLIDING
 from paged_jax.models.rope_json import read_rope
 
 _REQUIRED: Any = object()  # the default of a key that has none
 
-# Keys that change what is computed, and the one value of each that this library computes.
-_ONLY: Mapping[str, Any] = {
+# Keys that change what is computed, and the value of each that changes nothing. A family that
+# reads one of them is not asked.
+_NEUTRAL: Mapping[str, Any] = {
     "mlp_bias": False,
     "quantization_config": None,
+    "use_bidirectional_attention": False,
+    "use_qk_norm": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "logit_scale": 1,
 }
+
+# What the config of a larger model says for all of its parts.
+_OF_ALL_PARTS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,12 +35,13 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
     """
+    config = _own_part(config)
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     _refuse_unsupported(config, family)
+    hidden_act = _get(config, family.key("hidden_act"), "silu")
     heads = _integer(config, "num_attention_heads")
-    attention_bias = _boolean(config, "attention_bias", False)
     max_position_embeddings = _integer(config, "max_position_embeddings")
     num_hidden_layers = _integer(config, "num_hidden_layers")
     sliding_window, layer_types = _attention(config, family, num_hidden_layers)
@@ -42,12 +55,10 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         num_key_value_heads=heads if kv_heads is None else kv_heads,
         head_dim=_integer(config, "head_dim", None) or 0,
         max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=_number(config, family.key("rms_norm_eps"), 1e-6),
         **read_rope(config, family, num_hidden_layers, layer_types),
         tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
-        qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias and family.has_attention_bias,
-        qk_norm=family.qk_norm,
+        hidden_act="silu" if hidden_act == "swish" else hidden_act,
         sliding_window=sliding_window,
         layer_types=layer_types,
         initializer_range=_number(config, "initializer_range", 0.02),
@@ -55,7 +66,35 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         eos_token_ids=_token_ids(config, "eos_token_id"),
         model_type=model_type,
         dtype=_dtype(config),
+        **_switches(config, family),
     )
+
+
+def _switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What a family computes otherwise than Llama, as it always does or as this config has it."""
+    switches: dict[str, Any] = dict(family.fixed)
+    switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
+    for scale in family.scales:
+        switches[scale.field] = scale.read(_number(config, scale.key))
+    if _boolean(config, "attention_bias", False):
+        switches |= dict.fromkeys(family.biases, True)
+    return switches
+
+
+def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model of a larger one, such as of one that sees images too."""
+    names = [config.get("model_type"), *(config.get("architectures") or [])]
+    for model_type, (architecture, key) in PARTS.items():
+        if model_type in names or architecture in names:
+            return _part(config, key)
+    return config
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    if not isinstance(part := config.get(key), Mapping):
+        raise ValueError(f"LlamaConfig: {key} must be an object, got {part!r}.")
+    outer = {name: config[name] for name in _OF_ALL_PARTS if config.get(name) is not None}
+    return {**part, **outer, "architectures": None}
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
@@ -90,18 +129,14 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    hidden_act = config.get("hidden_act", "silu")
-    if hidden_act not in ("silu", "swish"):
-        raise UnsupportedConfigError(
-            f"LlamaConfig: hidden_act {hidden_act!r} is not supported, only 'silu'."
-        )
-    for key, value in _ONLY.items():
-        if config.get(key) is not None and config[key] != value:
+    for key, value in _NEUTRAL.items():
+        if config.get(key) not in (None, value) and key not in family.reads:
             raise UnsupportedConfigError(
-                f"LlamaConfig: {key} = {config[key]!r} is not supported, only {value!r}."
+                f"LlamaConfig: {key} = {config[key]!r} is not supported for "
+                f"{family.architecture}, only {value!r}."
             )
     if _boolean(config, "attention_bias", False) and not (
-        family.has_attention_bias or family.qkv_bias
+        family.biases or "qkv_bias" in family.fixed
     ):
         raise UnsupportedConfigError(
             f"LlamaConfig: attention_bias is not supported for {family.architecture}."
@@ -135,6 +170,11 @@ def _layer_types(
     if layer_types is None:
         if window is None or family.window == "all":
             return ()
+        if family.window == "pattern":
+            every = _integer(config, "sliding_window_pattern")
+            return tuple(
+                SLIDING if (layer + 1) % every else FULL for layer in range(num_hidden_layers)
+            )
         # What transformers takes for a missing max_window_layers.
         num_full = max(0, min(_integer(config, "max_window_layers", 28), num_hidden_layers))
         return (FULL,) * num_full + (SLIDING,) * (num_hidden_layers - num_full)

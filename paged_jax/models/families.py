@@ -1,4 +1,8 @@
-"""The families of models that this library builds, and what each fixes in code."""
+"""The families of models that this library builds, and what each fixes in code.
+
+A family is an entry of `FAMILIES`. What it computes are switches of `LlamaConfig`: some are fixed
+(`Family.fixed`), others are read from its config.json. No code asks which family a model is of.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,68 +14,303 @@ class UnsupportedConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Scale:
+    """A factor of `LlamaConfig` that is a power of a number in config.json.
+
+    Example:
+      >>> Scale("attention_multiplier", "query_pre_attn_scalar", -0.5).read(256)
+      0.0625
+      >>> Scale("attention_multiplier", "query_pre_attn_scalar", -0.5).write(0.0625)
+      256
+    """
+
+    field: str
+    key: str
+    power: float = 1
+
+    def read(self, number: float) -> float:
+        """The factor."""
+        return float(number**self.power)
+
+    def write(self, factor: float) -> float:
+        """The number that was read: an integer if it was one."""
+        # Digits enough for any number that a person wrote, and too few for rounding to show.
+        number = float(f"{factor ** (1 / self.power):.14g}")
+        return int(number) if number.is_integer() else number
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """What a family fixes in code rather than in its config.json.
 
-    ``window`` says which layers slide: ``"none"``, ``"all"`` where `sliding_window` is set, or
-    ``"switched"``, those from `max_window_layers` on where `use_sliding_window` is true.
-    ``rope_layers`` says which layers rotate: ``"all"``, ``"listed"`` in `no_rope_layers`, or
-    ``"sliding"``. With ``local_rope`` those with a window have a base of their own, or at least no
-    scaling; with ``partial_rope`` a config may have only a part of each head rotate; with
-    ``rope_interleaved`` the numbers of a pair lie side by side.
-    ``defaults`` are those of transformers for keys that a config.json may leave out.
+    Attributes:
+      architecture: its class in transformers.
+      defaults: those of transformers for keys that a config.json may leave out.
+      fixed: fields of `LlamaConfig`.
+      window: which layers slide: ``"none"``; ``"all"`` where `sliding_window` is set;
+        ``"switched"``, those of `layer_types` or from `max_window_layers` on, where
+        `use_sliding_window` is true; ``"pattern"``, those of `layer_types`, or all but every n-th,
+        where n is `sliding_window_pattern`.
+      rope_layers: which layers rotate: ``"all"``; ``"sliding"``, those with a window;
+        ``"listed"``, those with a 1 in `no_rope_layers`.
+      local_rope: layers with a window have a base of their own, or at least no scaling.
+      partial_rope: a config may have only a part of each head rotate.
+      rope_interleaved: the numbers of a pair lie side by side.
+      biases: fields that `attention_bias` turns on.
+      scales: factors that are read.
+      caps: soft caps that are read.
+      keys: names of fields in config.json, where they differ.
+      tensors: names of parameters' tensors in a layer, where they differ, see `tensor_map`. Of a
+        fused parameter it is the one tensor that all of it lies in.
+      prefixes: what names in files may begin with, and what that stands for; None for parts of a
+        larger model that are not read.
     """
 
     architecture: str
-    window: str
     defaults: Mapping[str, Any]
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    has_attention_bias: bool = False
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    window: str = "none"
     rope_layers: str = "all"
     local_rope: bool = False
     partial_rope: bool = False
     rope_interleaved: bool = False
+    biases: tuple[str, ...] = ()
+    scales: tuple[Scale, ...] = ()
+    caps: tuple[str, ...] = ()
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Keys of config.json that it knows, of those that change what is computed."""
+        return frozenset({*self.caps, *(scale.key for scale in self.scales)})
+
+    def key(self, field: str) -> str:
+        """The name of a field of `LlamaConfig` in config.json."""
+        return self.keys.get(field, field)
+
+
+_BIASES = ("qkv_bias", "o_bias")
+_GEMMA_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA_SCALES = (
+    Scale("embedding_multiplier", "hidden_size", 0.5),
+    Scale("attention_multiplier", "query_pre_attn_scalar", -0.5),
+)
+_GEMMA_TENSORS = {
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "post_attention_norm": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+_OLMO_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
+_OLMO_FIXED = {"norm_placement": "post", "qk_norm": True, "qk_norm_scope": "projection"}
+_OLMO_TENSORS = {
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        window="none",
-        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-        has_attention_bias=True,
+        {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        biases=_BIASES,
     ),
     "mistral": Family(
         "MistralForCausalLM",
-        window="all",
-        defaults={
+        {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
+        window="all",
     ),
     "qwen2": Family(
-        "Qwen2ForCausalLM",
-        window="switched",
-        defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-        },
-        qkv_bias=True,
+        "Qwen2ForCausalLM", _QWEN_DEFAULTS, fixed={"qkv_bias": True}, window="switched"
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
+        {**_QWEN_DEFAULTS, "head_dim": 128},
+        fixed={"qk_norm": True},
         window="switched",
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-        },
-        qk_norm=True,
-        has_attention_bias=True,
+        biases=_BIASES,
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        fixed={"norm_placement": "sandwich", "norm_offset": 1.0},
+        window="pattern",
+        biases=_BIASES,
+        scales=_GEMMA_SCALES,
+        caps=("attn_logit_softcapping", "final_logit_softcapping"),
+        keys={"hidden_act": "hidden_activation"},
+        tensors=_GEMMA_TENSORS,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
+        },
+        fixed={"norm_placement": "sandwich", "norm_offset": 1.0, "qk_norm": True},
+        window="pattern",
+        local_rope=True,
+        biases=_BIASES,
+        scales=_GEMMA_SCALES,
+        caps=("final_logit_softcapping",),
+        keys={"hidden_act": "hidden_activation"},
+        tensors=_GEMMA_TENSORS,
+        prefixes={
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+            "model.language_model.": "model.",
+            "vision_tower.": None,
+            "multi_modal_projector.": None,
+            "model.vision_tower.": None,
+            "model.multi_modal_projector.": None,
+        },
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+        window="all",
+        partial_rope=True,
+        tensors={
+            "qkv_proj": "self_attn.qkv_proj.weight",
+            "gate_up_proj": "mlp.gate_up_proj.weight",
+        },
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _OLMO_DEFAULTS,
+        fixed=_OLMO_FIXED,
+        biases=_BIASES,
+        tensors=_OLMO_TENSORS,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {
+            **_OLMO_DEFAULTS,
+            "rope_theta": 5e5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        fixed=_OLMO_FIXED,
+        window="pattern",
+        local_rope=True,
+        biases=_BIASES,
+        tensors=_OLMO_TENSORS,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        window="switched",
+        rope_layers="listed",
+        biases=_BIASES,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        biases=_BIASES,
+        scales=(
+            Scale("embedding_multiplier", "embedding_multiplier"),
+            Scale("attention_multiplier", "attention_multiplier"),
+            Scale("residual_multiplier", "residual_multiplier"),
+            Scale("logit_scale", "logits_scaling", -1),
+        ),
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": [151329, 151336, 151338],
+        },
+        fixed={"norm_placement": "sandwich"},
+        partial_rope=True,
+        rope_interleaved=True,
+        biases=("qkv_bias",),
+        tensors={
+            "attention_out_norm": "post_self_attn_layernorm.weight",
+            "mlp_out_norm": "post_mlp_layernorm.weight",
+            "gate_up_proj": "mlp.gate_up_proj.weight",
+        },
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        {
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "tie_word_embeddings": True,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+        },
+        fixed={"norm_placement": "parallel", "norm_type": "layer"},
+        window="pattern",
+        rope_layers="sliding",
+        rope_interleaved=True,
+        biases=_BIASES,
+        scales=(Scale("logit_scale", "logit_scale"),),
+        keys={"rms_norm_eps": "layer_norm_eps"},
+    ),
+}
+
+# Models of which one part is a model of a family: the key of that part's own config.
+PARTS: Mapping[str, tuple[str, str]] = {
+    "gemma3": ("Gemma3ForConditionalGeneration", "text_config"),
 }

@@ -164,7 +164,7 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
     [
         ({**_SIZES, "model_type": "gpt2"}, "gpt2"),
         ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
-        ({**_LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        ({**_LLAMA, "hidden_act": "relu"}, "hidden_act"),
         ({**_LLAMA, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
         ({**_LLAMA, "rope_parameters": {"rope_type": "proportional"}}, "proportional"),
         ({**_LLAMA, "rope_parameters": {"rope_type": ["yarn"]}}, "rope_type"),

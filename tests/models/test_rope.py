@@ -295,7 +295,7 @@ def test_read_fills_any_part_of_a_parameter_and_rows_come_back(tmp_path, name):
     np.testing.assert_array_equal(piece.to_rows(jnp.asarray(box)), rows)
 
     save_file({"x": tensor}, tmp_path / "model.safetensors")
-    stored = huggingface._stored_tensors(tmp_path)
+    stored = huggingface._stored_tensors(tmp_path, _MIXED)
     parameter = np.zeros(piece.end, np.float32)
     parameter[piece.box] = box
     for cut in (slice(None), slice(1, None), slice(None, -1), slice(1, 2)):

@@ -31,7 +31,7 @@ from paged_jax.models.loading.parameters import (
     resolve_dtype,
     resolve_sharding,
 )
-from paged_jax.models.loading.tensor_map import Piece, pieces
+from paged_jax.models.loading.tensor_map import Piece, pieces, tensor_name
 from paged_jax.models.weight import SCALE
 
 _SINGLE = "model.safetensors"
@@ -43,9 +43,10 @@ _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A tensor in a file."""
+    """A tensor in a file, and what it is called there."""
 
     path: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -77,7 +78,7 @@ def load_weights(
         shape, not floating point, or not finite.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
-    stored = _stored_tensors(Path(folder))
+    stored = _stored_tensors(Path(folder), config)
     shapes = parameter_shapes(model_class, config, scan_layers=scan_layers)
     layout = parameter_layout(model_class, config, dtype=dtype, scan_layers=scan_layers)
     parts = {name: list(pieces(config, name)) for name in shapes}
@@ -164,18 +165,21 @@ def _umask() -> int:
     return mask
 
 
-def _stored_tensors(folder: Path) -> dict[str, _Stored]:
+def _stored_tensors(folder: Path, config: LlamaConfig) -> dict[str, _Stored]:
+    """The tensors of a folder that are the model's, by the names that `pieces` has for them."""
     stored: dict[str, _Stored] = {}
     weight_map = _weight_map(folder)
     for path in sorted({_SINGLE} if weight_map is None else set(weight_map.values())):
         try:
             with safe_open(folder / path, "numpy") as file:
-                for tensor in file.keys():
+                for name in file.keys():
+                    if (tensor := tensor_name(config, name)) is None:
+                        continue
                     if tensor in stored:
                         raise WeightsError(f"{folder / path}: {tensor!r} is in another file too.")
-                    view = file.get_slice(tensor)
+                    view = file.get_slice(name)
                     stored[tensor] = _Stored(
-                        folder / path, tuple(view.get_shape()), view.get_dtype()
+                        folder / path, name, tuple(view.get_shape()), view.get_dtype()
                     )
         except (SafetensorError, OSError) as error:
             raise WeightsError(
@@ -273,6 +277,7 @@ def _read_piece(
 ) -> None:
     """Fill ``out`` with the box from ``low`` to ``high`` (in the parameter) of one tensor."""
     path = stored[piece.tensor].path
+    piece = dataclasses.replace(piece, tensor=stored[piece.tensor].name)
     box = _box(low, high, piece.offset)
     if piece.axes is not None:
         _read_transposed(path, piece, box, out)

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.families import FAMILIES
 from paged_jax.models.rope import head_order
+
+# Parameters ``[E]`` of a layer, and their tensors where the family has no other name for them.
+_VECTORS = {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+    "o_bias": "self_attn.o_proj.bias",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +124,23 @@ def pieces(config: LlamaConfig, name: str) -> Iterator[Piece]:
                 yield dataclasses.replace(piece, tensor=tensor, extent=extent, offset=offset)
 
 
+def tensor_name(config: LlamaConfig, stored: str) -> str | None:
+    """What a tensor of a file is called in `pieces`; None if it is of another part of its model.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+      ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+      ...                      model_type="gemma3_text")
+      >>> tensor_name(config, "language_model.model.norm.weight")
+      'model.norm.weight'
+    """
+    prefixes = FAMILIES[config.model_type].prefixes if config.model_type in FAMILIES else {}
+    for prefix, own in prefixes.items():
+        if stored.startswith(prefix):
+            return None if own is None else own + stored.removeprefix(prefix)
+    return stored
+
+
 def _model_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
     table = config.vocab_size, config.hidden_size
     return {
@@ -129,34 +154,58 @@ def _layer_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
     """Those of one layer, whose names begin with ``model.layers.{index}.``"""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
-    G = H // K
+    named = FAMILIES[config.model_type].tensors if config.model_type in FAMILIES else {}
     # The order in which a head's numbers rotate. Values do not.
     order = head_order(
         D, int(D * config.partial_rotary_factor), interleaved=config.rope_interleaved
     )
+    whole = {name: (_piece(tensor, (E,)),) for name, tensor in {**_VECTORS, **named}.items()}
+    if config.qk_norm_scope == "head":
+        q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
+    else:
+        q_norm, k_norm = ((H * D,), (K, H // K, D)), ((K * D,), (K, D))
     return {
-        "input_norm": (_piece("input_layernorm.weight", (E,)),),
-        "qkv_proj": (
-            _piece("self_attn.q_proj.weight", (H * D, E), (K, G, D, E), (0, 0, 0, 0), order=order),
-            _piece("self_attn.k_proj.weight", (K * D, E), (K, 1, D, E), (0, G, 0, 0), order=order),
-            _piece("self_attn.v_proj.weight", (K * D, E), (K, 1, D, E), (0, G + 1, 0, 0)),
-        ),
-        "qkv_bias": (
-            _piece("self_attn.q_proj.bias", (H * D,), (K, G, D), (0, 0, 0), order=order),
-            _piece("self_attn.k_proj.bias", (K * D,), (K, 1, D), (0, G, 0), order=order),
-            _piece("self_attn.v_proj.bias", (K * D,), (K, 1, D), (0, G + 1, 0)),
-        ),
-        "q_norm": (_piece("self_attn.q_norm.weight", (D,), order=order),),
-        "k_norm": (_piece("self_attn.k_norm.weight", (D,), order=order),),
+        **whole,
+        "qkv_proj": _qkv_pieces(config, "weight", order, named.get("qkv_proj")),
+        "qkv_bias": _qkv_pieces(config, "bias", order, None),
+        "q_norm": (_piece("self_attn.q_norm.weight", *q_norm, order=order),),
+        "k_norm": (_piece("self_attn.k_norm.weight", *k_norm, order=order),),
         "o_proj": (_piece("self_attn.o_proj.weight", (E, H * D)),),
-        "o_bias": (_piece("self_attn.o_proj.bias", (E,)),),
-        "post_attention_norm": (_piece("post_attention_layernorm.weight", (E,)),),
-        "gate_up_proj": (
+        "gate_up_proj": (_piece(named["gate_up_proj"], (2 * F, E), (2, F, E)),)
+        if "gate_up_proj" in named
+        else (
             _piece("mlp.gate_proj.weight", (F, E), (1, F, E), (0, 0, 0)),
             _piece("mlp.up_proj.weight", (F, E), (1, F, E), (1, 0, 0)),
         ),
         "down_proj": (_piece("mlp.down_proj.weight", (E, F)),),
     }
+
+
+def _qkv_pieces(
+    config: LlamaConfig, kind: str, order: tuple[int, ...] | None, fused: str | None
+) -> tuple[Piece, ...]:
+    """Queries, keys and values ``[K, G + 2, D, ...]``, of a tensor each or all `fused` in one."""
+    D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    columns = (config.hidden_size,) if kind == "weight" else ()
+    pieces, row = [], 0
+    for name, heads, first, its_order in (
+        ("q_proj", H // K, 0, order),
+        ("k_proj", 1, H // K, order),
+        ("v_proj", 1, H // K + 1, None),
+    ):
+        num_rows = K * heads * D
+        pieces.append(
+            _piece(
+                fused or f"self_attn.{name}.{kind}",
+                (config.qkv_features if fused else num_rows, *columns),
+                (K, heads, D, *columns),
+                (0, first, 0, *[0] * len(columns)),
+                first_row=row if fused else 0,
+                order=its_order,
+            )
+        )
+        row += num_rows
+    return tuple(pieces)
 
 
 def _piece(
@@ -165,6 +214,10 @@ def _piece(
     extent: tuple[int, ...] | None = None,
     offset: tuple[int, ...] | None = None,
     *,
+    first_row: int = 0,
     order: tuple[int, ...] | None = None,
 ) -> Piece:
-    return Piece(tensor, shape, extent or shape, offset or (0,) * len(shape), order=order)
+    extent = extent or shape
+    return Piece(
+        tensor, shape, extent, offset or (0,) * len(extent), first_row=first_row, order=order
+    )
