@@ -1,7 +1,7 @@
 """Which waiting sequences get slots and blocks, and what the others wait for."""
 
-from paged_jax.cache.sizes import num_blocks_needed
-from paged_jax.scheduler.budget import StepBudget, num_claimed
+from paged_jax.scheduler.budget import StepBudget
+from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.memory import BlockMemory
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.plan import SchedulerStats
@@ -20,7 +20,7 @@ class Admission:
       prefixes: the prefixes that are being computed.
       stats: totals of the scheduler; admissions and look-ups are counted here.
       num_slots: S, most sequences that run at once.
-      block_size: C, tokens in a block.
+      holdings: counts blocks.
       max_num_batched_tokens: most tokens in a step.
     """
 
@@ -31,14 +31,14 @@ class Admission:
         stats: SchedulerStats,
         *,
         num_slots: int,
-        block_size: int,
+        holdings: Holdings,
         max_num_batched_tokens: int,
     ):
         self._queue = queue
         self._prefixes = prefixes
         self._stats = stats
         self._num_slots = num_slots
-        self._block_size = block_size
+        self._holdings = holdings
         self._max_num_batched_tokens = max_num_batched_tokens
         # Sequences that the last call of `admit` gave a reason to wait.
         self._refused: list[Sequence] = []
@@ -96,9 +96,10 @@ class Admission:
         if is_looked_up:
             sequence.num_computed = memory.attach(sequence)
         num_attached = num_free - memory.num_free
-        num_needed = num_blocks_needed(len(sequence.token_ids), self._block_size)
+        num_needed = self._holdings.num_wanted(len(sequence.token_ids))
         if not sequence.is_swapped:
-            num_needed -= num_blocks_needed(sequence.num_computed, self._block_size)
+            start = sequence.num_computed
+            num_needed -= self._holdings.num_in_row(start, start)
         entry.num_wanted = num_attached + num_needed
         if entry.num_wanted > num_spare:
             if is_looked_up:
@@ -113,7 +114,7 @@ class Admission:
         else:
             self._count_lookup(sequence, is_looked_up)
         budget.num_free -= num_attached
-        budget.num_promised += num_claimed(sequence, self._block_size)
+        budget.num_promised += self._holdings.num_claimed(sequence)
         queue.waiting.remove(sequence)
         queue.take_slot(sequence)
         return True
@@ -157,7 +158,7 @@ class Admission:
                 if num_wanted:
                     return WaitFacts({"num_wanted": num_wanted, **numbers})
                 # Where no block can be spared, what it would find has not been looked up.
-                most = num_blocks_needed(len(sequence.token_ids), self._block_size)
+                most = self._holdings.num_wanted(len(sequence.token_ids))
                 return WaitFacts({"most_wanted": most, **numbers})
             case "same prefix":
                 owner = next(

@@ -1,6 +1,6 @@
 """What a step may still take while it is planned: tokens of its budget and free blocks."""
 
-from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
+from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.request import Sequence
 
 
@@ -9,7 +9,7 @@ class StepBudget:
 
     Args:
       running: the sequences in slots; a live list that grows as sequences are admitted.
-      block_size: C, tokens in a block.
+      holdings: counts blocks.
       num_tokens: most tokens in the step.
       num_free: free blocks before the step.
 
@@ -20,12 +20,12 @@ class StepBudget:
         next: each is promised the blocks of its remaining prefill and of its first decode.
     """
 
-    def __init__(self, running: list[Sequence], block_size: int, num_tokens: int, num_free: int):
+    def __init__(self, running: list[Sequence], holdings: Holdings, num_tokens: int, num_free: int):
         self.num_tokens = num_tokens
         self.num_free = num_free
-        self.num_promised = sum(num_claimed(s, block_size) for s in running)
+        self.num_promised = sum(map(holdings.num_claimed, running))
         self._running = running
-        self._block_size = block_size
+        self._holdings = holdings
 
     @property
     def num_spare(self) -> int:
@@ -34,7 +34,7 @@ class StepBudget:
         One is kept back for each running sequence that will ever need more. It needs that block
         before it has decoded C tokens, so without it the newcomer is likely to be preempted soon.
         """
-        growing = [s for s in self._running if can_grow(s, self._block_size)]
+        growing = [s for s in self._running if self._holdings.can_grow(s)]
         return self.num_free - self.num_promised - len(growing)
 
     def take(self, num_tokens: int, num_blocks: int) -> None:
@@ -42,15 +42,3 @@ class StepBudget:
         self.num_tokens -= num_tokens
         self.num_free -= num_blocks
         self.num_promised -= num_blocks
-
-
-def num_claimed(sequence: Sequence, block_size: int) -> int:
-    """Blocks that a running sequence takes until it has decoded once."""
-    num_blocks = num_blocks_needed(len(sequence.token_ids), block_size)
-    return num_blocks - num_blocks_needed(sequence.num_computed, block_size)
-
-
-def can_grow(sequence: Sequence, block_size: int) -> bool:
-    """Whether a sequence may ever need more blocks than its known tokens take."""
-    most = num_blocks_needed(num_cached_tokens_at(sequence.max_length), block_size)
-    return most > num_blocks_needed(len(sequence.token_ids), block_size)

@@ -1,7 +1,8 @@
 """How running sequences share a step: decodes first, then chunks of prompts; and forks."""
 
 from paged_jax.cache.sizes import num_blocks_needed
-from paged_jax.scheduler.budget import StepBudget, num_claimed
+from paged_jax.scheduler.budget import StepBudget
+from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.plan import StepPlan
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Sequence
@@ -14,17 +15,24 @@ class StepPlanner:
       plan: the plan to fill.
       budget: what the step may take.
       queue: the waiting line and the slots. Forks get slots, or join the line.
-      block_size: C, tokens in a block.
+      holdings: counts blocks.
       max_chunk: most tokens of one sequence that a step prefills.
     """
 
     def __init__(
-        self, plan: StepPlan, budget: StepBudget, queue: Queue, *, block_size: int, max_chunk: int
+        self,
+        plan: StepPlan,
+        budget: StepBudget,
+        queue: Queue,
+        *,
+        holdings: Holdings,
+        max_chunk: int,
     ):
         self.plan = plan
         self.budget = budget
         self._queue = queue
-        self._block_size = block_size
+        self._holdings = holdings
+        self._block_size = holdings.block_size
         self._max_chunk = max_chunk
 
     def num_steps(self, max_steps: int, may_admit_next: bool) -> int:
@@ -54,9 +62,9 @@ class StepPlanner:
 
     def add_decodes(self) -> None:
         """Let all running sequences decode whose prompts are computed."""
-        ready = [s for s in self._queue.running if not s.num_prefill]
+        ready = [s for s in self._queue.running if not s.num_prefill and s.draws_tokens]
         for sequence in ready:
-            self.budget.take(1, num_claimed(sequence, self._block_size))
+            self.budget.take(1, self._holdings.num_claimed(sequence))
         self.plan.decodes += ready
         for sequence in ready:
             self._add_forks(sequence)
@@ -64,7 +72,7 @@ class StepPlanner:
     def add_chunks(self) -> None:
         """Let all running sequences prefill, the most senior first."""
         for sequence in self._queue.running:
-            if sequence.num_prefill:
+            if sequence.num_prefill or not sequence.draws_tokens:
                 self.add_chunk(sequence)
 
     def add_chunk(self, sequence: Sequence) -> None:
@@ -73,13 +81,15 @@ class StepPlanner:
         If it draws no tokens, it is complete then.
         """
         start, budget = sequence.num_computed, self.budget
-        num_held = num_blocks_needed(start, self._block_size)
-        fits = (num_held + budget.num_free) * self._block_size - start
+        # Blocks that it has or may take, of all of its tokens: those that it gives back count, too.
+        num_before = num_blocks_needed(start, self._block_size)
+        num_known = num_before + self._holdings.num_back(sequence)
+        fits = max(0, (num_known + budget.num_free) * self._block_size - start)
         num_tokens = min(sequence.num_prefill, self._max_chunk, budget.num_tokens, fits)
         if num_tokens:
             self.plan.chunks.append((sequence, num_tokens))
             num_blocks = num_blocks_needed(start + num_tokens, self._block_size)
-            budget.take(num_tokens, num_blocks - num_held)
+            budget.take(num_tokens, max(0, num_blocks - num_known))
         if num_tokens == sequence.num_prefill:
             if sequence.draws_tokens:
                 self._add_first_decode(sequence)
@@ -108,18 +118,21 @@ class StepPlanner:
         all of them write. (One of them need not copy; the leader counts as that one.) As all of
         them write in this step, no partly filled block is shared after it. A sample without a
         slot or blocks waits as a sequence of its own, and will find the prompt in the cache.
+        Where sharing is not counted, it takes a whole row.
         """
         entry = self._queue.entries[leader]
         if not entry.siblings:
             return
         children: list[Sequence] = []
+        num_blocks = self._holdings.num_forked(leader)
         for sibling in entry.siblings:
-            if self._queue.free_slots and self.budget.num_spare >= 1:
+            if self._queue.free_slots and self.budget.num_spare >= num_blocks:
                 sibling.num_computed = len(leader.token_ids) - 1
+                sibling.program_start = leader.program_start
                 sibling.is_fork = True
                 self._queue.take_slot(sibling)
                 self.budget.num_tokens -= 1
-                self.budget.num_free -= 1
+                self.budget.num_free -= num_blocks
                 children.append(sibling)
             else:
                 self._queue.join(sibling)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.outputs import PreemptionAdvantage
 from paged_jax.scheduler.queue import Entry
 from paged_jax.scheduler.request import Sequence
@@ -28,7 +28,8 @@ class PreemptionCosts:
 
     Attributes:
       seconds_per_token: seconds to compute a token again.
-      seconds_per_block: seconds to copy a block between device and host; a swap copies each twice.
+      seconds_per_block: seconds to copy a block of all layers between device and host; a swap
+        copies each twice.
       max_swapped_blocks: blocks that fit host memory; None for any number.
     """
 
@@ -44,14 +45,14 @@ class PreemptionPolicy:
     Attributes:
       preemption: the ways to take blocks away that are allowed.
       costs: the costs of these ways.
-      block_size: C, tokens in a block.
+      holdings: counts blocks.
       num_swapped_blocks: blocks that are in host memory already.
       entries: what the scheduler remembers of each sequence.
     """
 
     preemption: Preemption
     costs: PreemptionCosts
-    block_size: int
+    holdings: Holdings
     num_swapped_blocks: int
     entries: Mapping[Sequence, Entry]
 
@@ -102,10 +103,10 @@ class PreemptionPolicy:
         return sequence.num_computed * self.costs.seconds_per_token
 
     def _swap_cost(self, sequence: Sequence) -> float:
-        num_blocks = num_blocks_needed(sequence.num_computed, self.block_size)
+        num_blocks = self.holdings.num_swapped(sequence.num_computed)
         return 2 * num_blocks * self.costs.seconds_per_block
 
     def _fits_host(self, sequence: Sequence) -> bool:
         most = self.costs.max_swapped_blocks
-        num_blocks = num_blocks_needed(sequence.num_computed, self.block_size)
+        num_blocks = self.holdings.num_swapped(sequence.num_computed)
         return most is None or self.num_swapped_blocks + num_blocks <= most

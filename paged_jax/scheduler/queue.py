@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import ArgumentError
+from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.line import Line
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.plan import SchedulerStats
@@ -76,7 +76,7 @@ class Queue:
 
     Args:
       num_slots: S, most sequences that run at once.
-      block_size: C, tokens in a block.
+      holdings: counts blocks.
       stats: totals of the scheduler; sequences that get a slot are counted here.
 
     Attributes:
@@ -89,9 +89,9 @@ class Queue:
       num_swapped_blocks: blocks of waiting sequences that are in host memory.
     """
 
-    def __init__(self, num_slots: int, block_size: int, stats: SchedulerStats):
+    def __init__(self, num_slots: int, holdings: Holdings, stats: SchedulerStats):
         self._num_slots = num_slots
-        self._block_size = block_size
+        self._holdings = holdings
         self._stats = stats
         self.clear()
 
@@ -220,6 +220,6 @@ class Queue:
     def mark_swapped(self, sequence: Sequence, is_swapped: bool) -> None:
         """Count the blocks of a sequence as moved to host memory, or as gone from there."""
         if sequence.is_swapped != is_swapped:
-            num_blocks = num_blocks_needed(sequence.num_computed, self._block_size)
+            num_blocks = self._holdings.num_swapped(sequence.num_computed)
             self.num_swapped_blocks += num_blocks if is_swapped else -num_blocks
             sequence.is_swapped = is_swapped

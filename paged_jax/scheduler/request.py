@@ -106,6 +106,8 @@ class Sequence:
       grammar: where its text is in its grammar, as of the last `followed_grammar`; None if the
         text may have any form.
       num_computed: tokens that are in the cache, or in its copy in host memory.
+      program_start: how many there were when the last program began that added some: layers with a
+        sliding window still hold what that one read, or less.
       slot: row of the block tables; None unless the sequence runs.
       is_swapped: whether the blocks are in host memory.
       host_blocks: what `BlockMemory` keeps there, so that it is freed with the sequence.
@@ -121,6 +123,7 @@ class Sequence:
     chain: PrefixChain | None = field(default=None, repr=False)
     grammar: GrammarCursor | None = field(default=None, repr=False)
     num_computed: int = 0
+    program_start: int = 0
     slot: int | None = None
     is_swapped: bool = False
     host_blocks: Any = field(default=None, repr=False)
@@ -265,12 +268,14 @@ class Sequence:
     def advance(self, num_tokens: int) -> None:
         """Count tokens that are now in the cache: those of a chunk, or one for each that decode
         has drawn, as each decode step puts the token before into the cache."""
+        if num_tokens:
+            self.program_start = self.num_computed
         self.num_computed += num_tokens
         assert self.num_prefill >= 0, "the last known token is left to decode"
 
     def restart(self) -> None:
         """Keep the tokens, and forget all that was computed of them."""
-        self.num_computed = 0
+        self.num_computed = self.program_start = 0
         self.slot = None
         self.is_swapped, self.host_blocks = False, None
         self.is_fork = False

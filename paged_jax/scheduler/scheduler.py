@@ -26,12 +26,15 @@ the most senior one finishes, then the next, and so on. In the line of those tha
 take turns.
 """
 
+from collections.abc import Sequence as Items
 from typing import get_args
 
-from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
+from paged_jax.cache.sizes import num_cached_tokens_at
 from paged_jax.checks import ArgumentError, check_positive
+from paged_jax.models.layer_types import LayerGroup
 from paged_jax.scheduler.admission import Admission
-from paged_jax.scheduler.budget import StepBudget, can_grow, num_claimed
+from paged_jax.scheduler.budget import StepBudget
+from paged_jax.scheduler.holdings import Holdings, make_holdings
 from paged_jax.scheduler.lookahead import Lookahead
 from paged_jax.scheduler.memory import BlockMemory
 from paged_jax.scheduler.plan import SchedulerStats, StepPlan
@@ -81,7 +84,7 @@ class Scheduler:
 
     Args:
       num_slots: S, most sequences that run at once.
-      num_blocks: P, blocks in the pool.
+      num_blocks: P, blocks in the pool, of the first of several groups of layers.
       block_size: C, tokens in a block.
       max_num_batched_tokens: most tokens in a step: those of chunks, and one for each sequence that
         decodes. At least num_slots.
@@ -92,9 +95,12 @@ class Scheduler:
       preemption: how blocks are taken away: ``"recompute"`` releases them, ``"swap"`` copies them
         to host memory, ``"auto"`` does what costs less.
       costs: costs of both ways; may be changed at any time.
+      groups: groups of layers that keep the same tokens, the one that keeps most first, see
+        `LlamaConfig.layer_groups`; by default all layers keep all tokens.
 
     Attributes:
       stats: totals since the scheduler was made.
+      holdings: counts the blocks of sequences.
       lookahead: plans steps ahead of tokens.
 
     Raises:
@@ -114,6 +120,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
         costs: PreemptionCosts | None = None,
+        groups: Items[LayerGroup] = (LayerGroup(None, (0,)),),
     ):
         check_positive(
             "Scheduler",
@@ -134,7 +141,8 @@ class Scheduler:
         self.preemption: Preemption = preemption
         self.costs = costs or PreemptionCosts()
         self.stats = SchedulerStats()
-        self._queue = Queue(num_slots, block_size, self.stats)
+        self.holdings = make_holdings(num_blocks, block_size, max_chunk, groups)
+        self._queue = Queue(num_slots, self.holdings, self.stats)
         self.lookahead = Lookahead(self._queue, max_steps, is_used=runs_ahead)
         self._prefixes = SharedPrefixes(block_size, enable_prefix_caching)
         self._admission = Admission(
@@ -142,7 +150,7 @@ class Scheduler:
             self._prefixes,
             self.stats,
             num_slots=num_slots,
-            block_size=block_size,
+            holdings=self.holdings,
             max_num_batched_tokens=max_num_batched_tokens,
         )
 
@@ -170,7 +178,7 @@ class Scheduler:
         """
         self._queue.check_is_new(sequences)
         for sequence in sequences:
-            _check_fits(sequence, self.num_blocks, self.block_size)
+            _check_fits(sequence, self.holdings)
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
         """Release a sequence that is complete, unless its request was aborted before."""
@@ -236,6 +244,7 @@ class Scheduler:
           memory: gives and takes blocks at once, as is decided.
           now: seconds, on the clock of the deadlines.
         """
+        memory = self.holdings.memory(memory, self.running)
         plan = StepPlan(expired=self._expire(memory, now))
         num_preemptions = self.stats.num_preemptions
         self._admit_urgent(memory)
@@ -245,7 +254,7 @@ class Scheduler:
             plan,
             self._budget(memory),
             self._queue,
-            block_size=self.block_size,
+            holdings=self.holdings,
             max_chunk=self.max_chunk,
         )
         planner.add_decodes()
@@ -293,7 +302,7 @@ class Scheduler:
         self, memory: BlockMemory, sequence: Sequence, juniors: list[Sequence]
     ) -> bool:
         """Let a sequence run at the cost of `juniors`; False if even that is not enough."""
-        C, request = self.block_size, sequence.request
+        holdings, request = self.holdings, sequence.request
         while True:
             budget = self._budget(memory)
             if self._queue.free_slots:
@@ -301,7 +310,7 @@ class Scheduler:
                     return True
                 # Preempting them frees what they alone hold, what they will claim, and the block
                 # that is kept back for each that grows.
-                claims = sum(num_claimed(s, C) + can_grow(s, C) for s in juniors)
+                claims = sum(holdings.num_claimed(s) + holdings.can_grow(s) for s in juniors)
                 most = budget.num_spare + memory.num_held(juniors) + claims
                 if self._queue.entries[sequence].num_wanted > most:
                     return False
@@ -316,7 +325,7 @@ class Scheduler:
         Decodes go before prefill: they are nearest to giving their blocks back.
         """
         while True:
-            claims = [num_claimed(s, self.block_size) for s in self.running if not s.num_prefill]
+            claims = [self.holdings.num_growing(s) for s in self.running if not s.num_prefill]
             num_wanted, num_free = sum(claims), memory.num_free
             if num_wanted <= num_free:
                 return
@@ -344,7 +353,7 @@ class Scheduler:
         else:
             memory.release(sequence)
             entry.num_lost = sequence.num_computed
-            sequence.num_computed = 0
+            sequence.num_computed = sequence.program_start = 0
             self.stats.num_recompute_preemptions += 1
         sequence.num_preemptions += 1
         sequence.is_fork = False
@@ -354,18 +363,13 @@ class Scheduler:
         return sequence
 
     def _preemption_policy(self) -> PreemptionPolicy:
+        queue = self._queue
         return PreemptionPolicy(
-            self.preemption,
-            self.costs,
-            self.block_size,
-            self._queue.num_swapped_blocks,
-            self._queue.entries,
+            self.preemption, self.costs, self.holdings, queue.num_swapped_blocks, queue.entries
         )
 
     def _budget(self, memory: BlockMemory) -> StepBudget:
-        return StepBudget(
-            self.running, self.block_size, self.max_num_batched_tokens, memory.num_free
-        )
+        return StepBudget(self.running, self.holdings, self.max_num_batched_tokens, memory.num_free)
 
     def _drop(self, memory: BlockMemory, sequence: Sequence) -> None:
         if sequence.slot is not None:
@@ -375,7 +379,7 @@ class Scheduler:
             self.lookahead.close()  # one of them may get what this one had
 
 
-def _check_fits(sequence: Sequence, num_blocks: int, block_size: int) -> None:
+def _check_fits(sequence: Sequence, holdings: Holdings) -> None:
     num_tokens = len(sequence.token_ids)
     if not 0 < num_tokens <= sequence.max_length:
         raise ArgumentError(
@@ -386,11 +390,12 @@ def _check_fits(sequence: Sequence, num_blocks: int, block_size: int) -> None:
         )
     # As many as admission asks for, where no token is drawn.
     most = max(num_tokens, num_cached_tokens_at(sequence.max_length))
-    needed = num_blocks_needed(most, block_size)
-    if needed > num_blocks:
+    needed = holdings.num_required(most)
+    if needed > holdings.num_blocks:
         raise ArgumentError(
             "Scheduler.add",
-            f"a sequence must fit the pool of {num_blocks} blocks of {block_size} "
-            f"tokens, got {num_tokens} prompt tokens and {sequence.max_length - num_tokens} "
-            f"new ones, which need {needed}. Use fewer tokens or more blocks.",
+            f"a sequence must fit the pool of {holdings.num_blocks} blocks of "
+            f"{holdings.block_size} tokens, got {num_tokens} prompt tokens and "
+            f"{sequence.max_length - num_tokens} new ones, which need {needed}. "
+            "Use fewer tokens or more blocks.",
         )

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paged_jax.cache.sizes import max_blocks_in_window
+from paged_jax.models.layer_types import LayerGroup
 from paged_jax.scheduler import PreemptionCosts, Request, Scheduler, Sequence, StepPlan
 from tests.support.fake_memory import (
     VOCABULARY,
@@ -80,7 +82,7 @@ def check_outputs(engine: FakeEngine) -> None:
     for s in engine.finished:
         prompt, token_ids = s.token_ids[: s.num_prompt_tokens], list(s.token_ids)
         while len(prompt) < s.max_length:
-            prompt.append(draw(prompt, s.index))
+            prompt.append(draw(prompt, s.index, engine.window))
         assert token_ids == prompt
 
 
@@ -273,6 +275,16 @@ def test_decodes_are_served_before_chunks():
     assert engine.step().chunks == [(third, 8)] and last.waits_for == "budget"
 
 
+def test_a_prompt_of_one_token_that_preempts_draws_none_if_none_is_asked_for():
+    engine = make_engine(num_slots=1)
+    add(engine, 0, length=5, max_tokens=9, priority=1)
+    engine.step()
+    [urgent] = add(engine, 1, length=1, max_tokens=0)
+    assert engine.step().computed == [urgent] and engine.finished == [urgent]
+    engine.run()
+    check_outputs(engine)
+
+
 def test_a_prefill_that_uses_up_the_budget_decodes_in_the_next_step():
     engine = make_engine(budget=8)
     [sequence] = add(engine, 0, length=9)
@@ -305,6 +317,45 @@ def test_the_most_senior_prefill_comes_first():
 
 
 # Admission
+
+
+def test_a_prompt_runs_in_far_fewer_blocks_where_all_layers_have_a_window():
+    window, groups = 9, (LayerGroup(9, (0, 1)),)
+    scheduler = Scheduler(
+        2, 3, C, max_num_batched_tokens=64, max_chunk=32, max_steps=4, groups=groups
+    )
+    engine = FakeEngine(scheduler, 2, eos=None, window=window)
+    [first], [second] = add(engine, 0, length=200, max_tokens=20), add(engine, 1, length=90)
+    engine.run()
+    assert {len(first.token_ids), len(second.token_ids)} == {220, 93}
+    check_outputs(engine)
+    # A window that is cut anywhere lies in three blocks, of which the last takes the next token.
+    small = Scheduler(1, 2, C, max_num_batched_tokens=64, max_chunk=32, groups=groups)
+    request = make_request(2, prompt_of(2, 50), max_tokens=5)
+    with pytest.raises(ValueError, match="pool of 2 blocks of 4 tokens, .* which need 3"):
+        small.add(request.sequences)
+
+
+def test_samples_are_counted_with_whole_rows_where_all_layers_have_a_window():
+    """They share blocks at first; what they give back is free once the last has done so."""
+    scheduler = Scheduler(
+        4, 8, C, max_num_batched_tokens=64, max_chunk=32, groups=(LayerGroup(9, (0, 1)),)
+    )
+    engine = FakeEngine(scheduler, 4, eos=None, window=9)
+    sequences = add(engine, 0, length=20, max_tokens=12, num_samples=4)
+    [(_, children)] = engine.step().forks
+    assert len(children) == 1 and engine.memory.num_free > 3
+    engine.run()
+    check_outputs(engine)
+    assert len(sequences) == len(engine.finished) and scheduler.stats.num_preemptions == 0
+
+
+def test_groups_of_layers_are_swapped_with_what_each_keeps():
+    """Of 20 tokens, one of four layers has 5 blocks, the others 2 each: 11 / 4, rounded up."""
+    groups = (LayerGroup(None, (3,)), LayerGroup(9, (0, 1, 2)))
+    scheduler = Scheduler(1, 20, C, max_num_batched_tokens=9, max_chunk=9, groups=groups)
+    assert [scheduler.holdings.num_swapped(n) for n in (20, 8)] == [3, 2]
+    assert scheduler.holdings.num_wanted(20) == scheduler.holdings.num_required(20) == 5
 
 
 def test_a_large_request_is_not_overtaken():
@@ -857,9 +908,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         preemption=st.sampled_from(PREEMPTIONS),
         max_swapped=st.sampled_from([None, 0, 4]),
+        window=st.sampled_from([None, None, 1, 5, 11]),
     )
     def start(
-        self, num_slots, num_blocks, budget, max_chunk, max_steps, caching, preemption, max_swapped
+        self,
+        num_slots,
+        num_blocks,
+        budget,
+        max_chunk,
+        max_steps,
+        caching,
+        preemption,
+        max_swapped,
+        window,
     ):
         scheduler = Scheduler(
             num_slots,
@@ -871,8 +932,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             preemption=preemption,
             costs=PreemptionCosts(1.0, 1.5, max_swapped),
+            groups=(LayerGroup(window, (0, 1)),),
         )
-        self.engine = FakeEngine(scheduler, num_slots)
+        self.engine = FakeEngine(scheduler, num_slots, window=window)
+        self.window = window
         self.scheduler = scheduler
         self.prompts: dict[Sequence, list[int]] = {}
         self.requests: list[Request] = []
@@ -907,6 +970,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences = request.sequences
         # The last token is never written.
         needed = -(-(len(prompt) + max(0, max_tokens - 1)) // C)
+        if self.window is not None:
+            needed = min(needed, max_blocks_in_window(self.window, 1, C))
         if needed > self.scheduler.num_blocks:
             waiting = list(self.scheduler.waiting)
             with pytest.raises(ValueError, match=f"which need {needed}"):
@@ -968,8 +1033,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert known <= unfinished
         assert self.scheduler.has_unfinished == bool(unfinished)
         swapped = [s for s in self.scheduler.waiting if s.is_swapped]
-        num_blocks = sum(-(-s.num_computed // C) for s in swapped)
+        num_blocks = sum(
+            -(-s.num_computed // C) - self.engine.memory._first_kept(s.num_computed)
+            for s in swapped
+        )
         assert self.scheduler._queue.num_swapped_blocks == num_blocks
+        if self.window is not None:
+            self.rows_are_bounded()
+
+    def rows_are_bounded(self):
+        """A row is what the scheduler counts, and no longer than a window and a program are."""
+        memory, holdings = self.engine.memory, self.scheduler.holdings
+        most_tokens = max(self.scheduler.max_chunk, self.scheduler.max_steps)
+        most, total = max_blocks_in_window(self.window, most_tokens, C), 0
+        for sequence in self.scheduler.running:
+            num_held = len(memory._held(sequence.slot))
+            counted = holdings.num_in_row(sequence.num_computed, sequence.program_start)
+            assert num_held == counted <= most
+            total += counted
+        if self.scheduler.max_steps == 1:  # else those of several steps may share some
+            assert total <= self.scheduler.num_blocks
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -984,7 +1067,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.gone & set(self.engine.finished)
         assert self.engine.memory.num_free == self.scheduler.num_blocks
         for sequence in self.engine.finished:
-            expected = expected_tokens(self.prompts[sequence], sequence.index, sequence.max_length)
+            expected = expected_tokens(
+                self.prompts[sequence], sequence.index, sequence.max_length, self.window
+            )
             assert sequence.token_ids == expected
         for sequence in self.prompts:
             assert sequence.slot is None and sequence.host_blocks is None

@@ -7,11 +7,13 @@ so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` 
 import collections
 
 from paged_jax.cache.digests import PrefixChain, root_digest
+from paged_jax.cache.sizes import first_kept_column
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler import Completion, History, Request, Scheduler, Sequence, StepPlan
 from paged_jax.scheduler.outputs import RequestMetrics
 
 EOS = 0
+NO_BLOCK = -1
 VOCABULARY = 23
 
 
@@ -63,16 +65,20 @@ def append(sequence: Sequence, token_ids: list[int]) -> None:
     assert not sequence.num_prefill, "only a sequence with a computed prefix decodes"
 
 
-def draw(token_ids: list[int], index: int) -> int:
-    """The token after `token_ids`; it depends on all of them and on which sample it is."""
-    total = sum((position + 1) * token for position, token in enumerate(token_ids))
+def draw(token_ids: list[int], index: int, window: int | None = None) -> int:
+    """The token after `token_ids`; it depends on all of them, or the last ones, and on which sample
+    it is."""
+    first = 0 if window is None else max(0, len(token_ids) - window)
+    total = sum((position + 1) * token for position, token in enumerate(token_ids[first:], first))
     return (total + 7 * index + len(token_ids)) % VOCABULARY
 
 
-def expected_tokens(prompt: list[int], index: int, max_length: int) -> list[int]:
+def expected_tokens(
+    prompt: list[int], index: int, max_length: int, window: int | None = None
+) -> list[int]:
     token_ids = list(prompt)
     while len(token_ids) < max_length:
-        token_ids.append(draw(token_ids, index))
+        token_ids.append(draw(token_ids, index, window))
         if token_ids[-1] == EOS:
             break
     return token_ids
@@ -82,15 +88,16 @@ class FakeMemory:
     """Blocks with reference counts, slots, and a prefix cache with the least recently used first.
 
     Attributes:
-      tables: for each slot the blocks that it holds.
+      tables: for each slot the blocks that it holds, after `NO_BLOCK` for those given back.
       lengths: for each slot the number of its tokens.
       content: for each block the tokens in it.
       num_attempts: calls of `attach`.
     """
 
-    def __init__(self, num_slots: int, num_blocks: int, block_size: int):
+    def __init__(self, num_slots: int, num_blocks: int, block_size: int, window: int | None = None):
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks))
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
@@ -109,17 +116,20 @@ class FakeMemory:
         self.num_attempts += 1
         slot = self._slot(sequence)
         assert not self.tables[slot], "only an empty slot can be attached"
-        for digest in sequence.digests[: (len(sequence.token_ids) - 1) // self.block_size]:
-            block = self.cached.get(digest)
-            if block is None:
+        digests = sequence.digests[: (len(sequence.token_ids) - 1) // self.block_size]
+        for num_found in range(len(digests), 0, -1):
+            first = self._first_kept(num_found * self.block_size)
+            if all(digest in self.cached for digest in digests[first:num_found]):
+                for digest in digests[first:num_found]:
+                    self._hold(self.cached[digest])
+                found = [self.cached[digest] for digest in digests[first:num_found]]
+                self.tables[slot] = [NO_BLOCK] * first + found
                 break
-            self._hold(block)
-            self.tables[slot].append(block)
         self.lengths[slot] = len(self.tables[slot]) * self.block_size
         return self.lengths[slot]
 
     def num_held(self, sequences: list[Sequence]) -> int:
-        held = collections.Counter(b for s in sequences for b in self.tables[self._slot(s)])
+        held = collections.Counter(b for s in sequences for b in self._held(self._slot(s)))
         return sum(self.refs[block] == count for block, count in held.items())
 
     def release(self, sequence: Sequence) -> None:
@@ -135,8 +145,12 @@ class FakeMemory:
         slot = self._slot(sequence)
         assert not self.tables[slot] and sequence.host_blocks is not None
         assert len(sequence.host_blocks) == sequence.num_computed
-        assert self.reserve({slot: len(sequence.host_blocks)}), "no blocks to swap in to"
-        self.write(slot, 0, sequence.host_blocks)
+        first = self._first_kept(len(sequence.host_blocks))
+        self.tables[slot], start = [NO_BLOCK] * first, first * self.block_size
+        self.lengths[slot] = start
+        num_tokens = len(sequence.host_blocks) - start
+        assert self.reserve({slot: num_tokens}, gives_back=False), "no blocks to swap in to"
+        self.write(slot, start, sequence.host_blocks[start:])
         sequence.host_blocks = None
 
     # What the device does
@@ -146,23 +160,30 @@ class FakeMemory:
         num_full = self.lengths[slot] // self.block_size
         table = self.tables[slot][:num_full]
         for digest, block in zip(sequence.digests, table, strict=False):
-            if digest not in self.cached and block not in self.cached.values():
+            is_new = digest not in self.cached and block not in self.cached.values()
+            if is_new and block != NO_BLOCK:
                 self.cached[digest] = block
 
     def empty(self, slot: int) -> None:
-        for block in reversed(self.tables[slot]):
+        for block in reversed(self._held(slot)):
             self._drop(block)
         self.tables[slot], self.lengths[slot] = [], 0
 
     def fork(self, parent: int, child: int) -> None:
         assert not self.tables[child], "only into an empty slot"
-        for block in self.tables[parent]:
+        for block in self._held(parent):
             self._hold(block)
         self.tables[child] = list(self.tables[parent])
         self.lengths[child] = self.lengths[parent]
 
-    def reserve(self, num_tokens: dict[int, int]) -> bool:
-        """Make room for tokens in slots, all or nothing, copying shared blocks that get written."""
+    def reserve(self, num_tokens: dict[int, int], *, gives_back: bool = True) -> bool:
+        """Make room for tokens in slots, all or nothing, copying shared blocks that get written.
+
+        First, as a program begins, what has left the window is given back.
+        """
+        if gives_back:
+            for slot in num_tokens:
+                self._give_back(slot)
         needs = {slot: self._num_new(slot, n) for slot, n in num_tokens.items()}
         copies = self._copies([slot for slot, n in num_tokens.items() if n])
         if sum(needs.values()) + len(copies) > len(self.free):
@@ -178,7 +199,9 @@ class FakeMemory:
         return True
 
     def read(self, slot: int) -> list[int]:
-        blocks = (self.content[block] for block in self.tables[slot])
+        """The tokens of a slot; for those that were given back, what nobody can count with."""
+        lost = [None] * self.block_size
+        blocks = (lost if b == NO_BLOCK else self.content[b] for b in self.tables[slot])
         return [token for block in blocks for token in block][: self.lengths[slot]]
 
     def write(self, slot: int, start: int, token_ids: list[int]) -> None:
@@ -189,11 +212,27 @@ class FakeMemory:
             self.content[block][offset:] = [token]
 
     def check(self) -> None:
-        held = [block for table in self.tables for block in table]
+        held = [block for slot in range(len(self.tables)) for block in self._held(slot)]
         assert [held.count(block) for block in range(self.num_blocks)] == self.refs
         assert sorted(self.free) == [b for b, refs in enumerate(self.refs) if not refs]
         for table, length in zip(self.tables, self.lengths, strict=True):
             assert len(table) == -(-length // self.block_size)
+            first = table.count(NO_BLOCK)
+            assert NO_BLOCK not in table[first:] and first <= self._first_kept(length)
+
+    def _held(self, slot: int) -> list[int]:
+        return [block for block in self.tables[slot] if block != NO_BLOCK]
+
+    def _first_kept(self, num_tokens: int) -> int:
+        if self.window is None:
+            return 0
+        return first_kept_column(num_tokens, self.window, self.block_size)
+
+    def _give_back(self, slot: int) -> None:
+        for column in reversed(range(self._first_kept(self.lengths[slot]))):
+            if self.tables[slot][column] != NO_BLOCK:
+                self._drop(self.tables[slot][column])
+                self.tables[slot][column] = NO_BLOCK
 
     def _num_new(self, slot: int, num_tokens: int) -> int:
         return -(-(self.lengths[slot] + num_tokens) // self.block_size) - len(self.tables[slot])
@@ -232,10 +271,18 @@ class FakeMemory:
 class FakeEngine:
     """Runs what the scheduler plans, and checks every plan against its rules."""
 
-    def __init__(self, scheduler: Scheduler, num_slots: int, *, eos: int | None = EOS):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        num_slots: int,
+        *,
+        eos: int | None = EOS,
+        window: int | None = None,
+    ):
         self.scheduler = scheduler
         self.eos = eos
-        self.memory = FakeMemory(num_slots, scheduler.num_blocks, scheduler.block_size)
+        self.window = window
+        self.memory = FakeMemory(num_slots, scheduler.num_blocks, scheduler.block_size, window)
         self.finished: list[Sequence] = []
         self.finished_requests: set[Request] = set()  # which the scheduler keeps no longer
         self.num_prefilled = 0
@@ -282,7 +329,8 @@ class FakeEngine:
         running = list(plan.decodes)
         drawn: dict[Sequence, list[int]] = {sequence: [] for sequence in plan.decodes}
         for step in range(plan.num_steps):
-            if not running or not self.memory.reserve({_slot(s): 1 for s in running}):
+            places = {_slot(s): 1 for s in running}
+            if not running or not self.memory.reserve(places, gives_back=not step):
                 assert step, "blocks must suffice for the first step"
                 break
             stopped = [s for s in running if self.draw(s, drawn[s])]
@@ -299,7 +347,7 @@ class FakeEngine:
         """Draw one token, from what is in the blocks; whether the sequence is complete then."""
         known, slot = sequence.token_ids + drawn, _slot(sequence)
         self.memory.write(slot, len(known) - 1, known[-1:])
-        drawn.append(draw(self.memory.read(slot), sequence.index))
+        drawn.append(draw(self.memory.read(slot), sequence.index, self.window))
         return self.is_complete(known + drawn[-1:], sequence)
 
     def is_complete(self, token_ids: list[int], sequence: Sequence) -> bool:
@@ -333,7 +381,9 @@ class FakeEngine:
         for sequence in scheduler.waiting:
             assert (sequence.host_blocks is not None) == sequence.is_swapped
             assert sequence.is_swapped or not sequence.num_computed
-            num_swapped += -(-len(sequence.host_blocks or ()) // scheduler.block_size)
+            num_tokens = len(sequence.host_blocks or ())
+            num_swapped += -(-num_tokens // scheduler.block_size)
+            num_swapped -= memory._first_kept(num_tokens)
         assert scheduler._queue.num_swapped_blocks == num_swapped
         self.check_blocks(plan)
 
