@@ -1,0 +1,76 @@
+"""The checkpoints that people have: every tensor of theirs is read once, and none is left over.
+
+`data/real_checkpoints.json` holds, of a real checkpoint a family, what its config.json says, the
+names of its tensors and its `total_size`, each as its source has it. In names, ``{32}`` stands for
+each number below 32. "seen" says of which names the source is a witness: "all", a "part" of the
+layers, which are alike, or only the "totals", the bytes and perhaps the number of tensors; the rest
+of the names follow from transformers' modules. No such facts were found of real checkpoints of
+olmo2, olmo3, granite, glm4 and cohere2: their names are compared where `test_families.py` reads
+what transformers writes.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.parameters import parameter_shapes
+from paged_jax.models.loading.tensor_map import pieces, tensor_name
+
+_CHECKPOINTS = {
+    checkpoint["model"]: checkpoint
+    for checkpoint in json.loads(
+        (Path(__file__).parent / "data" / "real_checkpoints.json").read_text(encoding="utf-8")
+    )
+}
+_ITEM_BYTES = 2  # all are of bfloat16, but for the experts of gpt_oss
+
+
+@pytest.mark.parametrize("model", _CHECKPOINTS)
+def test_every_tensor_of_a_real_checkpoint_is_read_once(model):
+    checkpoint = _CHECKPOINTS[model]
+    config = LlamaConfig.from_dict(checkpoint["config"])
+    others = {
+        name: shape
+        for pattern, shape in checkpoint.get("others", {}).items()
+        for name in _expand(pattern)
+    }
+    names = [name for pattern in checkpoint["weights"] for name in _expand(pattern)]
+    assert checkpoint.get("num_tensors", len(names)) == len(names)
+    assert all(tensor_name(config, name) is None for name in others)
+
+    rows, shapes = _read_rows(config)
+    assert sorted(shapes) == sorted(tensor_name(config, name) or "" for name in names)
+    for tensor, parts in rows.items():
+        ends = [0, *(end for _, end in sorted(parts))]
+        assert [start for start, _ in sorted(parts)] == ends[:-1], tensor
+        assert ends[-1] == shapes[tensor][0], tensor
+    elements = sum(map(math.prod, (*shapes.values(), *others.values())))
+    assert elements * _ITEM_BYTES == checkpoint["total_size"]
+
+
+def _read_rows(config):
+    """The rows that are read of each tensor, first and past the last, and the tensors' shapes."""
+    # All layers have the parameters of the first.
+    one = dataclasses.replace(config, num_hidden_layers=1, layer_types=(), rope_layers=())
+    rows, shapes = {}, {}
+    for name in parameter_shapes(Llama, one, scan_layers=False):
+        stacked = re.sub(r"^layers\.0\.", "layers.", name)
+        for piece in pieces(config, stacked):
+            assert shapes.setdefault(piece.tensor, piece.shape) == piece.shape
+            num_rows = math.prod(piece.extent) // math.prod(piece.shape[1:])
+            rows.setdefault(piece.tensor, []).append((piece.first_row, piece.first_row + num_rows))
+    return rows, shapes
+
+
+def _expand(pattern):
+    """The names that ``{32}`` stands for: one for each number below it."""
+    parts = re.split(r"\{(\d+)\}", pattern)
+    choices = [range(int(part)) if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(map(str, name)) for name in itertools.product(*choices)]
