@@ -93,7 +93,7 @@ def greedy(model: Other, prompt: list[int], num_tokens: int) -> list[int]:
     """What follows, by whole sequences without a cache."""
 
     def attend(index, heads, carry):
-        q, k, v = (x[None] for x in heads)
+        q, k, v = (x[None] for x in heads[:3])
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)[0], carry
 
     length = len(prompt) + num_tokens

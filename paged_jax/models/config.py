@@ -33,8 +33,15 @@ _FACTORS = (
     "logit_scale",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
-_OPTIONAL = ("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping")
+_OPTIONAL = (
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "swiglu_limit",
+)
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -77,7 +84,14 @@ class LlamaConfig:
       what attention and MLP add) and ``logit_scale`` are factors; ``attention_multiplier`` is that
       of the scores, by default ``head_dim ** -0.5``.
     - ``attn_logit_softcapping``, ``final_logit_softcapping``: scores and logits become
-      ``cap * tanh(x / cap)``.
+      ``cap * tanh(x / cap)``. ``attention_sinks``: each head has a score that takes weight and
+      gives nothing.
+    - ``num_experts`` (0: the MLP is dense) with ``moe_intermediate_size`` features each, of which a
+      token passes through ``num_experts_per_tok``, weighed by a softmax over all or, with
+      ``norm_topk_prob``, over those; ``shared_expert_intermediate_size``, if not 0, is that of one
+      that all tokens pass through, behind a gate. ``expert_bias``: router and experts have biases.
+      ``swiglu_limit``: they have the activation of gpt-oss with this limit and ``swiglu_alpha``,
+      see `experts.clamped_swiglu`.
 
     Raises:
       ValueError: sizes that do not fit together.
@@ -119,6 +133,15 @@ class LlamaConfig:
     logit_scale: float = 1.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    expert_bias: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
@@ -154,6 +177,7 @@ class LlamaConfig:
                 f"LlamaConfig: sliding_window must be positive or null, got {self.sliding_window}."
             )
         self._check_layer_types()
+        self._check_experts()
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UnsupportedConfigError(
@@ -195,6 +219,21 @@ class LlamaConfig:
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
         _ = self.ropes  # which refuse what does not fit
+
+    def _check_experts(self) -> None:
+        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        if any(getattr(self, name) for name in sizes):
+            check_positive("LlamaConfig", **{name: getattr(self, name) for name in sizes})
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                "LlamaConfig: num_experts_per_tok must be at most num_experts, got "
+                f"{self.num_experts_per_tok} and {self.num_experts}."
+            )
+        if self.shared_expert_intermediate_size < 0:
+            raise ValueError(
+                "LlamaConfig: shared_expert_intermediate_size must be 0 or more, got "
+                f"{self.shared_expert_intermediate_size}."
+            )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -292,6 +331,11 @@ class LlamaConfig:
     def can_scan_layers(self) -> bool:
         """Whether all layers compute alike, and so can be stacked: see `Llama`'s `scan_layers`."""
         return self.num_layer_groups == 1 and len(set(self.ropes)) == 1
+
+    @property
+    def dense_intermediate_size(self) -> int:
+        """F of the MLP that all tokens of a layer pass through; 0 if there is none."""
+        return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
 
     @property
     def qkv_features(self) -> int:

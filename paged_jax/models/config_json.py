@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.checks import is_int
+from paged_jax.models.experts_json import read_experts
 from paged_jax.models.families import FAMILIES, PARTS, Family, UnsupportedConfigError
 from paged_jax.models.layer_types import FULL, SLIDING
 from paged_jax.models.rope_json import read_rope
@@ -67,6 +68,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         model_type=model_type,
         dtype=_dtype(config),
         **_switches(config, family),
+        **read_experts(config, family),
     )
 
 
@@ -129,6 +131,10 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    quantisation = config.get("quantization_config")
+    if family.is_mxfp4 and isinstance(quantisation, Mapping):
+        if quantisation.get("quant_method") == "mxfp4":
+            config = {**config, "quantization_config": None}
     for key, value in _NEUTRAL.items():
         if config.get(key) not in (None, value) and key not in family.reads:
             raise UnsupportedConfigError(
@@ -153,6 +159,12 @@ def _attention(
             f"LlamaConfig: sliding_window is not supported for {family.architecture}, got {window}."
         )
     if family.window == "switched" and not _boolean(config, "use_sliding_window", False):
+        window = None
+    if family.window == "unused":
+        if _boolean(config, "use_sliding_window", False):
+            raise UnsupportedConfigError(
+                f"LlamaConfig: use_sliding_window is not supported for {family.architecture}."
+            )
         window = None
     layer_types = _layer_types(config, family, window, num_hidden_layers)
     if FULL in layer_types and window is not None and family.window == "all":

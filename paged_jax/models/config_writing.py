@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from paged_jax.models.experts_json import write_experts
 from paged_jax.models.families import FAMILIES, Family
 from paged_jax.models.layer_types import FULL, SLIDING
 from paged_jax.models.rope_json import write_rope
@@ -51,7 +52,7 @@ def write_fields(config: Any) -> dict[str, Any]:
     for scale in family.scales:
         if scale.key not in written:
             written[scale.key] = scale.write(_factor(config, scale.field))
-    return written | _windows(config, family)
+    return written | _windows(config, family) | write_experts(config, family)
 
 
 def _factor(config: Any, field: str) -> float:
@@ -60,7 +61,7 @@ def _factor(config: Any, field: str) -> float:
 
 
 def _windows(config: Any, family: Family) -> dict[str, Any]:
-    if family.window == "none":
+    if family.window in ("none", "unused"):
         return {}
     written: dict[str, Any] = {"sliding_window": config.sliding_window}
     if family.window == "all":

@@ -50,18 +50,21 @@ class Family:
       window: which layers slide: ``"none"``; ``"all"`` where `sliding_window` is set;
         ``"switched"``, those of `layer_types` or from `max_window_layers` on, where
         `use_sliding_window` is true; ``"pattern"``, those of `layer_types`, or all but every n-th,
-        where n is `sliding_window_pattern`.
+        where n is `sliding_window_pattern`; ``"unused"``: none, though a config has the keys of
+        ``"switched"``.
       rope_layers: which layers rotate: ``"all"``; ``"sliding"``, those with a window;
         ``"listed"``, those with a 1 in `no_rope_layers`.
       local_rope: layers with a window have a base of their own, or at least no scaling.
       partial_rope: a config may have only a part of each head rotate.
       rope_interleaved: the numbers of a pair lie side by side.
       biases: fields that `attention_bias` turns on.
+      experts: None, or fields of its experts that are read, beside their sizes.
+      is_mxfp4: its experts may be stored in 4 bits (MXFP4).
       scales: factors that are read.
       caps: soft caps that are read.
       keys: names of fields in config.json, where they differ.
       tensors: names of parameters' tensors in a layer, where they differ, see `tensor_map`. Of a
-        fused parameter it is the one tensor that all of it lies in.
+        fused parameter it is the one tensor that all of it lies in; a * is the number of an expert.
       prefixes: what names in files may begin with, and what that stands for; None for parts of a
         larger model that are not read.
     """
@@ -75,6 +78,8 @@ class Family:
     partial_rope: bool = False
     rope_interleaved: bool = False
     biases: tuple[str, ...] = ()
+    experts: tuple[str, ...] | None = None
+    is_mxfp4: bool = False
     scales: tuple[Scale, ...] = ()
     caps: tuple[str, ...] = ()
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -124,7 +129,7 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
 }
 
-FAMILIES: Mapping[str, Family] = {
+_DENSE_FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -309,6 +314,121 @@ FAMILIES: Mapping[str, Family] = {
         keys={"rms_norm_eps": "layer_norm_eps"},
     ),
 }
+
+_EXPERTS_INSIDE = {"moe_intermediate_size": "intermediate_size"}
+
+_FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        fixed={"norm_topk_prob": True},
+        window="all",
+        experts=(),
+        keys={"num_experts": "num_local_experts", **_EXPERTS_INSIDE},
+        tensors={
+            "router": "block_sparse_moe.gate.weight",
+            "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
+            "experts_up_proj": "block_sparse_moe.experts.*.w3.weight",
+            "experts_down_proj": "block_sparse_moe.experts.*.w2.weight",
+        },
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 5632,
+        },
+        fixed={"qkv_bias": True},
+        window="unused",
+        experts=("norm_topk_prob", "shared_expert_intermediate_size"),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        fixed={"qk_norm": True},
+        window="unused",
+        biases=_BIASES,
+        experts=("norm_topk_prob",),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "eos_token_id": 50279,
+        },
+        fixed={"qk_norm": True, "qk_norm_scope": "projection"},
+        biases=_BIASES,
+        experts=("norm_topk_prob",),
+        keys=_EXPERTS_INSIDE,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "torch_dtype": "bfloat16",
+        },
+        fixed={"norm_topk_prob": True, "expert_bias": True, "attention_sinks": True},
+        window="pattern",
+        biases=_BIASES,
+        experts=("swiglu_alpha", "swiglu_limit"),
+        is_mxfp4=True,
+        keys={"num_experts": "num_local_experts", **_EXPERTS_INSIDE},
+        tensors={
+            "router": "mlp.router.weight",
+            "router_bias": "mlp.router.bias",
+            "experts_gate_up_proj": "mlp.experts.gate_up_proj",
+            "experts_gate_up_bias": "mlp.experts.gate_up_proj_bias",
+            "experts_down_proj": "mlp.experts.down_proj",
+            "experts_down_bias": "mlp.experts.down_proj_bias",
+        },
+    ),
+}
+
+FAMILIES: Mapping[str, Family] = {**_DENSE_FAMILIES, **_FAMILIES_WITH_EXPERTS}
 
 # Models of which one part is a model of a family: the key of that part's own config.
 PARTS: Mapping[str, tuple[str, str]] = {

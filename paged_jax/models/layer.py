@@ -1,5 +1,6 @@
 """One decoder layer of the Llama family, whatever its attention reads."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +10,12 @@ from flax import nnx
 
 from paged_jax.kernels.rope import mean_square, rotate, scale_by, split_and_rotate
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.experts import add_experts, experts
 from paged_jax.models.linear import linear
 from paged_jax.models.mlp import add_mlp, mlp
 from paged_jax.models.norms import NORMS, effective_weight, initial_weight, norm
 from paged_jax.models.part import Part
-from paged_jax.models.weight import add_matrix, float_type, get_matrix
+from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
 
 
 class Projection(NamedTuple):
@@ -92,6 +94,8 @@ class Layer(nnx.Module):
         gate_up_proj  [2, F, E]           gate, up
         down_proj     [E, F]
 
+    Those of experts are in `experts.add_experts`.
+
     Args:
       config: sizes and switches.
       dtype: type of the weights.
@@ -123,7 +127,12 @@ class Layer(nnx.Module):
             setattr(self, name, nnx.Param(initial_weight(config, (E,), float_dtype)))
         matrix("qkv_proj", *qkv_heads, E)
         matrix("o_proj", E, H * D, init=to_residual)
-        add_mlp(config, matrix, to_residual)
+        if config.dense_intermediate_size:
+            add_mlp(config, matrix, to_residual)
+        if config.num_experts:
+            add_experts(self, config, matrix, to_residual, part, dtype)
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(H, float_dtype))
         if config.qkv_bias:
             self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, float_dtype))
         if config.o_bias:
@@ -144,27 +153,32 @@ class Layer(nnx.Module):
         carry: Any,
         backend: str | None = None,
         stack: "Layer | None" = None,
+        is_token: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions.
 
         The backend is that of the products, see `linear`; the stack, if there is one, that of all
-        layers, of which this is number `index`.
+        layers, of which this is number `index`. Rows that are no token, if bool ``[...]`` says so,
+        cost no expert.
         """
 
+        def weight(name: str) -> Weight:
+            return get_matrix(self, name, self._float_dtype, stack, index)
+
         def apply(name: str, x: jax.Array) -> jax.Array:
-            matrix = get_matrix(self, name, self._float_dtype, stack, index)
-            return linear(x, matrix, backend=backend)
+            return linear(x, weight(name), backend=backend)
 
         normed = self._norm("input_norm", x)
         out, carry = attend(index, self._heads(apply("qkv_proj", normed), cos, sin), carry)
         out = apply("o_proj", out.reshape(*x.shape[:-1], -1))
+        run_mlp = functools.partial(self._mlp, weight, is_token, backend)
         if self.config.norm_placement == "parallel":
             # The devices' parts of both are added up at once.
-            out = self._add_up(out + mlp(self.config, apply, normed))
+            out = self._add_up(out + run_mlp(normed))
             return x + self._scale(self._with_bias(out)), carry
         out = self._with_bias(self._add_up(out))
         x = x + self._scale(self._norm("attention_out_norm", out))
-        out = self._add_up(mlp(self.config, apply, self._norm("post_attention_norm", x)))
+        out = self._add_up(run_mlp(self._norm("post_attention_norm", x)))
         return x + self._scale(self._norm("mlp_out_norm", out)), carry
 
     @property
@@ -173,6 +187,23 @@ class Layer(nnx.Module):
 
     def _with_bias(self, out: jax.Array) -> jax.Array:
         return _add_bias(out, self.o_bias[...]) if self.config.o_bias else out
+
+    def _mlp(
+        self,
+        weight: Callable[[str], Weight],
+        is_token: jax.Array | None,
+        backend: str | None,
+        x: jax.Array,
+    ) -> jax.Array:
+        """The MLP, the experts, or both: on one of several devices, its part of their sum."""
+
+        def apply(name: str, x: jax.Array) -> jax.Array:
+            return linear(x, weight(name), backend=backend)
+
+        if not self.config.num_experts:
+            return mlp(self.config, apply, x)
+        out = experts(self, weight, x, is_token, backend)
+        return out + mlp(self.config, apply, x) if self.config.dense_intermediate_size else out
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         """One of `NORMS`, or nothing where the layer has none there."""
@@ -192,14 +223,15 @@ class Layer(nnx.Module):
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
         sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
+        sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
         if config.qk_norm:
             q_norm, k_norm = self.q_norm[...], self.k_norm[...]
             norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
             if config.qk_norm_scope == "projection":
                 q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps, self.part)
-                return Heads(rotate(q, cos, sin), rotate(k, cos, sin), v, sm_scale, soft_cap)
-        return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap)
+                return Heads(rotate(q, cos, sin), rotate(k, cos, sin), v, sm_scale, soft_cap, sinks)
+        return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap, sinks)
 
 
 def causal_attention(windows: Sequence[int | None]) -> Attend:

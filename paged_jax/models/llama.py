@@ -211,12 +211,14 @@ class Llama(PagedModel):
     ) -> tuple[jax.Array, Any]:
         ropes = self.config.ropes
         angles = all_rotations(positions, ropes, self.config.head_dim)
+        is_token = positions >= 0 if self.config.num_experts else None
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
-                x, carry = layer(index, x, *angles[ropes[index]], attend, carry, backend)
+                cos, sin = angles[ropes[index]]
+                x, carry = layer(index, x, cos, sin, attend, carry, backend, None, is_token)
             return x, carry
         cos, sin = angles[ropes[0]]
-        return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend)
+        return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend, is_token)
 
 
 def _table(model: Llama, name: str) -> Weight:
@@ -232,6 +234,7 @@ def _scan_layers(
     attend: Attend,
     carry: Any,
     backend: str | None,
+    is_token: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Run layers that are stacked along their first dimension."""
     graphdef, stacked = nnx.split(layers)
@@ -240,7 +243,8 @@ def _scan_layers(
     def body(state, layer_and_index):
         weights, index = layer_and_index
         layer = nnx.merge(graphdef, weights)
-        return layer(index, state[0], cos, sin, attend, state[1], backend, layers), None
+        out = layer(index, state[0], cos, sin, attend, state[1], backend, layers, is_token)
+        return out, None
 
     indices = jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
     (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))

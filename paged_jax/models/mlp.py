@@ -1,4 +1,4 @@
-"""The gated MLP of a dense layer."""
+"""The gated MLP of a dense layer, or the shared one beside experts."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ def add_mlp(config: LlamaConfig, matrix: Callable[..., None], to_residual: Any) 
       matrix: function of a name, a shape and perhaps an initialiser, which adds a parameter.
       to_residual: the initialiser of what projects into the residual stream.
     """
-    E, F = config.hidden_size, config.intermediate_size
+    E, F = config.hidden_size, config.dense_intermediate_size
     matrix("gate_up_proj", 2, F, E)
     matrix("down_proj", E, F, init=to_residual)
 
@@ -40,4 +40,5 @@ def mlp(
     """
     hidden = apply("gate_up_proj", x)
     gate, up = hidden[..., 0, :], hidden[..., 1, :]
-    return apply("down_proj", ACTIVATIONS[config.hidden_act](gate) * up)
+    out = apply("down_proj", ACTIVATIONS[config.hidden_act](gate) * up)
+    return out * jax.nn.sigmoid(apply("shared_expert_gate", x)) if config.num_experts else out

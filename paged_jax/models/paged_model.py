@@ -84,7 +84,7 @@ class PagedModel(nnx.Module):
 
         Args:
           token_ids: i32 ``[N]``; some may be padding, and belong to no sequence.
-          positions: i32 ``[N]``, of each in its sequence.
+          positions: i32 ``[N]``, of each in its sequence; -1 for padding.
           attend: function of a layer's number, `Heads` and the carry to attention's output
             ``[N, H, D]`` in any floating type, and the carry. Each layer calls it once, in order;
             the number may be traced, in a scan, where all layers have the same window.

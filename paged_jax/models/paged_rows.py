@@ -28,7 +28,7 @@ class PagedRows:
     block_tables: jax.Array  # i32 [B, M]
     lengths: jax.Array  # i32 [B], with the new tokens; 0 in rows left out
     num_tokens: jax.Array  # i32 [B], new tokens; 0 in rows left out
-    positions: jax.Array  # i32 [N], in their sequences
+    positions: jax.Array  # i32 [N], in their sequences; -1 in rows that are no token
     blocks: jax.Array  # i32 [N], P where there is nothing to write
     offsets: jax.Array  # i32 [N], in their blocks
 
@@ -101,7 +101,7 @@ def append_rows(
             block_tables=cache.block_tables.at[rows].get(mode="fill", fill_value=cache.num_blocks),
             lengths=jnp.where(num_tokens > 0, starts + num_tokens, 0),
             num_tokens=num_tokens,
-            positions=positions,
+            positions=jnp.where(owners < 0, -1, positions),
             blocks=blocks,
             offsets=offsets,
         ),
@@ -126,7 +126,7 @@ def next_rows(
         block_tables=block_tables,
         lengths=jnp.where(active, lengths + 1, 0),
         num_tokens=active.astype(jnp.int32),
-        positions=lengths,
+        positions=jnp.where(active, lengths, -1),
         blocks=jnp.where(active, blocks, num_blocks),
         offsets=lengths % block_size,
     )

@@ -12,7 +12,8 @@ from paged_jax.models.weight import Weight
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of one device: its heads, its features of the MLP, its rows of the vocabulary.
+    """The part of one device: its heads, its features of the MLP, its experts, its rows of the
+    vocabulary.
 
     The hidden states are whole on each device. So two sums over the devices are needed in a layer,
     after each product into the residual stream (Megatron-LM, arXiv 1909.08053), or one where both
@@ -22,10 +23,17 @@ class Part:
     Attributes:
       axis_name: the axis of the mesh that the devices lie along.
       vocab_size: V, tokens that all devices know together.
+      num_devices: along that axis.
     """
 
     axis_name: str
     vocab_size: int
+    num_devices: int
+
+    @property
+    def index(self) -> jax.Array:
+        """i32 ``[]``, which of the devices this one is."""
+        return lax.axis_index(self.axis_name)
 
     def add_up(self, x: jax.Array) -> jax.Array:
         """The sum of all devices' results, on each of them."""
@@ -38,7 +46,7 @@ class Part:
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
         """As `embedding.look_up`, in a table of which each device has an equal part of the rows."""
         num_rows = jax.tree.leaves(table)[0].shape[0]
-        first = lax.axis_index(self.axis_name) * num_rows
+        first = self.index * num_rows
         rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
         is_here = (rows >= 0) & (rows < num_rows)
         found = look_up(table, jnp.where(is_here, rows, 0))

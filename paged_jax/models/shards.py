@@ -1,10 +1,10 @@
 """What one of N devices holds of a model that they compute together, in shapes.
 
-Tensor parallelism divides a model over its heads, its intermediate features and its vocabulary
-(Megatron-LM, arXiv 1909.08053): each device computes with a narrower model, `shard_config`, of
-which the hidden states are whole. Where there are fewer KV heads than devices, several devices have
-K and V of the same head: the model is widened first, see `widen_config`, to more rows that compute
-the same function.
+Tensor parallelism divides a model over its heads, its intermediate features or its experts, and its
+vocabulary (Megatron-LM, arXiv 1909.08053): each device computes with a narrower model,
+`shard_config`, of which the hidden states are whole. Where there are fewer KV heads than devices,
+several devices have K and V of the same head: the model is widened first, see `widen_config`, to
+more rows that compute the same function.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
 
     Returns:
       Heads, KV heads, intermediate features and vocabulary of one device; the vocabulary is padded
-      to a multiple of N.
+      to a multiple of N. `num_experts` is that of all, among which each device routes.
 
     Raises:
       ValueError: the model cannot be divided so.
@@ -56,14 +56,18 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
     return dataclasses.replace(
         wide,
         vocab_size=-(-wide.vocab_size // num_devices),
-        intermediate_size=wide.intermediate_size // num_devices,
+        # Not divided where no layer has an MLP of it.
+        intermediate_size=wide.intermediate_size // (1 if config.num_experts else num_devices),
+        shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
         num_attention_heads=wide.num_attention_heads // num_devices,
         num_key_value_heads=wide.num_key_value_heads // num_devices,
     )
 
 
 def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
-    for name in ("num_attention_heads", "intermediate_size"):
+    mlp = ("num_experts", "shared_expert_intermediate_size")
+    mlp = mlp if config.num_experts else ("intermediate_size",)
+    for name in ("num_attention_heads", *mlp):
         if getattr(config, name) % num_devices:
             raise ValueError(
                 f"{function}: tensor_parallel_size must divide the model's {name} of "

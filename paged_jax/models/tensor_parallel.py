@@ -33,6 +33,11 @@ _DIVIDED = {
     "gate_up_proj": 2,
     "gate_up_proj_scale": 1,
     "down_proj": 1,
+    "experts_gate_up_proj": 4,
+    "experts_gate_up_bias": 3,
+    "experts_down_proj": 3,
+    "experts_down_bias": 2,
+    "sinks": 1,
     "embed_tokens": 2,
     "embed_tokens_scale": 1,
     "lm_head": 2,
@@ -100,7 +105,7 @@ class TensorParallel:
                 self.shard,
                 dtype=weight_dtype(model),
                 scan_layers=model.scan_layers,
-                part=Part(AXIS, self.config.vocab_size),
+                part=Part(AXIS, self.config.vocab_size, self.num_devices),
                 rngs=nnx.Rngs(0),
             )
         )

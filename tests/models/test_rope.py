@@ -14,7 +14,8 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import conversion, huggingface
 from paged_jax.models.loading import parameters as loading_parameters
-from paged_jax.models.loading.tensor_map import Piece, pieces
+from paged_jax.models.loading.piece import Piece
+from paged_jax.models.loading.tensor_map import pieces
 from paged_jax.models.rope import Rope, head_order, rotations
 from paged_jax.models.rope_scaling import RopeScaling
 

@@ -19,13 +19,13 @@ def grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     """See `paged_jax.kernels.grouped_linear`."""
     R, X = x.shape[0], w.shape[0]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
-    begins = jnp.cumsum(group_sizes) - group_sizes
+    begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
     num_tiles = -(-group_sizes // tile)
-    tile_ends = jnp.cumsum(num_tiles)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
     x = x.astype(w.dtype)
 
     def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
-        group = jnp.sum(tile_ends <= index)
+        group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
         first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * tile
         start = jnp.minimum(first, R - tile)  # the last tile ends with the rows
         # The barrier keeps XLA from converting the weights of all groups before the loop.

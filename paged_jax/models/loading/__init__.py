@@ -4,8 +4,9 @@ from paged_jax.models.loading.conversion import NameMap, assemble, find_sources,
 from paged_jax.models.loading.huggingface import load_weights, save_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError, named_parameters
+from paged_jax.models.loading.piece import Piece
 from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained
-from paged_jax.models.loading.tensor_map import Piece, pieces
+from paged_jax.models.loading.tensor_map import pieces
 
 __all__ = [
     "NameMap",

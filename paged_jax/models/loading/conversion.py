@@ -19,7 +19,8 @@ from flax import nnx
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import WeightsError
-from paged_jax.models.loading.tensor_map import Piece, pieces
+from paged_jax.models.loading.piece import Piece
+from paged_jax.models.loading.tensor_map import find_pieces
 
 # From names of another definition, with a * for the number of a layer, to those of Hugging Face, or
 # to such a name and the order of axes in which it has the tensor.
@@ -92,7 +93,7 @@ def find_sources(
                     f"{name}."
                 )
             sources[tensor] = source
-    wanted = {piece.tensor: piece for name in names for piece in pieces(config, name)}
+    wanted = {piece.tensor: piece for name in names for piece in find_pieces(config, name, sources)}
     if missing := [tensor for tensor in wanted if tensor not in sources]:
         raise WeightsError(
             f"{function}: params must hold {_enumerate(missing)}, got no array that the mapping "
@@ -128,7 +129,7 @@ def assemble(
     return _join(
         [
             (piece, piece.to_parameter(sources[piece.tensor].take(arrays, piece.shape)))
-            for piece in pieces(config, name)
+            for piece in find_pieces(config, name, sources)
         ]
     )
 

@@ -31,7 +31,8 @@ from paged_jax.models.loading.parameters import (
     resolve_dtype,
     resolve_sharding,
 )
-from paged_jax.models.loading.tensor_map import Piece, pieces, tensor_name
+from paged_jax.models.loading.piece import Piece
+from paged_jax.models.loading.tensor_map import find_pieces, pieces, tensor_name
 from paged_jax.models.weight import SCALE
 
 _SINGLE = "model.safetensors"
@@ -81,7 +82,7 @@ def load_weights(
     stored = _stored_tensors(Path(folder), config)
     shapes = parameter_shapes(model_class, config, scan_layers=scan_layers)
     layout = parameter_layout(model_class, config, dtype=dtype, scan_layers=scan_layers)
-    parts = {name: list(pieces(config, name)) for name in shapes}
+    parts = {name: find_pieces(config, name, stored) for name in shapes}
     _check_tensors(stored, [piece for some in parts.values() for piece in some], config)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -357,7 +358,8 @@ def _cut(parameter: jax.Array, parts: list[Piece]) -> np.ndarray:
         piece.to_rows(np.asarray(parameter)[piece.box])
         for piece in sorted(parts, key=lambda piece: piece.first_row)
     ]
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+    # A file gets memory as it lies: what is transposed must be copied.
+    return np.ascontiguousarray(rows[0]) if len(rows) == 1 else np.concatenate(rows)
 
 
 def _shard(

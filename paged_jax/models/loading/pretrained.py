@@ -30,7 +30,7 @@ def from_pretrained(
         )
     config = LlamaConfig.from_file(folder)
     if scan_layers is None:
-        scan_layers = config.can_scan_layers and _scans_best(_platform(config, sharding), sharding)
+        scan_layers = config.can_scan_layers and _scans_best(config, sharding)
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
         model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
@@ -42,10 +42,13 @@ def bundled_folder() -> Path:
     return Path(str(resources.files("paged_jax.models") / "bundled"))
 
 
-def _scans_best(platform: str, sharding: Sharding) -> bool:
+def _scans_best(config: LlamaConfig, sharding: Sharding) -> bool:
     """Whether layers are better stacked: XLA copies weights out of a stack on CPU and GPU."""
-    # The kernels for CPUs read them in it; they are not for programs that XLA divides.
-    return platform == "tpu" or (platform == "cpu" and sharding is None and cpu.is_available())
+    platform = _platform(config, sharding)
+    if platform == "tpu":
+        return not config.num_experts  # which a kernel reads, and XLA would copy for it
+    # The kernels for CPUs read weights in the stack; they are not for programs that XLA divides.
+    return platform == "cpu" and sharding is None and cpu.is_available()
 
 
 def _platform(config: LlamaConfig, sharding: Sharding) -> str:

@@ -1,14 +1,13 @@
 """Which tensors of Hugging Face make up each parameter of a model, and where in it they lie."""
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import numpy as np
+import functools
+from collections.abc import Container, Iterator, Mapping
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
+from paged_jax.models.loading.expert_map import expert_pieces, fused_pieces
+from paged_jax.models.loading.piece import Piece, make_piece
 from paged_jax.models.rope import head_order
 
 # Parameters ``[E]`` of a layer, and their tensors where the family has no other name for them.
@@ -19,87 +18,14 @@ _VECTORS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A tensor of Hugging Face, or rows of it, and the box of a parameter that they are.
-
-    ``parameter[piece.box]`` is ``piece.to_parameter(tensor)``: as a rule the tensor's numbers in
-    the same order, reshaped to `extent`, as rows may be counted by several indices.
-
-    Attributes:
-      tensor: the tensor's name.
-      shape: its shape.
-      extent: the shape of the box. There may be dimensions of one.
-      offset: index of its first number in the parameter.
-      first_row: the first row of the tensor that is in the box, where others are elsewhere.
-      order: which row each row of a head (or whatever the last axis that counts rows counts) is in
-        the tensor; None if they lie in the same order.
-      axes: where the tensor lies transposed, the order of its axes, the first of them staying.
-      split: with `axes`, its shape with some axes counted by two indices; by default `shape`.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    extent: tuple[int, ...]
-    offset: tuple[int, ...]
-    first_row: int = 0
-    order: tuple[int, ...] | None = None
-    axes: tuple[int, ...] | None = None
-    split: tuple[int, ...] | None = None
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """The first index past the box."""
-        return tuple(map(sum, zip(self.offset, self.extent, strict=True)))
-
-    @property
-    def box(self) -> tuple[slice, ...]:
-        """The part of the parameter that is the tensor."""
-        return tuple(map(slice, self.offset, self.end))
-
-    @property
-    def num_row_axes(self) -> int:
-        """Axes of the box that count rows of the tensor."""
-        return len(self.extent) - len(self.shape) + 1
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The row of the tensor at each index of the first `num_row_axes` axes of the box."""
-        shape = self.extent[: self.num_row_axes]
-        rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
-        return rows if self.order is None else rows[..., self.order]
-
-    def to_parameter(self, tensor: Any) -> Any:
-        """The box that a tensor ``[*shape]`` is, ``[*extent]``; of NumPy or JAX."""
-        if self.axes is not None:
-            return (
-                tensor.reshape(self.split or self.shape).transpose(self.axes).reshape(self.extent)
-            )
-        num_rows = math.prod(self.extent[: self.num_row_axes])
-        box = tensor[self.first_row : self.first_row + num_rows].reshape(self.extent)
-        if self.order is None:
-            return box
-        return box[(slice(None),) * (self.num_row_axes - 1) + (np.array(self.order),)]
-
-    def to_rows(self, box: Any) -> Any:
-        """The tensor's rows that a box ``[*extent]`` is, the inverse of `to_parameter`."""
-        if self.axes is not None:
-            split = self.split or self.shape
-            box = box.reshape(tuple(split[axis] for axis in self.axes))
-            return box.transpose(tuple(np.argsort(self.axes).tolist())).reshape(self.shape)
-        if self.order is not None:
-            inverse = np.argsort(self.order)
-            box = box[(slice(None),) * (self.num_row_axes - 1) + (inverse,)]
-        return box.reshape(-1, *self.shape[1:])
-
-
-def pieces(config: LlamaConfig, name: str) -> Iterator[Piece]:
+def pieces(config: LlamaConfig, name: str, *, is_fused: bool = False) -> Iterator[Piece]:
     """The tensors that a parameter is made of: together they are all of it.
 
     Args:
       config: configuration of the model.
       name: name of the parameter, ``"layers.3.qkv_proj"``, or ``"layers.qkv_proj"`` where the
         layers are stacked.
+      is_fused: whether experts lie in one tensor where files of the family have one for each.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -115,13 +41,25 @@ def pieces(config: LlamaConfig, name: str) -> Iterator[Piece]:
         return
     *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
     for layer in [int(index[0])] if index else range(config.num_hidden_layers):
-        for piece in _layer_pieces(config)[kind]:
+        for piece in _layer_pieces(config, is_fused)[kind]:
             tensor = f"model.layers.{layer}.{piece.tensor}"
             if index:
                 yield dataclasses.replace(piece, tensor=tensor)
             else:
                 extent, offset = (1, *piece.extent), (layer, *piece.offset)
                 yield dataclasses.replace(piece, tensor=tensor, extent=extent, offset=offset)
+
+
+def find_pieces(config: LlamaConfig, name: str, tensors: Container[str]) -> list[Piece]:
+    """As `pieces`, in the form that some tensors have; the usual one if they have none.
+
+    Args:
+      config, name: see `pieces`.
+      tensors: names of what there is.
+    """
+    usual, fused = (list(pieces(config, name, is_fused=is_fused)) for is_fused in (False, True))
+    has_all = [all(piece.tensor in tensors for piece in form) for form in (usual, fused)]
+    return fused if has_all == [False, True] else usual
 
 
 def tensor_name(config: LlamaConfig, stored: str) -> str | None:
@@ -144,13 +82,14 @@ def tensor_name(config: LlamaConfig, stored: str) -> str | None:
 def _model_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
     table = config.vocab_size, config.hidden_size
     return {
-        "embed_tokens": (_piece("model.embed_tokens.weight", table),),
-        "norm": (_piece("model.norm.weight", (config.hidden_size,)),),
-        "lm_head": (_piece("lm_head.weight", table),),
+        "embed_tokens": (make_piece("model.embed_tokens.weight", table),),
+        "norm": (make_piece("model.norm.weight", (config.hidden_size,)),),
+        "lm_head": (make_piece("lm_head.weight", table),),
     }
 
 
-def _layer_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
+@functools.lru_cache(maxsize=8)
+def _layer_pieces(config: LlamaConfig, is_fused: bool) -> Mapping[str, tuple[Piece, ...]]:
     """Those of one layer, whose names begin with ``model.layers.{index}.``"""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
@@ -159,7 +98,7 @@ def _layer_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
     order = head_order(
         D, int(D * config.partial_rotary_factor), interleaved=config.rope_interleaved
     )
-    whole = {name: (_piece(tensor, (E,)),) for name, tensor in {**_VECTORS, **named}.items()}
+    whole = {name: (make_piece(tensor, (E,)),) for name, tensor in {**_VECTORS, **named}.items()}
     if config.qk_norm_scope == "head":
         q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
     else:
@@ -168,16 +107,19 @@ def _layer_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
         **whole,
         "qkv_proj": _qkv_pieces(config, "weight", order, named.get("qkv_proj")),
         "qkv_bias": _qkv_pieces(config, "bias", order, None),
-        "q_norm": (_piece("self_attn.q_norm.weight", *q_norm, order=order),),
-        "k_norm": (_piece("self_attn.k_norm.weight", *k_norm, order=order),),
-        "o_proj": (_piece("self_attn.o_proj.weight", (E, H * D)),),
-        "gate_up_proj": (_piece(named["gate_up_proj"], (2 * F, E), (2, F, E)),)
+        "q_norm": (make_piece("self_attn.q_norm.weight", *q_norm, order=order),),
+        "k_norm": (make_piece("self_attn.k_norm.weight", *k_norm, order=order),),
+        "o_proj": (make_piece("self_attn.o_proj.weight", (E, H * D)),),
+        "gate_up_proj": (make_piece(named["gate_up_proj"], (2 * F, E), (2, F, E)),)
         if "gate_up_proj" in named
         else (
-            _piece("mlp.gate_proj.weight", (F, E), (1, F, E), (0, 0, 0)),
-            _piece("mlp.up_proj.weight", (F, E), (1, F, E), (1, 0, 0)),
+            make_piece("mlp.gate_proj.weight", (F, E), (1, F, E), (0, 0, 0)),
+            make_piece("mlp.up_proj.weight", (F, E), (1, F, E), (1, 0, 0)),
         ),
-        "down_proj": (_piece("mlp.down_proj.weight", (E, F)),),
+        "down_proj": (make_piece("mlp.down_proj.weight", (E, F)),),
+        "sinks": (make_piece("self_attn.sinks", (H,)),),
+        **(expert_pieces(config) if config.num_experts else {}),
+        **(fused_pieces(config) if config.num_experts and is_fused else {}),
     }
 
 
@@ -195,7 +137,7 @@ def _qkv_pieces(
     ):
         num_rows = K * heads * D
         pieces.append(
-            _piece(
+            make_piece(
                 fused or f"self_attn.{name}.{kind}",
                 (config.qkv_features if fused else num_rows, *columns),
                 (K, heads, D, *columns),
@@ -206,18 +148,3 @@ def _qkv_pieces(
         )
         row += num_rows
     return tuple(pieces)
-
-
-def _piece(
-    tensor: str,
-    shape: tuple[int, ...],
-    extent: tuple[int, ...] | None = None,
-    offset: tuple[int, ...] | None = None,
-    *,
-    first_row: int = 0,
-    order: tuple[int, ...] | None = None,
-) -> Piece:
-    extent = extent or shape
-    return Piece(
-        tensor, shape, extent, offset or (0,) * len(extent), first_row=first_row, order=order
-    )

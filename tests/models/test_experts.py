@@ -1,0 +1,244 @@
+"""Experts: what they compute, how it is differentiated, and what must not be read.
+
+Weights of experts that no token chose, and rows that are no token, are NaN.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.cache import paged_cache
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.experts import (
+    ExpertWeights,
+    Routes,
+    apply_experts,
+    clamped_swiglu,
+    route,
+)
+from paged_jax.models.weight import Weight
+from tests.support.compiler import needs_compiler
+from tests.support.covering import all_pairs
+from tests.support.random_model import random_llama
+
+N, X, K, E, F = 11, 6, 2, 24, 17
+UNUSED = 4  # an expert
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=X,
+    num_experts_per_tok=K,
+    moe_intermediate_size=24,
+)
+GPT_OSS = {
+    "expert_bias": True,
+    "swiglu_limit": 0.3,
+    "norm_topk_prob": True,
+    "attention_sinks": True,
+    "qkv_bias": True,
+    "o_bias": True,
+}
+
+
+def silu_product(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def problem(dtype, with_biases):
+    """Tokens, logits that never choose `UNUSED`, and weights, of which it has NaN."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(N, E)).astype(np.float32)
+    logits = rng.normal(size=(N, X)).astype(np.float32)
+    logits[:, UNUSED] = -9
+    shapes = {"gate_up": (X, 2, F, E), "down": (X, E, F)}
+    if with_biases:
+        shapes |= {"gate_up_bias": (X, 2, F), "down_bias": (X, E)}
+    arrays = {name: rng.normal(size=shape, scale=0.5) for name, shape in shapes.items()}
+    arrays = {name: jnp.asarray(array, dtype) for name, array in arrays.items()}
+    return x, logits, arrays
+
+
+def run(x, logits, arrays, *, renormalise, activation, **options):
+    weights = ExpertWeights(
+        Weight(arrays["gate_up"]),
+        Weight(arrays["down"]),
+        arrays.get("gate_up_bias"),
+        arrays.get("down_bias"),
+    )
+    routes = route(logits, K, renormalise=renormalise)
+    return apply_experts(x, routes, weights, activation=activation, **options)
+
+
+def dense_oracle(x, logits, arrays, *, renormalise, activation):
+    """All tokens through all experts, in the type of the arguments, and all but K weighed 0."""
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    least_chosen = jnp.sort(logits, axis=-1)[:, -K, None]
+    weights = jnp.where(logits >= least_chosen, probabilities, 0)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdims=True)
+    hidden = jnp.einsum("ne,xgfe->nxgf", x, arrays["gate_up"])
+    if "gate_up_bias" in arrays:
+        hidden = hidden + arrays["gate_up_bias"][None]
+    out = jnp.einsum("nxf,xef->nxe", activation(hidden[:, :, 0], hidden[:, :, 1]), arrays["down"])
+    if "down_bias" in arrays:
+        out = out + arrays["down_bias"][None]
+    return jnp.einsum("nxe,nx->ne", out, weights)
+
+
+KINDS = all_pairs(
+    {
+        "renormalise": [True, False],
+        "with_biases": [True, False],
+        "activation": ["silu", "clamped"],
+        "dtype": ["float32", "bfloat16", "float16"],
+        "backend": [None, "xla"],
+    }
+)
+ACTIVATIONS = {
+    "silu": silu_product,
+    "clamped": functools.partial(clamped_swiglu, alpha=1.702, limit=0.7),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_apply_experts_matches_all_experts_in_float64(kind) -> None:
+    x, logits, arrays = problem(kind["dtype"], kind["with_biases"])
+    switches = {
+        "renormalise": kind["renormalise"],
+        "activation": ACTIVATIONS[kind["activation"]],
+    }
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(array, jnp.float64) for name, array in arrays.items()}
+        want = np.asarray(
+            dense_oracle(np.asarray(x, float), np.asarray(logits, float), exact, **switches)
+        )
+    poisoned = {name: array.at[UNUSED].set(jnp.nan) for name, array in arrays.items()}
+    out = jax.jit(functools.partial(run, backend=kind["backend"], **switches))(x, logits, poisoned)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.06, "float16": 0.01}[kind["dtype"]]
+    np.testing.assert_allclose(out, want, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_experts_have_the_gradients_of_all_experts_in_float64(renormalise) -> None:
+    x, logits, arrays = problem("float32", True)
+    switches = {"renormalise": renormalise, "activation": ACTIVATIONS["clamped"]}
+    cotangent = np.random.default_rng(1).normal(size=(N, E))
+
+    def gradients(function, dtype):
+        def loss(x, logits, arrays):
+            return jnp.sum(function(x, logits, arrays, **switches) * cotangent.astype(dtype))
+
+        args = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, logits, arrays))
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
+
+    got = jax.tree.map(np.asarray, gradients(run, np.float32))
+    with jax.enable_x64(True):
+        want = jax.tree.map(np.asarray, gradients(dense_oracle, np.float64))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
+
+
+def test_apply_experts_leaves_rows_out_that_are_no_token() -> None:
+    x, logits, arrays = problem("float32", True)
+    switches = {"renormalise": True, "activation": silu_product}
+    want = run(x, logits, arrays, **switches)
+    is_token = np.arange(N) % 3 > 0
+    # Nobody else chooses this expert now.
+    logits[~is_token, UNUSED] = 9
+    x[~is_token] = np.nan
+    poisoned = {name: array.at[UNUSED].set(jnp.nan) for name, array in arrays.items()}
+    out = run(x, logits, poisoned, is_token=jnp.asarray(is_token), **switches)
+    np.testing.assert_allclose(out[is_token], want[is_token], rtol=1e-5, atol=1e-6)
+    assert not out[~is_token].any()
+
+
+def test_apply_experts_of_several_devices_add_up() -> None:
+    x, logits, arrays = problem("float32", True)
+    switches = {"renormalise": False, "activation": silu_product}
+    want = run(x, logits, arrays, **switches)
+    parts = [
+        run(x, logits, {k: a[i : i + 2] for k, a in arrays.items()}, first_expert=i, **switches)
+        for i in range(0, X, 2)
+    ]
+    np.testing.assert_allclose(sum(parts), want, rtol=1e-5, atol=1e-5)
+
+
+def test_route_chooses_the_largest_and_the_first_of_equal_ones() -> None:
+    routes = route(jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf]]), 2,
+                   renormalise=True)  # fmt: skip
+    assert isinstance(routes, Routes)
+    assert routes.experts.tolist() == [[1, 2], [1, 2]]
+    np.testing.assert_allclose(routes.weights[0], [0.5, 0.5])
+    np.testing.assert_allclose(routes.weights.sum(-1), 1, rtol=1e-6)
+
+
+def switched(**switches) -> LlamaConfig:
+    return dataclasses.replace(CONFIG, **switches)
+
+
+@pytest.mark.parametrize(
+    ("switches", "scan_layers"),
+    [({}, True), ({"shared_expert_intermediate_size": 20}, False), (GPT_OSS, False)],
+    ids=["plain", "shared", "gpt_oss"],
+)
+def test_a_model_with_experts_decodes_as_its_plain_forward(switches, scan_layers) -> None:
+    """In chunks with padding, whose tokens are random, and one by one, with a row left out."""
+    config = switched(**switches)
+    model = random_llama(config, scan_layers=scan_layers)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
+    want = jax.jit(lambda model, tokens: model(tokens))(model, tokens)
+    cache = model.create_cache(num_slots=2, max_length=16, block_size=4)
+    slots = jnp.array([1, 0])
+    score = jax.jit(type(model).score)
+    logits, cache, ok = score(model, cache, tokens[:, :9], slots, jnp.array([9, 6]))
+    assert ok
+    np.testing.assert_allclose(logits[0], want[0, :9], atol=2e-5)
+    np.testing.assert_allclose(logits[1, :6], want[1, :6], atol=2e-5)
+    decode = jax.jit(type(model).decode)
+    logits, cache, ok = decode(model, cache, tokens[::-1, 6], jnp.array([0, -1]))
+    assert ok
+    np.testing.assert_allclose(logits[0], want[1, 6], atol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.optimised
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_give_a_row_of_decode_the_same_bits_in_any_batch(dtype) -> None:
+    model = random_llama(switched(shared_expert_intermediate_size=20), dtype=dtype)
+    cache = model.create_cache(num_slots=8, max_length=16)
+    cache, ok = paged_cache.reserve(cache, jnp.full(8, 3, jnp.int32), max_tokens=3)
+    assert ok
+    decode = jax.jit(type(model).decode)
+    tokens, slots = np.arange(8, dtype=np.int32) * 5, np.arange(8, dtype=np.int32)
+    together, *_ = decode(model, cache, tokens, slots)
+    assert np.isfinite(together).all()
+    for rows in ([6], [2, 4, 5]):
+        some, *_ = decode(model, cache, tokens[rows], slots[rows])
+        np.testing.assert_array_equal(some, np.asarray(together)[rows])
+
+
+def test_a_model_with_experts_refuses_int8() -> None:
+    with pytest.raises(ValueError, match="got int8"):
+        random_llama(CONFIG, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ({"num_experts_per_tok": 7}, "at most num_experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+        ({"num_experts": 0}, "num_experts must be"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit must be positive"),
+        ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must be"),
+    ],
+)
+def test_config_refuses_experts_that_do_not_fit_together(switches, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        switched(**switches)
