@@ -57,17 +57,17 @@ PAGES = {
         _of("paged_jax", "BlockTables BlockPool")
         + _of(
             "paged_jax.cache.blocks",
-            "BlockCopies reserve fork reorder release truncate attach publish forget "
+            "BlockCopies reserve restore slide fork reorder release truncate attach publish forget "
             "num_blocks_needed check_invariants",
         ),
     ),
     "cache": Page(
         "The paged cache",
-        _of("paged_jax", "PagedCache")
+        _of("paged_jax", "PagedCache GroupedCache")
         + _of(
             "paged_jax.cache",
-            "reserve locate fork reorder release truncate attach publish forget read_blocks "
-            "write_blocks gather",
+            "reserve restore locate fork reorder release truncate attach publish forget "
+            "read_blocks write_blocks gather",
         ),
     ),
     "models": Page(

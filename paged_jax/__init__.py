@@ -11,6 +11,7 @@ from paged_jax.async_engine import AsyncEngine
 from paged_jax.cache import blocks as blocks
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from paged_jax.engine.engine import Engine
@@ -56,8 +57,9 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineStats",
-    "Heads",
     "Explanation",
+    "GroupedCache",
+    "Heads",
     "Llama",
     "LlamaConfig",
     "Logprob",

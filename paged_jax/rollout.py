@@ -18,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import sampling
 from paged_jax.cache import paged_cache
+from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import check_positive
@@ -168,12 +169,12 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
 
 def _prefill(
     model: PagedModel,
-    cache: PagedCache,
+    cache: PagedCache | GroupedCache,
     prompt_token_ids: jax.Array,
     num_tokens: jax.Array,
     num_samples: int,
     backend: str | None,
-) -> PagedCache:
+) -> PagedCache | GroupedCache:
     """The empty cache with all tokens of the prompts but their last, shared by their samples."""
     B, T = prompt_token_ids.shape
     if T == 1:

@@ -124,7 +124,8 @@ def _make_service(
 def _summary(engine: Engine, name: str, seconds: float) -> str:
     """What is served, in one line."""
     cache = engine.cache
-    [device, *others] = sorted(cache.k.devices(), key=lambda device: device.id)
+    pool = cache.groups[0].k
+    [device, *others] = sorted(pool.devices(), key=lambda device: device.id)
     kind = f"{1 + len(others)} x {device.device_kind}" if others else device.device_kind
     weights, blocks = (
         in_units(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)))
@@ -132,7 +133,7 @@ def _summary(engine: Engine, name: str, seconds: float) -> str:
     )
     return (
         f"ready: {name} in {engine.weight_dtype}, {weights}, on {kind} | "
-        f"{engine.num_blocks} blocks of {engine.block_size} tokens in {cache.k.dtype}, {blocks} "
+        f"{engine.num_blocks} blocks of {engine.block_size} tokens in {pool.dtype}, {blocks} "
         f"| {engine.max_num_seqs} slots of {engine.max_model_len} tokens | {seconds:.1f} s, "
         f"{engine.stats.compile_seconds:.1f} s of them compiling"
     )

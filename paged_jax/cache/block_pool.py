@@ -217,6 +217,23 @@ def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     return replace(pool, is_cached=pool.is_cached.at[blocks].set(False, mode="drop"))
 
 
+def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
+    """Let the blocks of `is_forgotten` bool[P] no longer be found, free ones among them.
+
+    Those join the free blocks that cannot be found, as the last of them: costs a pass over P.
+    """
+    is_cached = pool.is_cached & ~is_forgotten
+    index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+    queued = pool.free_queue[(pool.head + index) % pool.num_blocks]
+    is_last = is_cached[queued] & (index < pool.num_free)
+    is_first = ~is_last & (index < pool.num_free)
+    first_rank, last_rank = (jnp.cumsum(x, dtype=jnp.int32) for x in (is_first, is_last))
+    rank = jnp.where(is_last, first_rank[-1] + last_rank, first_rank) - 1
+    place = jnp.where(index < pool.num_free, (pool.head + rank) % pool.num_blocks, pool.num_blocks)
+    free_queue = pool.free_queue.at[place].set(queued, mode="drop")
+    return replace(pool, is_cached=is_cached, free_queue=free_queue)
+
+
 def check_invariants(pool: BlockPool) -> None:
     """Check on the host what must hold of a pool by itself.
 

@@ -13,7 +13,11 @@ What writes to the pools and reads them is in `paged_jax.kernels`. A loop over l
 On CPU, keep pools in float32, float16 or int8: XLA updates no others in place there.
 """
 
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +25,25 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
+from paged_jax.cache.blocks.plan import num_possible
+from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
+from paged_jax.cache.blocks.reserve import (
+    Reservation,
+    begin_reserve,
+    begin_restore,
+    finish_reserve,
+    finish_restore,
+)
+from paged_jax.cache.blocks.window import shortest_lengths
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
-from paged_jax.kernels.xla.writing import set_rows
+
+# The kind of cache that a function is given, and returns.
+AnyCache = TypeVar("AnyCache", bound="Cache")
 
 
 @jax.tree_util.register_dataclass
@@ -71,11 +87,15 @@ class PagedCache:
         num_slots: int,
         max_blocks_per_slot: int,
         dtype: DTypeLike = jnp.float32,
+        window: int | None = None,
     ) -> "PagedCache":
         """Return a cache with empty slots and zeroed pools of `dtype`.
 
         int8 or float8_e4m3fn quantise K and V, each token and head with a scale of its own: half
         the memory of bfloat16 and a little more, ``4 / D`` bytes for each number.
+
+        With a `window`, that of the attention of all its layers, slots give back the blocks that
+        no token to come attends to, see `BlockTables`.
 
         Raises:
           ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
@@ -86,7 +106,7 @@ class PagedCache:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
-        tables = BlockTables.create(num_blocks, num_slots, max_blocks_per_slot, block_size)
+        tables = BlockTables.create(num_blocks, num_slots, max_blocks_per_slot, block_size, window)
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         check_num_rows("PagedCache.create", shape)
         # Two arrays, not one used twice: a buffer can be donated only once.
@@ -95,6 +115,24 @@ class PagedCache:
             return cls(k=k, v=v, tables=tables)
         k_scale, v_scale = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2))
         return cls(k=k, v=v, tables=tables, k_scale=k_scale, v_scale=v_scale)
+
+    @property
+    def groups(self) -> tuple["PagedCache", ...]:
+        """This cache alone: of a `GroupedCache`, its caches."""
+        return (self,)
+
+    @property
+    def layers(self) -> None:
+        """Nothing: each layer has its own number in the one group."""
+
+    def replace_groups(self, groups: tuple["PagedCache", ...]) -> "PagedCache":
+        """Return the cache that takes this one's place."""
+        (cache,) = groups
+        return cache
+
+    def find_layer(self, layer: Any) -> tuple["PagedCache", Any]:
+        """The cache of a layer, and its number there: this one, and the layer itself."""
+        return self, layer
 
     @property
     def pools(self) -> Pools:
@@ -151,48 +189,150 @@ class PagedCache:
         return sum(array.nbytes for array in self.pools if array is not None)
 
 
+class Cache(Protocol):
+    """What the functions below take: a `PagedCache`, or a `GroupedCache` of several.
+
+    Slots and lengths are the same in all of its groups; each has pools and tables of its own.
+    """
+
+    @property
+    def groups(self) -> tuple[PagedCache, ...]:
+        """The caches of layers that share a kind of attention."""
+        ...
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...] | None:
+        """For each layer its group, and its number there; None where there is one group."""
+        ...
+
+    @property
+    def pools(self) -> Any:
+        """The `Pools` of a `PagedCache`, or a tuple of those of each group."""
+        ...
+
+    def replace_pools(self, pools: Any) -> Self:
+        """Return the cache with other pools."""
+        ...
+
+    def replace_groups(self, groups: tuple[PagedCache, ...]) -> Self:
+        """Return the cache with others in their places."""
+        ...
+
+    def find_layer(self, layer: Any) -> tuple[PagedCache, Any]:
+        """The cache of a layer, and the layer's number in it."""
+        ...
+
+
 def reserve(
-    cache: PagedCache,
+    cache: AnyCache,
     num_tokens: jax.Array,
     *,
     max_tokens: int = 1,
     backend: str | None = None,
-) -> tuple[PagedCache, jax.Array]:
+) -> tuple[AnyCache, jax.Array]:
     """Make room for more tokens in every slot, copying the blocks that must not be written shared.
 
     As `paged_jax.blocks.reserve`, with its copies done in all layers. Each block that is copied
     costs reading and writing that block; where there is nothing to copy, the pools are not touched.
 
     Args:
-      cache: the state; donate it, or both pools are copied.
+      cache: the state; donate it, or its pools are copied.
       num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
       max_tokens: upper bound on `num_tokens` (static).
       backend: backend of the copies, see `copy_blocks`; the platform's best where it has no copies.
 
     Returns:
-      `(cache, ok)`. Where `ok`, bool[], is False the cache is unchanged.
+      `(cache, ok)`. Where `ok`, bool[], is False the cache is unchanged, in all of its groups, but
+      that slots may have given back what has left their windows.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
-    tables, copies, ok = allocator.reserve(cache.tables, num_tokens, max_tokens=max_tokens)
-    return replace(_copy(cache, copies, backend), tables=tables), ok
+    begun = [
+        begin_reserve(group.tables, num_tokens, max_tokens=max_tokens) for group in cache.groups
+    ]
+    ok = _all_possible(begun)
+    done = (finish_reserve(reservation, ok) for reservation in begun)
+    return _take(cache, done, backend), ok
+
+
+def restore(
+    cache: AnyCache, num_tokens: jax.Array, *, max_tokens: int, backend: str | None = None
+) -> tuple[AnyCache, jax.Array]:
+    """Give empty slots room for tokens that come from elsewhere; see `paged_jax.blocks.restore`.
+
+    Before `write_blocks`. Groups with a window take blocks for what is in it alone.
+
+    Args:
+      cache, max_tokens, backend: see `reserve`.
+      num_tokens: i32[S], how many tokens each slot shall have; 0 leaves a slot alone.
+
+    Returns:
+      See `reserve`.
+    """
+    tables = [group.tables for group in cache.groups]
+    begun = [begin_restore(each, num_tokens, max_tokens=max_tokens) for each in tables]
+    ok = _all_possible(begun)
+    done = (finish_restore(each, rest, ok) for each, rest in zip(tables, begun, strict=True))
+    return _take(cache, done, backend), ok
 
 
 def plan(
-    cache: PagedCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
-) -> tuple[PagedCache, ReservePlan]:
+    cache: AnyCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
+) -> tuple[AnyCache, tuple[ReservePlan, ...]]:
     """Plan room for tokens, and make the copies; see `paged_jax.blocks.plan`.
 
-    The caller commits the plan before it does anything else with the tables, see `commit`.
+    There is a plan for each of the cache's groups, all for as many tokens. The caller commits them
+    before it does anything else with the tables, see `commit`. Slots with a limit first give back
+    what has left their windows.
     """
-    planned = allocator.plan(cache.tables, limits, most, max_tokens=max_tokens)
-    return _copy(cache, planned.copies, backend), planned
+    groups = [_slide(group, limits) for group in cache.groups]
+    if len(groups) > 1:
+        counts = [num_possible(g.tables, limits, max_tokens=max_tokens) for g in groups]
+        most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
+    planned = [allocator.plan(g.tables, limits, most, max_tokens=max_tokens) for g in groups]
+    copied = [_copy(g, each.copies, backend) for g, each in zip(groups, planned, strict=True)]
+    return cache.replace_groups(tuple(copied)), tuple(planned)
 
 
-def commit(cache: PagedCache, planned: ReservePlan, lengths: jax.Array) -> PagedCache:
-    """Take what was used of a plan, up to `lengths` i32[S]; see `paged_jax.blocks.commit`."""
-    return replace(cache, tables=allocator.commit(cache.tables, planned, lengths))
+def commit(cache: AnyCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> AnyCache:
+    """Take what was used of plans, up to `lengths` i32[S]; see `paged_jax.blocks.commit`."""
+    return _replace_tables(
+        cache,
+        [
+            allocator.commit(group.tables, each, lengths)
+            for group, each in zip(cache.groups, planned, strict=True)
+        ],
+    )
+
+
+def _all_possible(reservations: Sequence[Reservation]) -> jax.Array:
+    return functools.reduce(operator.and_, [each.is_possible for each in reservations])
+
+
+def _slide(group: PagedCache, limits: jax.Array) -> PagedCache:
+    if group.tables.window is None:
+        return group
+    return replace(group, tables=allocator.slide(group.tables, limits > 0))
+
+
+def _take(
+    cache: AnyCache,
+    done: Iterable[tuple[BlockTables, BlockCopies, jax.Array]],
+    backend: str | None,
+) -> AnyCache:
+    """The cache with these tables, and with their copies made."""
+    groups = [
+        replace(_copy(group, copies, backend), tables=tables)
+        for group, (tables, copies, _) in zip(cache.groups, done, strict=True)
+    ]
+    return cache.replace_groups(tuple(groups))
+
+
+def _replace_tables(cache: AnyCache, tables: Iterable[BlockTables]) -> AnyCache:
+    """The cache with other tables, those of its groups."""
+    groups = zip(cache.groups, tables, strict=True)
+    return cache.replace_groups(tuple(replace(group, tables=each) for group, each in groups))
 
 
 def _copy(cache: PagedCache, copies: BlockCopies, backend: str | None) -> PagedCache:
@@ -206,171 +346,68 @@ def _copy(cache: PagedCache, copies: BlockCopies, backend: str | None) -> PagedC
     return cache.replace_pools(pools)
 
 
-def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
+def fork(cache: AnyCache, parents: jax.Array) -> tuple[AnyCache, jax.Array]:
     """Make slots into copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
-    tables, ok = allocator.fork(cache.tables, parents)
-    return replace(cache, tables=tables), ok
+    done = [allocator.fork(group.tables, parents) for group in cache.groups]
+    # Decided by slots and lengths, which are the same in all groups.
+    return _replace_tables(cache, [tables for tables, _ in done]), done[0][1]
 
 
-def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
+def release(cache: AnyCache, mask: jax.Array) -> AnyCache:
     """Empty the slots of `mask` bool[S]; see `paged_jax.blocks.release`."""
-    return replace(cache, tables=allocator.release(cache.tables, mask))
+    return _replace_tables(cache, [allocator.release(g.tables, mask) for g in cache.groups])
 
 
-def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
+def reorder(cache: AnyCache, parents: jax.Array) -> tuple[AnyCache, jax.Array]:
     """Make slots into what other slots were, all at once; see `paged_jax.blocks.reorder`."""
-    tables, ok = allocator.reorder(cache.tables, parents)
-    return replace(cache, tables=tables), ok
+    done = [allocator.reorder(group.tables, parents) for group in cache.groups]
+    return _replace_tables(cache, [tables for tables, _ in done]), done[0][1]
 
 
-def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
+def truncate(cache: AnyCache, lengths: jax.Array, *, max_tokens: int) -> AnyCache:
     """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`."""
-    tables = allocator.truncate(cache.tables, lengths, max_tokens=max_tokens)
-    return replace(cache, tables=tables)
+    tables = [group.tables for group in cache.groups]
+    for each in tables:
+        if each.window is not None:  # what one group has given back, none can be cut to
+            lengths = jnp.maximum(lengths, shortest_lengths(each))
+    cut = [allocator.truncate(each, lengths, max_tokens=max_tokens) for each in tables]
+    return _replace_tables(cache, cut)
 
 
 def attach(
-    cache: PagedCache,
+    cache: AnyCache,
     slot: ArrayLike,
     digests: jax.Array,
     token_ids: jax.Array,
     num_blocks: ArrayLike,
-) -> tuple[PagedCache, jax.Array]:
-    """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`."""
-    tables, num_found = allocator.attach(cache.tables, slot, digests, token_ids, num_blocks)
-    return replace(cache, tables=tables), num_found
+) -> tuple[AnyCache, jax.Array]:
+    """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`.
+
+    Of a prefix, groups with a window need those blocks alone that the next token attends to.
+    """
+    before = tuple(group.tables for group in cache.groups)
+    tables, num_found = attach_groups(before, slot, digests, token_ids, num_blocks)
+    return _replace_tables(cache, tables), num_found
 
 
 def publish(
-    cache: PagedCache,
+    cache: AnyCache,
     slots: jax.Array,
     columns: jax.Array,
     digests: jax.Array,
     token_ids: jax.Array,
-) -> PagedCache:
-    """Let full blocks be found by their digests; see `paged_jax.blocks.publish`."""
-    tables = allocator.publish(cache.tables, slots, columns, digests, token_ids)
-    return replace(cache, tables=tables)
+) -> AnyCache:
+    """Let full blocks be found by their digests; see `paged_jax.blocks.publish`.
+
+    One digest stands for the block in all groups that hold it.
+    """
+    before = tuple(group.tables for group in cache.groups)
+    return _replace_tables(cache, publish_groups(before, slots, columns, digests, token_ids))
 
 
-def forget(cache: PagedCache) -> PagedCache:
+def forget(cache: AnyCache) -> AnyCache:
     """Let no block be found any more; see `paged_jax.blocks.forget`."""
-    return replace(cache, tables=allocator.forget(cache.tables))
-
-
-def read_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, *, width: int) -> Pools:
-    """Copy blocks of one slot out of the pools, in every layer, to be kept elsewhere.
-
-    With `write_blocks` this is the way of a sequence to host memory and back. One `width` for
-    sequences of all lengths, in several calls, takes one compiled program.
-
-    Args:
-      cache: the cache; only read, so do not donate it.
-      slot: i32[], the slot.
-      first: i32[], the column of its row of the block table to begin with.
-      width: how many columns to copy (static).
-
-    Returns:
-      `Pools` with the bits of these blocks: K and V [L, width, K, C, D] and, of quantised pools,
-      their scales [L, width, K, C]. What the slot does not hold is zeros.
-
-    Raises:
-      ValueError: `width` is not a positive integer.
-
-    Example:
-      >>> cache = PagedCache.create(
-      ...     num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4, head_dim=8,
-      ...     num_slots=2, max_blocks_per_slot=4,
-      ... )
-      >>> cache, _ = reserve(cache, jnp.array([5, 0]), max_tokens=8)
-      >>> saved = read_blocks(cache, 0, 0, width=2)
-      >>> cache = release(cache, jnp.array([True, False]))
-      >>> cache, _ = reserve(cache, jnp.array([0, 5]), max_tokens=8)
-      >>> cache = write_blocks(cache, 1, 0, saved)
-      >>> saved.k.shape, cache.lengths.tolist()
-      ((2, 2, 1, 4, 8), [0, 5])
-    """
-    check_positive("read_blocks", width=width)
-    blocks = _held_blocks(cache, slot, first, width)
-    is_held = blocks < cache.num_blocks
-    layers_L1 = jnp.arange(cache.num_layers, dtype=jnp.int32)[:, None]
-    rows_LN = layers_L1 * cache.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
-
-    def read(pool: jax.Array) -> jax.Array:
-        # As rows: `pool[:, blocks]` makes XLA for TPU change the layout of the scales, where P is
-        # the fastest axis.
-        values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
-        return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
-
-    return jax.tree.map(read, cache.pools)
-
-
-def write_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools) -> PagedCache:
-    """Write what `read_blocks` returned into the blocks of a slot; the tables do not change.
-
-    Args:
-      cache: the cache; donate it, or both pools are copied.
-      slot: i32[], the slot, given room with `reserve`. Blocks that it shares change for all.
-      first: i32[], the column of its row of the block table to begin with.
-      values: the blocks. What the slot has no block for is dropped.
-
-    Raises:
-      ValueError: `values` are not blocks of such pools.
-    """
-    width = _check_values(cache.pools, values)
-    blocks = _held_blocks(cache, slot, first, width)
-    num_layers, num_blocks = cache.num_layers, cache.num_blocks
-    layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
-    columns = jnp.arange(width, dtype=jnp.int32)
-    is_held = blocks < num_blocks
-    # Dropped blocks are sent past the end, each to its own place: a block of P would fall into the
-    # next layer, and the places must be distinct.
-    past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
-    rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
-
-    def put(pool: jax.Array, new: jax.Array) -> jax.Array:
-        rows, new = (x.reshape(-1, *x.shape[2:]) for x in (pool, new))
-        return set_rows(rows, rows_LN.reshape(-1), new).reshape(pool.shape)
-
-    def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Number by number: as rows, XLA for TPU would change their layout, as P is their fastest
-        # axis.
-        L, _, K, C = scale.shape
-        layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
-        places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
-        return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
-
-    scales = jax.tree.map(put_scale, cache.pools[2:], values[2:])
-    pools = Pools(put(cache.k, values.k), put(cache.v, values.v), *scales)
-    return cache.replace_pools(pools)
-
-
-def _held_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
-    """The blocks of a slot in `width` columns of the table, i32[width]; P where it holds none."""
-    columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
-    return cache.block_tables.at[jnp.asarray(slot, jnp.int32), columns].get(
-        mode="fill", fill_value=cache.num_blocks, wrap_negative_indices=False
-    )
-
-
-def _check_values(pools: Pools, values: Pools) -> int:
-    """Raise ValueError unless `values` could come from `pools`; return how many blocks they are."""
-    if pools.is_quantised != values.is_quantised:
-        raise ValueError(
-            "write_blocks: values must have scales just if the pools do. Pass what read_blocks of "
-            "such a cache returned."
-        )
-    width = values.k.shape[1] if values.k.ndim > 1 else 0
-    for name, pool, new in zip(Pools._fields, pools, values, strict=True):
-        if pool is None or new is None:
-            continue
-        shape = (pool.shape[0], width, *pool.shape[2:])
-        if new.shape != shape or new.dtype != pool.dtype:
-            raise ValueError(
-                f"write_blocks: values.{name} must be {pool.dtype} {list(shape)}, got {new.dtype} "
-                f"{list(new.shape)}. Pass what read_blocks of such a cache returned."
-            )
-    return width
+    return _replace_tables(cache, [allocator.forget(group.tables) for group in cache.groups])
 
 
 def locate(
@@ -385,7 +422,7 @@ def locate(
 
     Returns:
       `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` drops, where there is no
-      such slot or the position is not below the slot's length.
+      such slot, the position is not below the slot's length, or the block was given back.
 
     Raises:
       ValueError: `slots` and `positions` differ in shape.
@@ -403,47 +440,3 @@ def locate(
     column = jnp.where(is_token, positions // tables.block_size, 0)
     blocks = jnp.where(is_token, tables.block_tables[row, column], tables.num_blocks)
     return blocks, positions % tables.block_size
-
-
-def gather(
-    cache: PagedCache, slot: int | jax.Array, *, layer: int | jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Lay the K and V of one slot out in the order of its tokens, for references and tests.
-
-    Args:
-      cache: the cache.
-      slot: the slot, a Python integer or i32[].
-      layer: the layer, a Python integer or i32[].
-
-    Returns:
-      `(k, v)`, both [M * C, K, D]: the slot's tokens, then zeros, whatever the pools hold there.
-      Of quantised pools, in float32 and multiplied by the scales; else as they are.
-
-    Raises:
-      ValueError: a Python `slot` or `layer` that does not exist.
-    """
-    _check_layer("gather", layer, cache.num_layers)
-    if isinstance(slot, int) and not 0 <= slot < cache.num_slots:
-        raise ValueError(
-            f"gather: slot must be 0 to {cache.num_slots - 1}, got {slot}. Pass a slot."
-        )
-    slots = jnp.full(cache.block_tables.shape[1] * cache.block_size, slot, jnp.int32)
-    positions = jnp.arange(slots.size, dtype=jnp.int32)
-    blocks, offsets = locate(cache.tables, slots, positions)
-    is_token = blocks < cache.num_blocks
-    blocks = jnp.where(is_token, blocks, 0)
-
-    def read(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
-        tokens = pool[layer, blocks, :, offsets]
-        if scale is not None:
-            tokens = tokens.astype(scale.dtype) * scale[layer, blocks, :, offsets][..., None]
-        return jnp.where(is_token[:, None, None], tokens, 0)
-
-    return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
-
-
-def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None:
-    if isinstance(layer, int) and not 0 <= layer < num_layers:
-        raise ValueError(
-            f"{function}: layer must be 0 to {num_layers - 1}, got {layer}. Pass a layer."
-        )

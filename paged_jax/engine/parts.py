@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.engine.arguments import (
@@ -232,7 +233,7 @@ class EngineParts:
         self._requests.restart()
 
     @property
-    def cache(self) -> PagedCache:
+    def cache(self) -> PagedCache | GroupedCache:
         """The paged cache as it is now. The next step donates it: copy what must be kept.
 
         Raises:

@@ -14,7 +14,7 @@ neither blocks nor lengths. `Llama` is one such model; `examples/other_models.py
 of somebody else's.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.grouped_cache import GroupedCache
+from paged_jax.cache.paged_cache import AnyCache, PagedCache
+from paged_jax.cache.sizes import max_blocks_in_window, num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.models.arguments import Rows, as_rows
@@ -32,9 +33,13 @@ from paged_jax.models.layer import Attend
 from paged_jax.models.paged_rows import (
     PagedRows,
     append_rows,
+    check_layers,
     chunk_attention,
     decode_attention,
 )
+
+# What a loop over layers carries: the pools of a cache, one for each of its groups.
+Carry = TypeVar("Carry", Pools, tuple[Pools, ...])
 
 
 class PagedModel(nnx.Module):
@@ -119,12 +124,14 @@ class PagedModel(nnx.Module):
         max_length: int,
         num_blocks: int | None = None,
         block_size: int = 16,
+        max_tokens: int | None = None,
         dtype: DTypeLike = jnp.float32,
-    ) -> PagedCache:
+    ) -> PagedCache | GroupedCache:
         """Return an empty cache for this model, on the device that JAX uses by default.
 
         Args:
-          num_slots, max_length, num_blocks, block_size, dtype: see the function `create_cache`.
+          num_slots, max_length, num_blocks, block_size, max_tokens, dtype: see the function
+            `create_cache`.
 
         Example:
           >>> from paged_jax import Llama
@@ -142,18 +149,19 @@ class PagedModel(nnx.Module):
             max_length=max_length,
             num_blocks=num_blocks,
             block_size=block_size,
+            max_tokens=max_tokens,
             dtype=dtype,
         )
 
     def prefill(
         self,
-        cache: PagedCache,
+        cache: AnyCache,
         token_ids: jax.Array,
         slots: jax.Array,
         num_tokens: jax.Array,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+    ) -> tuple[jax.Array, AnyCache, jax.Array]:
         """Append a chunk of prompt to each of some slots and score what follows it.
 
         Pure: jit it with the cache donated. Blocks are reserved here; where they do not suffice,
@@ -183,13 +191,13 @@ class PagedModel(nnx.Module):
 
     def score(
         self,
-        cache: PagedCache,
+        cache: AnyCache,
         token_ids: jax.Array,
         slots: jax.Array,
         num_tokens: jax.Array,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+    ) -> tuple[jax.Array, AnyCache, jax.Array]:
         """As `prefill`, but score what follows each token of the chunks and not only the last.
 
         Args:
@@ -209,13 +217,13 @@ class PagedModel(nnx.Module):
 
     def decode(
         self,
-        cache: PagedCache,
+        cache: AnyCache,
         token_ids: jax.Array,
         slots: jax.Array,
         *,
         cascade: bool = False,
         backend: str | None = None,
-    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+    ) -> tuple[jax.Array, AnyCache, jax.Array]:
         """Append one token to each of some slots and score what follows it.
 
         Pure: jit it with the cache donated. A block is taken where a slot crosses a boundary or
@@ -262,17 +270,17 @@ class PagedModel(nnx.Module):
 
     def decode_rows(
         self,
-        pools: Pools,
+        pools: Carry,
         token_ids: jax.Array,
         rows: PagedRows,
         *,
         cascade: bool = False,
         backend: str | None = None,
-    ) -> tuple[jax.Array, Pools]:
+    ) -> tuple[jax.Array, Carry]:
         """As `decode`, of tokens whose places are known: blocks were reserved for them before.
 
         Args:
-          pools: K and V of the cache; donate them.
+          pools: K and V of the cache, of a `GroupedCache` those of its groups; donate them.
           token_ids: i32 ``[B]``.
           rows: places of these tokens, one a row, see `paged_rows.next_rows`.
           cascade, backend: see `decode`.
@@ -281,7 +289,8 @@ class PagedModel(nnx.Module):
           float32 logits ``[B, V]`` (of no meaning in rows left out), and the new pools.
 
         Raises:
-          ValueError: all layers have a sliding window, with which there is no `cascade`.
+          ValueError: all layers have a sliding window, with which there is no `cascade`; or the
+            cache is for other layers.
         """
         windows = self.config.windows
         if cascade and None not in windows:
@@ -289,8 +298,8 @@ class PagedModel(nnx.Module):
                 f"{self._name('decode')}: cascade must be False where all layers have a sliding "
                 "window."
             )
-        block_size = pools.k.shape[3]
-        attend = decode_attention(rows, block_size, windows, cascade=cascade, backend=backend)
+        check_layers(self._name("decode"), rows, windows)
+        attend = decode_attention(rows, windows, cascade=cascade, backend=backend)
         x, pools = self.hidden_states(token_ids, rows.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
@@ -299,13 +308,14 @@ class PagedModel(nnx.Module):
         return f"{type(self).__name__}.{method}"
 
     def _run_chunks(
-        self, cache: PagedCache, rows: Rows, backend: str | None
-    ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
+        self, cache: AnyCache, rows: Rows, backend: str | None
+    ) -> tuple[jax.Array, AnyCache, jax.Array, jax.Array]:
         """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
         and how many tokens of each row were taken ``[B]``."""
         token_ids, slots, num_tokens = rows
         B, T = token_ids.shape
         cache, ok, places = append_rows(cache, slots, num_tokens, T, backend)
+        check_layers(self._name("prefill"), places, self.config.windows)
         attend = chunk_attention(places, B, T, self.config.windows, backend=backend)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.pools, backend
@@ -320,35 +330,75 @@ def create_cache(
     max_length: int,
     num_blocks: int | None = None,
     block_size: int = 16,
+    max_tokens: int | None = None,
     dtype: DTypeLike = jnp.float32,
     platform: str | None = None,
-) -> PagedCache:
+) -> PagedCache | GroupedCache:
     """Return an empty cache for models of a config.
+
+    Layers with a sliding window keep no more than it of a sequence, beside what was appended last;
+    where not all layers have the same window, the cache is a `GroupedCache`.
 
     Args:
       config: configuration of the model.
       num_slots: S, sequences that it holds at once.
       max_length: most tokens of a sequence.
-      num_blocks: P, which all slots share; by default enough for all of them at full length.
+      num_blocks: P, which all slots share, of the layers that keep most; by default enough for all
+        slots at full length. Layers with a shorter window have as many, or fewer that are enough
+        for all slots.
       block_size: C, tokens in a block.
+      max_tokens: most tokens that one program appends to a slot; by default `max_length`, with
+        which windows save no memory. More than that fit just where other slots hold less.
       dtype: type of K and V; int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
       platform: where it will be used, by default `jax.default_backend()`. On a TPU the last axis of
         the pools is padded, see `kernels.padded_head_dim`.
 
     Raises:
       ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+      ...     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, sliding_window=32,
+      ...     layer_types=("sliding_attention", "sliding_attention", "full_attention"))
+      >>> cache = create_cache(config, num_slots=4, max_length=1024, max_tokens=64)
+      >>> [group.k.shape for group in cache.groups]     # [L, P, K, C, D]
+      [(1, 256, 1, 16, 8), (2, 28, 1, 16, 8)]
     """
+    max_tokens = max_length if max_tokens is None else max_tokens
     check_positive(
-        "create_cache", max_length=max_length, num_slots=num_slots, block_size=block_size
+        "create_cache",
+        max_length=max_length,
+        num_slots=num_slots,
+        block_size=block_size,
+        max_tokens=max_tokens,
     )
     width = num_blocks_needed(max_length, block_size)
-    return PagedCache.create(
-        num_layers=config.num_hidden_layers,
-        num_blocks=num_slots * width if num_blocks is None else num_blocks,
-        num_kv_heads=config.num_key_value_heads,
-        block_size=block_size,
-        head_dim=padded_head_dim(config.head_dim, platform or jax.default_backend()),
-        num_slots=num_slots,
-        max_blocks_per_slot=width,
-        dtype=dtype,
-    )
+    groups: list[PagedCache] = []
+    for window, layers in config.layer_groups:
+        held = width if window is None else max_blocks_in_window(window, max_tokens, block_size)
+        most = num_slots * min(width, held)
+        if groups:
+            num_blocks = min(groups[0].num_blocks, most)
+        elif num_blocks is None:
+            num_blocks = most
+        groups.append(
+            PagedCache.create(
+                num_layers=len(layers),
+                num_blocks=num_blocks,
+                num_kv_heads=config.num_key_value_heads,
+                block_size=block_size,
+                head_dim=padded_head_dim(config.head_dim, platform or jax.default_backend()),
+                num_slots=num_slots,
+                max_blocks_per_slot=width,
+                dtype=dtype,
+                window=window,
+            )
+        )
+    if len(groups) == 1:
+        return groups[0]
+    places = {
+        layer: (index, number)
+        for index, group in enumerate(config.layer_groups)
+        for number, layer in enumerate(group.layers)
+    }
+    return GroupedCache(tuple(groups), tuple(places[layer] for layer in range(len(places))))

@@ -1,14 +1,14 @@
 """The tokens of a step in a paged cache: where each of them goes, and what it attends to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache
 from paged_jax.kernels import (
     Pools,
     backend_for,
@@ -21,29 +21,66 @@ from paged_jax.kernels.quantisation import query_dtype
 from paged_jax.models.layer import Attend, Heads, Projection, window_of
 
 
+class Places(NamedTuple):
+    """What differs between groups of layers of where the tokens of a step are."""
+
+    block_tables: jax.Array  # i32 [B, M]
+    blocks: jax.Array  # i32 [N], P where there is nothing to write
+    window: int | None  # of the cache, which keeps no more
+
+
 @dataclass(frozen=True)
 class PagedRows:
     """Where the tokens of a step go, and what their attention may read. N = B * T."""
 
-    block_tables: jax.Array  # i32 [B, M]
     lengths: jax.Array  # i32 [B], with the new tokens; 0 in rows left out
     num_tokens: jax.Array  # i32 [B], new tokens; 0 in rows left out
     positions: jax.Array  # i32 [N], in their sequences; -1 in rows that are no token
-    blocks: jax.Array  # i32 [N], P where there is nothing to write
     offsets: jax.Array  # i32 [N], in their blocks
+    places: tuple[Places, ...]  # of each group of layers
+    layers: tuple[tuple[int, int], ...] | None  # see `GroupedCache`; None where there is one group
+    block_size: int
+
+    def group_of(self, layer: Any) -> int:
+        """The group of a layer, whose number is static if there are several."""
+        return 0 if self.layers is None else self.layers[layer][0]
+
+    def in_layer(
+        self, layer: Any, carry: Any, compute: Callable[[Places, Pools, Any], tuple[Any, Pools]]
+    ) -> tuple[Any, Any]:
+        """Compute with the places and pools of a layer, and the layer's number there.
+
+        Args:
+          layer: the layer's number in the model.
+          carry: the pools of the cache; of a `GroupedCache` those of its groups.
+          compute: returns a result and the new pools.
+
+        Returns:
+          The result and the new carry.
+        """
+        if self.layers is None:
+            return compute(self.places[0], carry, layer)
+        group, number = self.layers[layer]
+        result, pools = compute(self.places[group], carry[group], number)
+        return result, (*carry[:group], pools, *carry[group + 1 :])
 
     def write(
-        self, pools: Pools, heads: Projection | Heads, layer: Any, backend: str | None
+        self,
+        places: Places,
+        pools: Pools,
+        heads: Projection | Heads,
+        layer: Any,
+        backend: str | None,
     ) -> tuple[jax.Array, Pools]:
         """Put K and V of the tokens in their places of a layer, and return Q ``[N, H, D]``."""
         if isinstance(heads, Projection):
-            return self._rope_write(pools, heads, layer, backend)
+            return self._rope_write(places, pools, heads, layer, backend)
         pools = paged_write(
             pools.k,
             pools.v,
             heads.k,
             heads.v,
-            self.blocks,
+            places.blocks,
             self.offsets,
             layer=layer,
             k_scale=pools.k_scale,
@@ -53,7 +90,12 @@ class PagedRows:
         return heads.q.astype(query_dtype(pools.k.dtype)), pools
 
     def _rope_write(
-        self, pools: Pools, projection: Projection, layer: Any, backend: str | None
+        self,
+        places: Places,
+        pools: Pools,
+        projection: Projection,
+        layer: Any,
+        backend: str | None,
     ) -> tuple[jax.Array, Pools]:
         """From the projection on, in one launch where there is a kernel for it."""
         q_norm, k_norm = projection.norms or (None, None)
@@ -63,7 +105,7 @@ class PagedRows:
             projection.qkv,
             projection.cos,
             projection.sin,
-            self.blocks,
+            places.blocks,
             self.offsets,
             layer=layer,
             k_scale=pools.k_scale,
@@ -76,88 +118,125 @@ class PagedRows:
 
 
 def append_rows(
-    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
-) -> tuple[PagedCache, jax.Array, PagedRows]:
+    cache: AnyCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
+) -> tuple[AnyCache, jax.Array, PagedRows]:
     """Reserve room for up to T tokens in each of the slots i32 [B], and find their places."""
+    num_slots, lengths = cache.groups[0].num_slots, cache.groups[0].lengths
     is_row = slots >= 0
     # Rows that are left out must not wrap around to the last slot: one past it is dropped.
-    rows = jnp.where(is_row, slots, cache.num_slots)
-    starts = cache.lengths.at[rows].get(mode="fill", fill_value=0)
-    requested = jnp.zeros(cache.num_slots, jnp.int32)
+    rows = jnp.where(is_row, slots, num_slots)
+    starts = lengths.at[rows].get(mode="fill", fill_value=0)
+    requested = jnp.zeros(num_slots, jnp.int32)
     requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
     # A slot that does not exist fails the whole step, as a negative number of tokens does.
-    requested = jnp.where(jnp.all(slots < cache.num_slots), requested, -1)
+    requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     positions = (starts[:, None] + steps).reshape(-1)
     owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
-    blocks, offsets = paged_cache.locate(cache.tables, owners, positions)
+    located = [paged_cache.locate(group.tables, owners, positions) for group in cache.groups]
+    places = [
+        Places(
+            group.block_tables.at[rows].get(mode="fill", fill_value=group.num_blocks),
+            blocks,
+            group.tables.window,
+        )
+        for group, (blocks, _) in zip(cache.groups, located, strict=True)
+    ]
     return (
         cache,
         ok,
         PagedRows(
-            block_tables=cache.block_tables.at[rows].get(mode="fill", fill_value=cache.num_blocks),
             lengths=jnp.where(num_tokens > 0, starts + num_tokens, 0),
             num_tokens=num_tokens,
             positions=jnp.where(owners < 0, -1, positions),
-            blocks=blocks,
-            offsets=offsets,
+            offsets=located[0][1],
+            places=tuple(places),
+            layers=cache.layers,
+            block_size=cache.groups[0].block_size,
         ),
     )
 
 
 def next_rows(
-    block_tables: jax.Array, lengths: jax.Array, active: jax.Array, pools: Pools
+    cache: Cache, block_tables: Sequence[jax.Array], lengths: jax.Array, active: jax.Array
 ) -> PagedRows:
     """The places of the next token of each active row, for which blocks are reserved already.
 
     Args:
-      block_tables: i32 ``[B, M]``, of the rows.
+      cache: the cache that has these blocks.
+      block_tables: i32 ``[B, M]``, of the rows, in each group of the cache.
       lengths: i32 ``[B]``, tokens before that one.
       active: bool ``[B]``.
-      pools: the pools that have these blocks.
     """
-    _, num_blocks, _, block_size, _ = pools.k.shape
+    block_size = cache.groups[0].block_size
     column = (lengths // block_size)[:, None]
-    blocks = jnp.take_along_axis(block_tables, column, axis=1, mode="clip")[:, 0]
+
+    def find(group: PagedCache, tables: jax.Array) -> Places:
+        blocks = jnp.take_along_axis(tables, column, axis=1, mode="clip")[:, 0]
+        return Places(tables, jnp.where(active, blocks, group.num_blocks), group.tables.window)
+
     return PagedRows(
-        block_tables=block_tables,
         lengths=jnp.where(active, lengths + 1, 0),
         num_tokens=active.astype(jnp.int32),
         positions=jnp.where(active, lengths, -1),
-        blocks=jnp.where(active, blocks, num_blocks),
         offsets=lengths % block_size,
+        places=tuple(
+            find(group, tables) for group, tables in zip(cache.groups, block_tables, strict=True)
+        ),
+        layers=cache.layers,
+        block_size=block_size,
     )
 
 
+def check_layers(function: str, rows: PagedRows, windows: Sequence[int | None]) -> None:
+    """Refuse a cache that is not for layers with these windows, or gives back what they read.
+
+    Raises:
+      ValueError: saying which layer.
+    """
+    if rows.layers is not None and len(rows.layers) != len(windows):
+        raise ValueError(
+            f"{function}: cache must be for {len(windows)} layers, got {len(rows.layers)}. "
+            "Make it with create_cache."
+        )
+    for layer, window in enumerate(windows):
+        kept = rows.places[rows.group_of(layer)].window
+        if kept is not None and (window is None or window > kept):
+            raise ValueError(
+                f"{function}: cache must keep {'all' if window is None else window} tokens for "
+                f"layer {layer}, got a window of {kept}. Make it with create_cache."
+            )
+
+
 def decode_attention(
-    rows: PagedRows,
-    block_size: int,
-    windows: Sequence[int | None],
-    *,
-    cascade: bool,
-    backend: str | None,
+    rows: PagedRows, windows: Sequence[int | None], *, cascade: bool, backend: str | None
 ) -> Attend:
     """Attention of one new token a row; the pools are the carry. See `PagedModel.decode`."""
+    kinds = dict.fromkeys((rows.group_of(i), window) for i, window in enumerate(windows))
     attentions = {
-        window: choose_decode_attention(
-            rows.block_tables,
+        (group, window): choose_decode_attention(
+            rows.places[group].block_tables,
             rows.lengths,
-            block_size,
+            rows.block_size,
             cascade=cascade and window is None,
             sliding_window=window,
             backend=backend,
         )
-        for window in dict.fromkeys(windows)
+        for group, window in kinds
     }
 
-    def attend(layer, heads, pools):
-        q, pools = rows.write(pools, heads, layer, backend)
-        attention = attentions[window_of(windows, layer)]
+    def attend(layer, heads, carry):
+        attention = attentions[rows.group_of(layer), window_of(windows, layer)]
         scores = {"scale": heads.sm_scale, "soft_cap": heads.soft_cap, "sinks": heads.sinks}
-        return attention(q, pools, layer, **scores), pools
+
+        def compute(places, pools, number):
+            q, pools = rows.write(places, pools, heads, number, backend)
+            return attention(q, pools, number, **scores), pools
+
+        return rows.in_layer(layer, carry, compute)
 
     return attend
 
@@ -167,24 +246,27 @@ def chunk_attention(
 ) -> Attend:
     """Attention of B chunks of up to T tokens; the pools are the carry. See `PagedModel`."""
 
-    def attend(layer, heads, pools):
-        q, pools = rows.write(pools, heads, layer, backend)
-        out = paged_prefill_attention(
-            q.reshape(B, T, *q.shape[1:]),
-            pools.k,
-            pools.v,
-            rows.block_tables,
-            rows.lengths,
-            rows.num_tokens,
-            layer=layer,
-            k_scale=pools.k_scale,
-            v_scale=pools.v_scale,
-            scale=heads.sm_scale,
-            sliding_window=window_of(windows, layer),
-            soft_cap=heads.soft_cap,
-            sinks=heads.sinks,
-            backend=backend,
-        )
-        return out.reshape(q.shape), pools
+    def attend(layer, heads, carry):
+        def compute(places, pools, number):
+            q, pools = rows.write(places, pools, heads, number, backend)
+            out = paged_prefill_attention(
+                q.reshape(B, T, *q.shape[1:]),
+                pools.k,
+                pools.v,
+                places.block_tables,
+                rows.lengths,
+                rows.num_tokens,
+                layer=number,
+                k_scale=pools.k_scale,
+                v_scale=pools.v_scale,
+                scale=heads.sm_scale,
+                sliding_window=window_of(windows, layer),
+                soft_cap=heads.soft_cap,
+                sinks=heads.sinks,
+                backend=backend,
+            )
+            return out.reshape(q.shape), pools
+
+        return rows.in_layer(layer, carry, compute)
 
     return attend

@@ -11,6 +11,7 @@ import numpy as np
 
 from paged_jax import sampling
 from paged_jax.cache import paged_cache
+from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.sampling import Constraints, SamplingParams, SlotSampling
@@ -39,7 +40,7 @@ class DecodeState:
       ([0, 5, 0], [0, 9, 0])
     """
 
-    cache: PagedCache
+    cache: PagedCache | GroupedCache
     sampling: SlotSampling
     token_ids: jax.Array
     stop_ids: jax.Array
@@ -49,7 +50,7 @@ class DecodeState:
     @classmethod
     def create(
         cls,
-        cache: PagedCache,
+        cache: PagedCache | GroupedCache,
         vocab_size: int,
         *,
         max_stop_ids: int = 16,

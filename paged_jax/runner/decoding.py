@@ -17,7 +17,7 @@ position, so it is the same whichever of the two draws it, and in however many d
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,10 @@ from jax import lax
 from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
-from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.grouped_cache import GroupedCache
+from paged_jax.cache.paged_cache import AnyCache, PagedCache
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
-from paged_jax.kernels import Pools
 from paged_jax.models.arguments import check_distinct
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.paged_rows import next_rows
@@ -47,7 +47,7 @@ class StepTokens(NamedTuple):
     drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], see `Draws.pack`
     num_new: jax.Array  # i32 [B], tokens drawn
     num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
-    num_free: jax.Array  # i32 [], free blocks in the pool
+    num_free: jax.Array  # i32 [], free blocks in the pool; in the first group's
     ok: jax.Array  # bool [], false where blocks were too few for a decode step, which was not made
 
     @property
@@ -163,15 +163,15 @@ def decode_steps(
     first = _Batch.take(state, slots, max_steps, num_top)
     num_wanted = jnp.where(wants_more(first), num_steps, 0)
     cache, planned = _plan_steps(state.cache, first, num_wanted, max_steps, backend)
-    num_possible = planned.num_tokens
-    block_tables = planned.block_tables.at[first.slots].get(mode="clip")
+    num_possible = planned[0].num_tokens
+    block_tables = [each.block_tables.at[first.slots].get(mode="clip") for each in planned]
 
-    def decode_step(carry: tuple[Pools, _Batch, jax.Array]) -> tuple[Pools, _Batch, jax.Array]:
+    def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
         # The barrier ties the weights to this decode step. Else XLA moves what it does to them out
         # of the loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
         weights, active = lax.optimization_barrier((model, batch.is_running))
-        rows = next_rows(block_tables, batch.lengths, active, pools)
+        rows = next_rows(cache, block_tables, batch.lengths, active)
         logits, pools = weights.decode_rows(
             pools, batch.token_ids, rows, cascade=cascade, backend=backend
         )
@@ -249,17 +249,18 @@ def verify_steps(
 
 
 def _plan_steps(
-    cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
-) -> tuple[PagedCache, ReservePlan]:
+    cache: AnyCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
+) -> tuple[AnyCache, tuple[ReservePlan, ...]]:
     """Plan blocks for `num_steps` decode steps, i32[], or for as many as they suffice for.
 
     For all at once: a decode step then allocates nothing, which would be dozens of small kernels,
     or copies of the allocator's arrays.
     """
     limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
-    limits = jnp.zeros(cache.num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
+    num_slots = cache.groups[0].num_slots
+    limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
     # Padding is one past the last slot, too: only rows that run would have to be slots.
-    is_valid = jnp.all((batch.slots < cache.num_slots) | ~batch.is_running)
+    is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
     most = jnp.where(is_valid, num_steps, 0)
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
 
@@ -325,12 +326,12 @@ class _Batch:
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
-    def lengths_in(self, cache: PagedCache) -> jax.Array:
+    def lengths_in(self, cache: PagedCache | GroupedCache) -> jax.Array:
         """The lengths of all slots, i32[S], with those of the rows as they are now."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(
-        self, state: DecodeState, cache: PagedCache, ok: jax.Array
+        self, state: DecodeState, cache: PagedCache | GroupedCache, ok: jax.Array
     ) -> tuple[StepTokens, DecodeState]:
         """What was drawn, and the state after it, of which the cache is given."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
@@ -345,7 +346,7 @@ class _Batch:
         return StepTokens(self.drawn, num_new, self.num_steps, num_free, ok), new_state
 
 
-def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
+def _drop(slots: jax.Array, cache: PagedCache | GroupedCache) -> jax.Array:
     """Slots as indices, padding one past the last: a negative index would count from the end."""
     return jnp.where(slots >= 0, slots, cache.num_slots)
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from paged_jax import sampling
 from paged_jax.cache import paged_cache
+from paged_jax.cache.contents import read_blocks, write_blocks
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
@@ -269,8 +270,8 @@ def _release(structure, weights, state, mask):
 
 def _reserve(structure, weights, state, num_tokens):
     cache = state.cache
-    capacity = cache.block_tables.shape[1] * cache.block_size
-    cache, ok = paged_cache.reserve(
+    capacity = cache.tables.max_blocks_per_slot * cache.block_size
+    cache, ok = paged_cache.restore(
         cache, num_tokens, max_tokens=capacity, backend=structure.backend
     )
     return replace(state, cache=cache), ok
@@ -291,9 +292,9 @@ def _forget(structure, weights, state):
 
 
 def _read_blocks(structure, weights, state, slot, first, *, width):
-    return state, paged_cache.read_blocks(state.cache, slot, first, width=width)
+    return state, read_blocks(state.cache, slot, first, width=width)
 
 
 def _write_blocks(structure, weights, state, slot, first, values):
-    cache = paged_cache.write_blocks(state.cache, slot, first, values)
+    cache = write_blocks(state.cache, slot, first, values)
     return replace(state, cache=cache), None

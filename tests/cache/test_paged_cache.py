@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paged_jax.cache import contents
 from paged_jax.cache import paged_cache as lib
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
@@ -27,9 +28,9 @@ REORDER = jax.jit(lib.reorder, donate_argnums=0)
 TRUNCATE = jax.jit(lib.truncate, static_argnames="max_tokens", donate_argnums=0)
 ATTACH = jax.jit(lib.attach, donate_argnums=0)
 PUBLISH = jax.jit(lib.publish, donate_argnums=0)
-GATHER = jax.jit(lib.gather)
-READ = jax.jit(lib.read_blocks, static_argnames="width")
-WRITE = jax.jit(lib.write_blocks, donate_argnums=0)
+GATHER = jax.jit(contents.gather)
+READ = jax.jit(contents.read_blocks, static_argnames="width")
+WRITE = jax.jit(contents.write_blocks, donate_argnums=0)
 QUANTISE = jax.jit(quantise, static_argnums=1)
 
 
@@ -176,9 +177,9 @@ def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
 def test_gather_refuses_slots_and_layers_that_do_not_exist():
     cache = make_cache()
     with pytest.raises(ValueError, match="gather: slot must be 0 to 2, got 3"):
-        lib.gather(cache, 3, layer=0)
+        contents.gather(cache, 3, layer=0)
     with pytest.raises(ValueError, match="gather: layer must be 0 to 1, got 2"):
-        lib.gather(cache, 0, layer=2)
+        contents.gather(cache, 0, layer=2)
 
 
 def test_locate_knows_no_block_for_what_is_no_token():
@@ -370,12 +371,12 @@ def test_write_blocks_refuses_values_of_other_pools(change, message):
     cache = make_cache(jnp.int8)
     values = change(READ(cache, 0, 0, width=2))
     with pytest.raises(ValueError, match=f"write_blocks: {message}"):
-        lib.write_blocks(cache, 0, 0, values)
+        contents.write_blocks(cache, 0, 0, values)
 
 
 def test_read_blocks_refuses_a_width_that_is_no_positive_integer():
     with pytest.raises(ValueError, match="read_blocks: width must be a positive integer, got 0"):
-        lib.read_blocks(make_cache(), 0, 0, width=0)
+        contents.read_blocks(make_cache(), 0, 0, width=0)
 
 
 @pytest.mark.optimised
@@ -420,9 +421,11 @@ def use_all_operations(digests: jax.Array, token_ids: jax.Array) -> tuple:
     cache, is_reordered = lib.reorder(cache, none.at[2].set(0))
     cache = lib.truncate(cache, i32([C, C, C]), max_tokens=C)
     cache = lib.release(cache, jnp.array([False, True, True]))
-    cache = lib.write_blocks(lib.forget(cache), 0, 0, lib.read_blocks(cache, 0, 0, width=2))
+    cache = contents.write_blocks(
+        lib.forget(cache), 0, 0, contents.read_blocks(cache, 0, 0, width=2)
+    )
     places = lib.locate(cache.tables, i32([0, 1]), i32([0, 3]))
-    values = lib.gather(cache, 0, layer=0)
+    values = contents.gather(cache, 0, layer=0)
     return cache, is_reserved, num_found, is_forked, is_appended, is_reordered, places, values
 
 

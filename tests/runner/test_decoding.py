@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import sampling
-from paged_jax.cache import paged_cache
+from paged_jax.cache import contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.models.config import LlamaConfig
@@ -492,8 +492,8 @@ def assert_as_if_stepped(state: DecodeState, plain: DecodeState) -> None:
     assert int(state.cache.tables.pool.num_free) == int(plain.cache.tables.pool.num_free)
     for slot in range(S):
         for ours, theirs in zip(
-            paged_cache.gather(state.cache, slot, layer=1),
-            paged_cache.gather(plain.cache, slot, layer=1),
+            contents.gather(state.cache, slot, layer=1),
+            contents.gather(plain.cache, slot, layer=1),
             strict=True,
         ):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)

@@ -48,7 +48,7 @@ def plan(
     `commit`. So what is cached in blocks that turn out not to be needed can still be found.
 
     Args:
-      tables: the state.
+      tables: the state; with a window, after `slide`, which gives back what is not needed.
       limits: i32[S], how many tokens a slot may get at most, none below 0; 0 leaves a slot alone.
       most: i32[], how many tokens any slot may get at most.
       max_tokens: N, upper bound on `most` (static). Work is in proportion to S * N.
@@ -90,6 +90,12 @@ def plan(
         blocks=blocks_SW,
         writes=writes,
     )
+
+
+def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
+    """The most tokens for which `plan` finds blocks in all slots, up to `max_tokens`: i32[]."""
+    max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
+    return _num_possible(tables, limits, plan_shared_writes(tables, limits > 0), max_tokens)
 
 
 def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> BlockTables:

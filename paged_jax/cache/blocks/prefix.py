@@ -1,5 +1,6 @@
 """Blocks that are found by their content: full ones are published, and attached to other slots."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -10,7 +11,11 @@ from jax.typing import ArrayLike
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
+from paged_jax.cache.sizes import first_kept_column
 from paged_jax.dims import bind
+
+# The tables of groups of layers, over the same slots with the same lengths.
+Groups = tuple[BlockTables, ...]
 
 
 def attach(
@@ -51,27 +56,59 @@ def attach(
       >>> int(num_found), tables.block_tables.tolist(), tables.lengths.tolist()
       (1, [[0, 1], [0, 4]], [6, 4])
     """
-    digests, token_ids = _as_contents("attach", tables, digests, token_ids)
-    if len(digests) > tables.max_blocks_per_slot:
+    (tables,), num_found = attach_groups((tables,), slot, digests, token_ids, num_blocks)
+    return tables, num_found
+
+
+def attach_groups(
+    groups: Groups, slot: ArrayLike, digests: jax.Array, token_ids: jax.Array, num_blocks: ArrayLike
+) -> tuple[Groups, jax.Array]:
+    """As `attach`, in the tables of several groups of layers, of which all go on from one place.
+
+    A group with a window needs of a prefix those blocks alone that the next token attends to. So
+    the longest prefix may be one of which the first group holds all blocks, this one the last.
+    """
+    first = groups[0]
+    digests, token_ids = _as_contents("attach", first, digests, token_ids)
+    if len(digests) > first.max_blocks_per_slot:
         raise ValueError(
-            f"attach: digests must be at most M = {tables.max_blocks_per_slot}, got "
+            f"attach: digests must be at most M = {first.max_blocks_per_slot}, got "
             f"{len(digests)}. Leave out what a slot cannot hold."
         )
     slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
-    length = tables.lengths.at[slot].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    length = first.lengths.at[slot].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
-    blocks, num_found = _find_prefix(tables.pool, digests, token_ids, limit)
-
+    found = [_find_blocks(tables.pool, digests, token_ids, limit) for tables in groups]
+    num_found = _longest_prefix(groups, [is_hit for _, is_hit in found], limit)
     # Where nothing was found, one past the last slot: the updates are dropped.
-    slot = jnp.where(num_found > 0, slot, tables.num_slots)
+    slot = jnp.where(num_found > 0, slot, first.num_slots)
+    return tuple(
+        _start_slot(tables, slot, blocks, num_found)
+        for tables, (blocks, _) in zip(groups, found, strict=True)
+    ), num_found
+
+
+def _start_slot(
+    tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
+) -> BlockTables:
+    """Begin a slot, i32[], with the first `num_found` of `blocks` i32[N], as far as it needs them.
+
+    Nothing is done for a slot past the last."""
     columns = jnp.arange(len(blocks), dtype=jnp.int32)
-    tables = replace(
+    is_taken = columns < num_found
+    num_tokens = num_found * tables.block_size
+    if tables.window is not None and tables.first_columns is not None:
+        kept = first_kept_column(num_tokens, tables.window, tables.block_size)
+        is_taken &= columns >= kept
+        first_columns = tables.first_columns.at[slot].set(kept, mode="drop")
+        tables = replace(tables, first_columns=first_columns)
+    blocks = jnp.where(is_taken, blocks, tables.num_blocks)
+    return replace(
         tables,
         pool=block_pool.revive(tables.pool, blocks),
         block_tables=tables.block_tables.at[slot, columns].set(blocks, mode="drop"),
-        lengths=tables.lengths.at[slot].set(num_found * tables.block_size, mode="drop"),
+        lengths=tables.lengths.at[slot].set(num_tokens, mode="drop"),
     )
-    return tables, num_found
 
 
 def publish(
@@ -115,16 +152,75 @@ def publish(
     bind("publish", digests=(digests[:, 0], "N"), slots=(slots, "N"), columns=(columns, "N"))
     slots = check_dtype("publish", "slots", slots, jnp.int32)
     columns = check_dtype("publish", "columns", columns, jnp.int32)
-    is_slot = (slots >= 0) & (slots < tables.num_slots)
-    slots = jnp.where(is_slot, slots, 0)
-    is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
-    blocks = tables.block_tables[slots, jnp.where(is_full, columns, 0)]
+    blocks, is_full = _full_blocks(tables, slots, columns)
     pool = tables.pool
     is_known = block_pool.find(pool, digests, is_full) < tables.num_blocks
     is_new = is_full & ~is_known & ~pool.is_cached[blocks]
     is_taken = _serve_in_order(is_new, blocks, digests)
     blocks = jnp.where(is_taken, blocks, tables.num_blocks)
     return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
+
+
+def publish_groups(
+    groups: Groups,
+    slots: jax.Array,
+    columns: jax.Array,
+    digests: jax.Array,
+    token_ids: jax.Array,
+) -> Groups:
+    """As `publish`, in the tables of several groups of layers, of which the first one decides.
+
+    In the others just those blocks are cached whose slots and columns have the cached block in the
+    first one. So slots that share a block there share it everywhere, as far as they hold it, and
+    no group has more blocks in use than the first: else one could run out before it.
+    """
+    first, *others = groups
+    after = publish(first, slots, columns, digests, token_ids)
+    return after, *(
+        _publish_alike(tables, first, after, slots, columns, digests, token_ids)
+        for tables in others
+    )
+
+
+def _publish_alike(
+    tables: BlockTables,
+    before: BlockTables,
+    after: BlockTables,
+    slots: jax.Array,
+    columns: jax.Array,
+    digests: jax.Array,
+    token_ids: jax.Array,
+) -> BlockTables:
+    """Cache the blocks that the first group has cached, which was `before` and is `after`."""
+    leading, is_full = _full_blocks(after, slots, columns)
+    is_cached = is_full & after.pool.is_cached[leading]
+    is_cached &= jnp.all(after.pool.digests[leading] == digests, axis=1)
+    is_new = is_cached & ~before.pool.is_cached[leading]
+    blocks, is_held = _full_blocks(tables, slots, columns)
+    # What was cached here under a new digest goes with a block that the first group has reused.
+    stale = block_pool.find(tables.pool, digests, is_new)
+    stale = jnp.where(is_held & (stale == blocks), tables.num_blocks, stale)
+    is_stale = jnp.zeros(tables.num_blocks, bool).at[stale].set(True, mode="drop")
+    pool = block_pool.forget_marked(tables.pool, is_stale)
+    is_known = block_pool.find(pool, digests, is_cached) < tables.num_blocks
+    is_open = is_held & is_cached & ~is_known & ~pool.is_cached[blocks]
+    is_taken = _serve_in_order(is_open, blocks, digests)
+    blocks = jnp.where(is_taken, blocks, tables.num_blocks)
+    return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
+
+
+def _full_blocks(
+    tables: BlockTables, slots: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The blocks in these places of the table, i32[N], and whether each is there and full."""
+    is_slot = (slots >= 0) & (slots < tables.num_slots)
+    slots = jnp.where(is_slot, slots, 0)
+    is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
+    blocks = tables.block_tables[slots, jnp.where(is_full, columns, 0)]
+    if tables.window is None:
+        return blocks, is_full
+    is_full &= blocks < tables.num_blocks
+    return jnp.where(is_full, blocks, 0), is_full
 
 
 def forget(tables: BlockTables) -> BlockTables:
@@ -142,13 +238,12 @@ def forget(tables: BlockTables) -> BlockTables:
     return replace(tables, pool=replace(tables.pool, is_cached=is_cached))
 
 
-def _find_prefix(
+def _find_blocks(
     pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the blocks of the longest cached prefix of the first `limit` i32[] entries.
+    """Find the first `limit` i32[] blocks of a sequence: i32[N], and whether each is there.
 
-    Returns `(blocks, num_found)`: i32[N], P from the first miss on, and i32[]. A block that has
-    been found already is one: a slot holds no block twice.
+    A block that has been found already is not: a slot holds no block twice.
     """
     size = len(digests)
     index = jnp.arange(size, dtype=jnp.int32)
@@ -156,9 +251,27 @@ def _find_prefix(
     known = pool.token_ids.at[blocks].get(mode="fill", fill_value=-1)
     first = jnp.full(pool.num_blocks, size, jnp.int32).at[blocks].min(index, mode="drop")
     is_first = first.at[blocks].get(mode="fill", fill_value=size) == index
-    is_hit = is_first & jnp.all(known == token_ids, axis=1)
-    num_found = jnp.min(jnp.where(is_hit, size, index), initial=size)
-    return jnp.where(index < num_found, blocks, pool.num_blocks), num_found
+    return blocks, is_first & jnp.all(known == token_ids, axis=1)
+
+
+def _longest_prefix(groups: Groups, hits: list[jax.Array], limit: jax.Array) -> jax.Array:
+    """How many blocks of a sequence slots can begin with, of those found in each group bool[N]."""
+    size = len(hits[0])
+    index = jnp.arange(size, dtype=jnp.int32)
+    both = list(zip(groups, hits, strict=True))
+    whole = [is_hit for tables, is_hit in both if tables.window is None]
+    longest = [jnp.min(jnp.where(is_hit, size, index), initial=size) for is_hit in whole]
+    most = functools.reduce(jnp.minimum, longest or [limit])
+    if len(whole) == len(groups):
+        return most
+    counts = jnp.arange(size + 1, dtype=jnp.int32)
+    is_possible = counts <= most
+    for tables, is_hit in both:
+        if tables.window is not None:
+            kept = first_kept_column(counts * tables.block_size, tables.window, tables.block_size)
+            num_missed = jnp.pad(jnp.cumsum(~is_hit, dtype=jnp.int32), (1, 0))
+            is_possible &= num_missed[kept] == num_missed
+    return jnp.max(jnp.where(is_possible, counts, 0))
 
 
 @jax.jit

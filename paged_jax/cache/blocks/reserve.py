@@ -1,6 +1,7 @@
 """Room for more tokens, with copies on write where a block is shared."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.blocks.window import slide
+from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
 from paged_jax.checks import check_positive
 
 
@@ -36,6 +38,9 @@ def reserve(
     copy is reported. If all holders of such a block write, the last of them keeps it. What a slot
     writes into is cached no longer (it can be, if the slot was truncated).
 
+    With a window, slots that grow first give back what has left it, even if `ok` is then False:
+    such blocks are never read again. See `slide`.
+
     Args:
       tables: the state; may be donated.
       num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
@@ -59,8 +64,58 @@ def reserve(
       >>> copies.source.tolist(), copies.target.tolist(), tables.lengths.tolist()
       ([0, 4], [1, 4], [4, 3])
     """
-    num_tokens = as_slot_values("reserve", "num_tokens", num_tokens, jnp.int32, tables)
-    check_positive("reserve", max_tokens=max_tokens)
+    reservation = begin_reserve(tables, num_tokens, max_tokens=max_tokens)
+    return finish_reserve(reservation, reservation.is_possible)
+
+
+def restore(
+    tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
+) -> tuple[BlockTables, BlockCopies, jax.Array]:
+    """As `reserve`, of empty slots whose tokens come from elsewhere: for what is read again only.
+
+    With a window a slot gets blocks for the tokens that its next one attends to, and none for
+    those before them. Else this is `reserve`. The way of a sequence back from host memory.
+
+    Args:
+      tables: the state; may be donated.
+      num_tokens: i32[S], how many tokens each slot shall have; 0 leaves a slot alone.
+      max_tokens: upper bound on `num_tokens` (static).
+
+    Returns:
+      See `reserve`; `ok` is also False if a slot that shall have tokens has some.
+
+    Raises:
+      ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
+
+    Example:
+      >>> tables = BlockTables.create(8, num_slots=1, max_blocks_per_slot=8, block_size=4, window=6)
+      >>> tables, _, ok = restore(tables, jnp.array([17]), max_tokens=32)
+      >>> tables.block_tables.tolist(), tables.lengths.tolist()
+      ([[8, 8, 0, 1, 2, 8, 8, 8]], [17])
+    """
+    reservation = begin_restore(tables, num_tokens, max_tokens=max_tokens)
+    return finish_restore(tables, reservation, reservation.is_possible)
+
+
+class Reservation(NamedTuple):
+    """What `reserve` will do if it is possible, here and in other groups: nothing is taken yet."""
+
+    tables: BlockTables  # without what has left the windows
+    end: jax.Array  # i32[S], the lengths afterwards
+    writes: "SharedWrites"
+    columns: jax.Array  # i32[S, W], see `plan_columns`
+    is_taken: jax.Array  # bool[S, W]
+    is_possible: jax.Array  # bool[]
+
+
+def begin_reserve(
+    tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int, function: str = "reserve"
+) -> Reservation:
+    """Decide whether `reserve` is possible, and how."""
+    num_tokens = as_slot_values(function, "num_tokens", num_tokens, jnp.int32, tables)
+    check_positive(function, max_tokens=max_tokens)
+    if tables.window is not None:
+        tables = slide(tables, num_tokens > 0)
     capacity = tables.max_blocks_per_slot * tables.block_size
     max_tokens = min(max_tokens, capacity)
 
@@ -71,7 +126,14 @@ def reserve(
     columns_SW, is_taken_SW = plan_columns(tables, end, writes.is_copy, max_tokens)
     is_enough = jnp.sum(is_taken_SW, dtype=jnp.int32) <= tables.pool.num_free
     ok = jnp.all(is_in_bounds) & is_enough
+    return Reservation(tables, end, writes, columns_SW, is_taken_SW, ok)
 
+
+def finish_reserve(
+    reservation: Reservation, ok: jax.Array
+) -> tuple[BlockTables, BlockCopies, jax.Array]:
+    """Do it where `ok` bool[], which implies that it is possible; return what `reserve` does."""
+    tables, end, writes, columns_SW, is_taken_SW, _ = reservation
     # From here on `ok` masks every update.
     is_taken_SW &= ok
     is_copy = writes.is_copy & ok
@@ -85,8 +147,42 @@ def reserve(
         source=jnp.where(is_copy, writes.block, tables.num_blocks),
         target=jnp.where(is_copy, taken_SW[:, 0], tables.num_blocks),
     )
-    lengths = jnp.where(ok, end, start)
+    lengths = jnp.where(ok, end, tables.lengths)
     return replace(tables, pool=pool, block_tables=block_tables, lengths=lengths), copies, ok
+
+
+def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int) -> Reservation:
+    """Decide whether `restore` is possible, and how."""
+    num_tokens = as_slot_values("restore", "num_tokens", num_tokens, jnp.int32, tables)
+    check_positive("restore", max_tokens=max_tokens)
+    is_refused = (num_tokens > max_tokens) | ((num_tokens > 0) & (tables.lengths > 0))
+    num_tokens = jnp.where(is_refused, -1, num_tokens)
+    window = tables.window
+    if window is None or tables.first_columns is None:
+        return begin_reserve(tables, num_tokens, max_tokens=max_tokens, function="restore")
+    # A slot that has given back all blocks before its window, and now appends what is in it.
+    is_new = num_tokens > 0
+    kept = first_kept_column(num_tokens, window, tables.block_size)
+    first_columns = jnp.where(is_new, kept, tables.first_columns)
+    num_left = jnp.where(is_new, kept * tables.block_size, 0)
+    tables = replace(
+        tables, first_columns=first_columns, lengths=jnp.where(is_new, num_left, tables.lengths)
+    )
+    # A window, which begins within a block, and what follows the first token of the last block.
+    most = min(max_tokens, window + 2 * tables.block_size)
+    return begin_reserve(tables, num_tokens - num_left, max_tokens=most, function="restore")
+
+
+def finish_restore(
+    before: BlockTables, reservation: Reservation, ok: jax.Array
+) -> tuple[BlockTables, BlockCopies, jax.Array]:
+    """Do it where `ok` bool[]; `before` are the tables that were given."""
+    tables, copies, ok = finish_reserve(reservation, ok)
+    if tables.first_columns is None or before.first_columns is None:
+        return tables, copies, ok
+    lengths = jnp.where(ok, tables.lengths, before.lengths)
+    first_columns = jnp.where(ok, tables.first_columns, before.first_columns)
+    return replace(tables, lengths=lengths, first_columns=first_columns), copies, ok
 
 
 @jax.tree_util.register_dataclass

@@ -1,20 +1,16 @@
 """Slots become copies of others, shorter, or empty: blocks are shared and given back."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from paged_jax.cache import block_pool
+from paged_jax.cache.blocks.pieces import empty_slots, hold_slots
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
+from paged_jax.cache.blocks.window import shortest_lengths
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
-
-# Table entries that are shared or released at once: what most slots hold, and quick to sort.
-_PIECE = 512
 
 
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
@@ -50,7 +46,7 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
     ok = jnp.all(is_valid | ~is_child)
 
     is_child &= ok
-    return _hold(_follow(tables, jnp.where(is_child, parents, slots)), is_child), ok
+    return hold_slots(_follow(tables, jnp.where(is_child, parents, slots)), is_child), ok
 
 
 def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
@@ -87,8 +83,8 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
     parents = jnp.where(is_changed, parents, slots)
 
     # New references first: a block that only changes hands must not pass through the free queue.
-    after = _hold(_follow(tables, parents), is_changed)
-    before = _empty(replace(tables, pool=after.pool), is_changed)
+    after = hold_slots(_follow(tables, parents), is_changed)
+    before = empty_slots(replace(tables, pool=after.pool), is_changed)
     return replace(after, pool=before.pool), ok
 
 
@@ -117,7 +113,7 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
       ([[4, 4], [2, 4]], [0, 0, 1, 0])
     """
     mask = as_slot_values("release", "mask", mask, jnp.bool_, tables)
-    return _empty(tables, mask)
+    return empty_slots(tables, mask)
 
 
 def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> BlockTables:
@@ -126,7 +122,9 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
     Args:
       tables: the state; may be donated.
       lengths: i32[S], how many tokens to leave in each slot. Slots that are no longer than that
-          are left alone, and no slot is cut by more than `max_tokens`.
+          are left alone, and no slot is cut by more than `max_tokens`. Nor, with a window, so
+          short that its next token would see what has been given back: what the last `reserve`
+          or `commit` has added can always be cut.
       max_tokens: upper bound on the tokens cut from a slot (static). Costs a sort of
           S * ceil(max_tokens / C) entries.
 
@@ -145,7 +143,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
     check_positive("truncate", max_tokens=max_tokens)
     max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
 
-    shortest = jnp.maximum(tables.lengths - max_tokens, 0)
+    shortest = jnp.maximum(tables.lengths - max_tokens, shortest_lengths(tables))
     lengths = jnp.clip(lengths, shortest, tables.lengths)
     width = num_blocks_needed(max_tokens, tables.block_size)
     ahead = jnp.arange(width, dtype=jnp.int32)
@@ -167,64 +165,9 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
 def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
     """The tables with each slot as its parent i32[S] is, before any reference is counted."""
-    return replace(
+    after = replace(
         tables, block_tables=tables.block_tables[parents], lengths=tables.lengths[parents]
     )
-
-
-def _hold(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Add a reference to each block of the slots of `mask` bool[S]."""
-    return _in_pieces(_hold_piece, tables, mask)
-
-
-def _empty(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty the slots of `mask` bool[S], see `release`."""
-    tables = _in_pieces(_empty_piece, tables, mask)
-    return replace(tables, lengths=jnp.where(mask, 0, tables.lengths))
-
-
-def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
-    return replace(tables, pool=block_pool.hold(tables.pool, _entries(tables, rows, columns)))
-
-
-def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
-    entries = _entries(tables, rows, columns)
-    # No other places are left, but writes that depend on what was read need no copy of the array.
-    columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
-    return replace(
-        tables,
-        pool=block_pool.give_back(tables.pool, entries),
-        block_tables=tables.block_tables.at[rows, columns].set(tables.num_blocks, mode="drop"),
-    )
-
-
-def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """The blocks at these places of the table; P where there is no such place."""
-    return tables.block_tables.at[rows, columns].get(mode="fill", fill_value=tables.num_blocks)
-
-
-@partial(jax.jit, static_argnums=0)  # so that eager calls compile the loop once, not each time
-def _in_pieces(
-    update: Callable[[BlockTables, jax.Array, jax.Array], BlockTables],
-    tables: BlockTables,
-    mask: jax.Array,
-) -> BlockTables:
-    """Apply `update(tables, rows, columns)` to all places that the slots of `mask` bool[S] fill.
-
-    Slot by slot, the last block of each first. The places come in pieces of i32[_PIECE], the last
-    of which is padded with places past the table: so the cost is that of what the slots hold, and
-    not of what they could hold.
-    """
-    num_slots, width = tables.block_tables.shape
-    held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
-    ends = jnp.cumsum(held, dtype=jnp.int32)
-    size = min(num_slots * width, _PIECE)
-
-    def update_piece(piece: jax.Array, tables: BlockTables) -> BlockTables:
-        index = piece * size + jnp.arange(size, dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-        columns = ends.at[rows].get(mode="clip") - 1 - index
-        return update(tables, rows, jnp.where(rows < num_slots, columns, width))
-
-    num_pieces = (ends[-1] + size - 1) // size
-    return lax.fori_loop(jnp.int32(0), num_pieces, update_piece, tables)
+    if tables.first_columns is None:
+        return after
+    return replace(after, first_columns=tables.first_columns[parents])

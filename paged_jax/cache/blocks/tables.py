@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool, require
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 
@@ -27,6 +27,11 @@ class BlockTables:
       block_tables: i32[S, M], the blocks of each slot in the order of its tokens, then P.
       lengths: i32[S], the number of tokens in each slot; 0 if it is empty.
       block_size: C, the number of tokens in a block (static).
+      window: None, or how many last tokens are attended to, the query's own included (static).
+          Blocks that no token to come attends to are given back when the slot next grows, and
+          there is P in their columns.
+      first_columns: None without a window, else i32[S], the first column that is still held: at
+          most `first_kept_column`.
 
     Example:
       >>> from paged_jax.cache.blocks import reserve
@@ -42,10 +47,17 @@ class BlockTables:
     block_tables: jax.Array
     lengths: jax.Array
     block_size: int = field(metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
+    first_columns: jax.Array | None = None
 
     @classmethod
     def create(
-        cls, num_blocks: int, num_slots: int, max_blocks_per_slot: int, block_size: int
+        cls,
+        num_blocks: int,
+        num_slots: int,
+        max_blocks_per_slot: int,
+        block_size: int,
+        window: int | None = None,
     ) -> "BlockTables":
         """Return `num_slots` empty slots over a pool of `num_blocks` free blocks.
 
@@ -59,6 +71,7 @@ class BlockTables:
             num_slots=num_slots,
             max_blocks_per_slot=max_blocks_per_slot,
             block_size=block_size,
+            **({} if window is None else {"window": window}),
         )
         _check_below("num_blocks", num_blocks, "Use fewer, larger blocks.")
         _check_below(
@@ -71,6 +84,8 @@ class BlockTables:
             block_tables=jnp.full((num_slots, max_blocks_per_slot), num_blocks, jnp.int32),
             lengths=jnp.zeros(num_slots, jnp.int32),
             block_size=block_size,
+            window=window,
+            first_columns=None if window is None else jnp.zeros(num_slots, jnp.int32),
         )
 
     @property
@@ -106,18 +121,36 @@ def check_invariants(tables: BlockTables) -> None:
 
     is_length = (lengths >= 0) & (lengths <= table.shape[1] * tables.block_size)
     require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
-    num_held = num_blocks_needed(lengths, tables.block_size)
+    begins = _checked_first_columns(tables, lengths)
+    ends = num_blocks_needed(lengths, tables.block_size)
     for slot, row in enumerate(table.tolist()):
-        held, rest = row[: num_held[slot]], row[num_held[slot] :]
+        left, held, rest = np.split(row, [begins[slot], ends[slot]])
         name = f"block_tables[{slot}]"
-        require(all(0 <= b < num_blocks for b in held), name, "cover the length", row)
-        require(len(set(held)) == len(held), name, "hold a block once", row)
-        require(set(rest) <= {num_blocks}, name, f"be {num_blocks} past the length", row)
+        require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
+        require(len(np.unique(held)) == len(held), name, "hold a block once", row)
+        require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
+        require(np.all(rest == num_blocks), name, f"be {num_blocks} past the length", row)
 
     entries = np.bincount(table[table < num_blocks], minlength=num_blocks)
     for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
         rule = f"be {entries[block]}, as in the tables"
         require(count == entries[block], f"ref_counts[{block}]", rule, count)
+
+
+def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
+    """The first column that each slot holds, which the window of its next token must not precede.
+
+    Of how much lies between the two nothing can be known here: it is what the last program added.
+    """
+    if tables.window is None:
+        require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
+        return np.zeros_like(lengths)
+    first_columns = np.asarray(tables.first_columns)
+    kept = first_kept_column(lengths, tables.window, tables.block_size)
+    is_kept = (first_columns >= 0) & (first_columns <= kept)
+    rule = f"be 0 to {kept.tolist()}, where windows begin"
+    require(is_kept.all(), "first_columns", rule, first_columns.tolist())
+    return first_columns
 
 
 def as_slot_values(

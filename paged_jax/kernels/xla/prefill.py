@@ -99,8 +99,10 @@ def attend_to_tile(
     def step(key_tile, softmax):
         positions = key_tile * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = positions[None] <= query_positions[:, None]
+        valid = positions < start + num_queries
         if options.sliding_window is not None:
             seen &= positions[None] > query_positions[:, None] - options.sliding_window
+            valid &= positions > start - options.sliding_window
         columns = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
         blocks = jnp.take(args.block_tables[b], columns, mode="clip")
         return fold(
@@ -108,7 +110,7 @@ def attend_to_tile(
             q_KRD,
             *gather(args.pools, args.layer, blocks, D),
             jnp.repeat(seen, G, axis=0)[None],
-            (positions < start + num_queries)[None],
+            valid[None],
             options.soft_cap,
         )
 

@@ -1,0 +1,205 @@
+"""What a slot holds, copied out of the pools and into them: no table changes.
+
+`read_blocks` and `write_blocks` are the way of a sequence to host memory and back. What it shares
+with others is copied all the same. The way back begins with `paged_cache.restore`, and may lead to
+another slot.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache, locate
+from paged_jax.cache.sizes import first_kept_column
+from paged_jax.checks import check_positive
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.xla.writing import set_rows
+
+
+def read_blocks(
+    cache: Cache, slot: ArrayLike, first: ArrayLike, *, width: int, group: int = 0
+) -> Pools:
+    """Copy blocks of one slot out of the pools, in every layer, to be kept elsewhere.
+
+    With `restore` and `write_blocks` this is the way of a sequence to host memory and back. One
+    `width` for sequences of all lengths, in several calls, takes one compiled program for each of
+    the cache's groups. Of layers with a window just what the next token attends to is moved.
+
+    Args:
+      cache: the cache; only read, so do not donate it.
+      slot: i32[], the slot.
+      first: i32[], which of its blocks to begin with. In a group with a window number 0 is the
+        block in its `first_kept_column`.
+      width: how many blocks to copy (static).
+      group: which of the cache's groups to read (static).
+
+    Returns:
+      `Pools` with the bits of these blocks: K and V [L, width, K, C, D] and, of quantised pools,
+      their scales [L, width, K, C]. What the slot does not hold is zeros.
+
+    Raises:
+      ValueError: `width` is not a positive integer, or there is no such group.
+
+    Example:
+      >>> from paged_jax.cache import release, reserve, restore
+      >>> cache = PagedCache.create(
+      ...     num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4, head_dim=8,
+      ...     num_slots=2, max_blocks_per_slot=4,
+      ... )
+      >>> cache, _ = reserve(cache, jnp.array([5, 0]), max_tokens=8)
+      >>> saved = read_blocks(cache, 0, 0, width=2)
+      >>> cache = release(cache, jnp.array([True, False]))
+      >>> cache, _ = restore(cache, jnp.array([0, 5]), max_tokens=8)
+      >>> cache = write_blocks(cache, 1, 0, saved)
+      >>> saved.k.shape, cache.lengths.tolist()
+      ((2, 2, 1, 4, 8), [0, 5])
+    """
+    check_positive("read_blocks", width=width)
+    cache = _group("read_blocks", cache, group)
+    blocks = _held_blocks(cache, slot, first, width)
+    is_held = blocks < cache.num_blocks
+    layers_L1 = jnp.arange(cache.num_layers, dtype=jnp.int32)[:, None]
+    rows_LN = layers_L1 * cache.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
+
+    def read(pool: jax.Array) -> jax.Array:
+        # As rows: `pool[:, blocks]` makes XLA for TPU change the layout of the scales, where P is
+        # the fastest axis.
+        values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
+        return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
+
+    return jax.tree.map(read, cache.pools)
+
+
+def write_blocks(
+    cache: AnyCache, slot: ArrayLike, first: ArrayLike, values: Pools, *, group: int = 0
+) -> AnyCache:
+    """Write what `read_blocks` returned into the blocks of a slot; the tables do not change.
+
+    Args:
+      cache: the cache; donate it, or its pools are copied.
+      slot: i32[], the slot, given room with `restore`. Blocks that it shares change for all.
+      first, group: see `read_blocks`.
+      values: the blocks. What the slot has no block for is dropped.
+
+    Raises:
+      ValueError: `values` are not blocks of such pools, or there is no such group.
+    """
+    new = _write_blocks(_group("write_blocks", cache, group), slot, first, values)
+    groups = cache.groups
+    return cache.replace_groups((*groups[:group], new, *groups[group + 1 :]))
+
+
+def _write_blocks(
+    cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools
+) -> PagedCache:
+    width = _check_values(cache.pools, values)
+    blocks = _held_blocks(cache, slot, first, width)
+    num_layers, num_blocks = cache.num_layers, cache.num_blocks
+    layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
+    columns = jnp.arange(width, dtype=jnp.int32)
+    is_held = blocks < num_blocks
+    # Dropped blocks are sent past the end, each to its own place: a block of P would fall into the
+    # next layer, and the places must be distinct.
+    past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
+    rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
+
+    def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+        rows, new = (x.reshape(-1, *x.shape[2:]) for x in (pool, new))
+        return set_rows(rows, rows_LN.reshape(-1), new).reshape(pool.shape)
+
+    def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
+        # Number by number: as rows, XLA for TPU would change their layout, as P is their fastest
+        # axis.
+        L, _, K, C = scale.shape
+        layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
+        places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
+        return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
+
+    scales = jax.tree.map(put_scale, cache.pools[2:], values[2:])
+    pools = Pools(put(cache.k, values.k), put(cache.v, values.v), *scales)
+    return cache.replace_pools(pools)
+
+
+def _group(function: str, cache: Cache, group: int) -> PagedCache:
+    if not 0 <= group < len(cache.groups):
+        raise ValueError(
+            f"{function}: group must be 0 to {len(cache.groups) - 1}, got {group}. Pass a group."
+        )
+    return cache.groups[group]
+
+
+def _held_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
+    """Some blocks of a slot, i32[width], see `read_blocks`; P where it holds none."""
+    columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
+    window = cache.tables.window
+    if window is not None:
+        length = cache.lengths.at[jnp.asarray(slot, jnp.int32)].get(mode="fill", fill_value=0)
+        columns += first_kept_column(length, window, cache.block_size)
+    return cache.block_tables.at[jnp.asarray(slot, jnp.int32), columns].get(
+        mode="fill", fill_value=cache.num_blocks, wrap_negative_indices=False
+    )
+
+
+def _check_values(pools: Pools, values: Pools) -> int:
+    """Raise ValueError unless `values` could come from `pools`; return how many blocks they are."""
+    if pools.is_quantised != values.is_quantised:
+        raise ValueError(
+            "write_blocks: values must have scales just if the pools do. Pass what read_blocks of "
+            "such a cache returned."
+        )
+    width = values.k.shape[1] if values.k.ndim > 1 else 0
+    for name, pool, new in zip(Pools._fields, pools, values, strict=True):
+        if pool is None or new is None:
+            continue
+        shape = (pool.shape[0], width, *pool.shape[2:])
+        if new.shape != shape or new.dtype != pool.dtype:
+            raise ValueError(
+                f"write_blocks: values.{name} must be {pool.dtype} {list(shape)}, got {new.dtype} "
+                f"{list(new.shape)}. Pass what read_blocks of such a cache returned."
+            )
+    return width
+
+
+def gather(
+    cache: Cache, slot: int | jax.Array, *, layer: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Lay the K and V of one slot out in the order of its tokens, for references and tests.
+
+    Args:
+      cache: the cache.
+      slot: the slot, a Python integer or i32[].
+      layer: the layer, a Python integer or i32[].
+
+    Returns:
+      `(k, v)`, both [M * C, K, D]: the slot's tokens, then zeros, whatever the pools hold there;
+      and zeros for tokens whose blocks were given back.
+      Of quantised pools, in float32 and multiplied by the scales; else as they are.
+
+    Raises:
+      ValueError: a Python `slot` or `layer` that does not exist.
+    """
+    num_slots = cache.groups[0].num_slots
+    _check_layer("gather", layer, sum(group.num_layers for group in cache.groups))
+    if isinstance(slot, int) and not 0 <= slot < num_slots:
+        raise ValueError(f"gather: slot must be 0 to {num_slots - 1}, got {slot}. Pass a slot.")
+    cache, layer = cache.find_layer(layer)
+    slots = jnp.full(cache.block_tables.shape[1] * cache.block_size, slot, jnp.int32)
+    positions = jnp.arange(slots.size, dtype=jnp.int32)
+    blocks, offsets = locate(cache.tables, slots, positions)
+    is_token = blocks < cache.num_blocks
+    blocks = jnp.where(is_token, blocks, 0)
+
+    def read(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
+        tokens = pool[layer, blocks, :, offsets]
+        if scale is not None:
+            tokens = tokens.astype(scale.dtype) * scale[layer, blocks, :, offsets][..., None]
+        return jnp.where(is_token[:, None, None], tokens, 0)
+
+    return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
+
+
+def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None:
+    if isinstance(layer, int) and not 0 <= layer < num_layers:
+        raise ValueError(
+            f"{function}: layer must be 0 to {num_layers - 1}, got {layer}. Pass a layer."
+        )

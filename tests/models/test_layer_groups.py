@@ -1,0 +1,126 @@
+"""A model whose layers differ, over a cache of groups: the logits of the plain forward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import Llama, LlamaConfig
+from paged_jax.cache import GroupedCache, PagedCache, paged_cache
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.models.paged_model import create_cache
+
+C = 4
+LENGTH = 45
+# Not a multiple of C, so that windows begin and end within blocks.
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    sliding_window=10,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+)
+CHUNK = 8
+
+PREFILL = jax.jit(Llama.prefill, donate_argnames="cache")
+DECODE = jax.jit(Llama.decode, donate_argnames="cache")
+FORK = jax.jit(paged_cache.fork, donate_argnums=0)
+
+
+@functools.cache
+def make_model() -> Llama:
+    return Llama(CONFIG, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def make_tokens() -> jax.Array:
+    return jax.random.randint(jax.random.key(0), (2, LENGTH), 0, CONFIG.vocab_size)
+
+
+@functools.cache
+def plain_logits() -> np.ndarray:
+    return np.asarray(make_model()(make_tokens()))
+
+
+def make_cache() -> GroupedCache:
+    """Three slots over pools of NaN, so that it shows if anything is read that no slot holds."""
+    cache = create_cache(CONFIG, num_slots=3, max_length=LENGTH + 3, block_size=C, max_tokens=CHUNK)
+    assert isinstance(cache, GroupedCache)
+    return poison(cache)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def poison(cache: GroupedCache) -> GroupedCache:
+    """NaN in every block that no slot holds."""
+
+    def spoil(group: PagedCache) -> PagedCache:
+        is_free = (group.tables.pool.ref_counts == 0)[None, :, None, None, None]
+        pools = jax.tree.map(lambda pool: jnp.where(is_free, jnp.nan, pool), group.pools)
+        return group.replace_pools(pools)
+
+    return cache.replace_groups(tuple(map(spoil, cache.groups)))
+
+
+def i32(*values: int) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def test_chunks_steps_and_forks_match_the_plain_forward() -> None:
+    """Blocks that windows give back are spoilt at once: nothing that is free is ever read."""
+    model, ids, expected = make_model(), make_tokens(), plain_logits()
+    cache = make_cache()
+    most = 0
+    for start in range(0, 24, CHUNK):
+        logits, cache, ok = PREFILL(
+            model, cache, ids[:, start : start + CHUNK], i32(0, 1), i32(CHUNK, CHUNK)
+        )
+        assert ok
+        np.testing.assert_allclose(logits, expected[:, start + CHUNK - 1], atol=2e-6)
+        cache = poison(cache)
+    cache, ok = FORK(cache, i32(-1, -1, 0))  # slot 2 goes on as slot 0, in blocks of its own
+    assert ok
+    for place in range(24, LENGTH):
+        tokens = ids[i32(0, 1, 0), place]
+        logits, cache, ok = DECODE(model, cache, tokens, i32(0, 1, 2))
+        assert ok
+        np.testing.assert_allclose(logits[:2], expected[:, place], atol=2e-6)
+        np.testing.assert_array_equal(logits[2], logits[0])
+        cache = poison(cache)
+        held = np.asarray(cache.groups[1].block_tables) < cache.groups[1].num_blocks
+        most = max(most, held.sum(1).max())
+    for group in cache.groups:
+        check_invariants(group.tables)
+    assert most <= -(-10 // C) + 1, "steps add no more than the window's blocks and one"
+    for group in paged_cache.release(cache, jnp.ones(3, bool)).groups:
+        assert int(group.tables.pool.num_free) == group.num_blocks
+
+
+def test_a_cache_that_keeps_too_little_is_refused() -> None:
+    sizes = {"num_kv_heads": 2, "block_size": C, "head_dim": 8}
+    cache = PagedCache.create(
+        num_layers=3, num_blocks=8, num_slots=2, max_blocks_per_slot=4, window=10, **sizes
+    )
+    with pytest.raises(ValueError, match="cache must keep all tokens for layer 1, got a window of"):
+        DECODE.eval_shape(make_model(), cache, i32(1), i32(0))
+    group = PagedCache.create(
+        num_layers=3, num_blocks=8, num_slots=2, max_blocks_per_slot=4, **sizes
+    )
+    with pytest.raises(ValueError, match="cache must be for 3 layers, got 2"):
+        DECODE.eval_shape(make_model(), GroupedCache((group,), ((0, 0), (0, 1))), i32(1), i32(0))
+
+
+def test_create_cache_makes_pools_as_large_as_slots_can_need() -> None:
+    """A third of the layers keep all; of 4096 tokens the others keep 10, and 8 new ones."""
+    cache = create_cache(CONFIG, num_slots=3, max_length=4096, block_size=C, max_tokens=CHUNK)
+    every, some = cache.groups
+    assert (every.num_layers, every.num_blocks) == (1, 3 * 1024)
+    assert (some.num_layers, some.num_blocks) == (2, 3 * 6)
+    assert cache.layers == ((1, 0), (0, 0), (1, 1))
+    few = create_cache(CONFIG, num_slots=3, max_length=4096, block_size=C, num_blocks=9)
+    assert [group.num_blocks for group in few.groups] == [9, 9]
