@@ -59,7 +59,7 @@ class Family:
       rope_interleaved: the numbers of a pair lie side by side.
       biases: fields that `attention_bias` turns on.
       experts: None, or fields of its experts that are read, beside their sizes.
-      is_mxfp4: its experts may be stored in 4 bits (MXFP4).
+      is_mxfp4: its experts may be stored in 4 bits, see `loading.mxfp4`.
       scales: factors that are read.
       caps: soft caps that are read.
       keys: names of fields in config.json, where they differ.

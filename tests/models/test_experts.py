@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from paged_jax.cache import paged_cache
 from paged_jax.models.config import LlamaConfig
@@ -20,6 +22,7 @@ from paged_jax.models.experts import (
     clamped_swiglu,
     route,
 )
+from paged_jax.models.llama import Llama
 from paged_jax.models.weight import Weight
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
@@ -222,6 +225,75 @@ def test_experts_give_a_row_of_decode_the_same_bits_in_any_batch(dtype) -> None:
     for rows in ([6], [2, 4, 5]):
         some, *_ = decode(model, cache, tokens[rows], slots[rows])
         np.testing.assert_array_equal(some, np.asarray(together)[rows])
+
+
+def family_config(model_type, **changes) -> LlamaConfig:
+    sizes = {"num_local_experts": X} if model_type == "mixtral" else {"num_experts": X}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads")  # fmt: skip
+    config = {name: getattr(CONFIG, name) for name in names} | sizes
+    config["num_experts_per_tok"] = K
+    return LlamaConfig.from_dict({"model_type": model_type, **config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "gate", "halves", "down", "changes"),
+    [
+        ("mixtral", "block_sparse_moe.", ("w1", "w3"), "w2", {}),
+        (
+            "qwen2_moe",
+            "mlp.",
+            ("gate_proj", "up_proj"),
+            "down_proj",
+            {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+        ),
+    ],
+)
+def test_from_pretrained_reads_experts_in_one_tensor_or_in_one_each(
+    tmp_path, model_type, gate, halves, down, changes
+) -> None:
+    model = random_llama(family_config(model_type, **changes))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(CONFIG.num_hidden_layers):
+        scope = f"model.layers.{layer}."
+
+        def stacked(kind, scope=scope):
+            names = (f"{scope}{gate}experts.{x}.{kind}.weight" for x in range(X))
+            return np.stack([tensors.pop(name) for name in names])
+
+        gate_up = np.concatenate([stacked(kind) for kind in halves], axis=1)
+        tensors[f"{scope}mlp.experts.gate_up_proj"] = gate_up
+        tensors[f"{scope}mlp.experts.down_proj"] = stacked(down)
+        tensors[f"{scope}mlp.gate.weight"] = tensors.pop(f"{scope}{gate}gate.weight")
+    (tmp_path / "fused").mkdir()
+    save_file(tensors, tmp_path / "fused" / "model.safetensors")
+    (tmp_path / "fused" / "config.json").write_text((tmp_path / "config.json").read_text())
+    for folder in (tmp_path, tmp_path / "fused"):
+        loaded = Llama.from_pretrained(folder, scan_layers=False)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+        ("mixtral", {"num_experts_per_tok": 2.5}, "num_experts_per_tok must be an integer"),
+    ],
+)
+def test_config_refuses_by_name_what_is_not_built(model_type, changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        family_config(model_type, **changes)
+
+
+def test_config_reads_the_number_of_experts_under_either_name() -> None:
+    assert family_config("qwen3_moe").num_experts == X
+    assert family_config("qwen3_moe", num_local_experts=5).num_experts == 5  # transformers 5
+    assert family_config("mixtral", num_experts=4).num_experts == 4
 
 
 def test_a_model_with_experts_refuses_int8() -> None:

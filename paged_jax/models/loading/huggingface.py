@@ -13,11 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.json_file import read_json
 from paged_jax.models.loading.int8 import read_quantised
 from paged_jax.models.loading.parameters import (
     Model,
@@ -32,24 +30,11 @@ from paged_jax.models.loading.parameters import (
     resolve_sharding,
 )
 from paged_jax.models.loading.piece import Piece
-from paged_jax.models.loading.tensor_map import find_pieces, pieces, tensor_name
+from paged_jax.models.loading.stored import INDEX, SINGLE, Stored, find_tensors
+from paged_jax.models.loading.tensor_map import find_pieces, pieces
 from paged_jax.models.weight import SCALE
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_FLOATS = ("F32", "BF16", "F16", "F64")
 _READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
-_EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file, and what it is called there."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def load_weights(
@@ -79,7 +64,7 @@ def load_weights(
         shape, not floating point, or not finite.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
-    stored = _stored_tensors(Path(folder), config)
+    stored = find_tensors(Path(folder), config)
     shapes = parameter_shapes(model_class, config, scan_layers=scan_layers)
     layout = parameter_layout(model_class, config, dtype=dtype, scan_layers=scan_layers)
     parts = {name: find_pieces(config, name, stored) for name in shapes}
@@ -137,7 +122,7 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
     )
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        file = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= {parts[0].tensor: file for _, parts in shard}
         # Renamed when whole, so that an interrupted save leaves no half of a file behind.
         save_file(
@@ -152,8 +137,8 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
     if len(shards) > 1:
         total = sum(parameter.nbytes for parameter in parameters.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        written.add(_INDEX)
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        written.add(INDEX)
     (folder / "config.json").write_text(config_json, encoding="utf-8")
     for stale in folder.glob("model*.safetensors*"):
         if stale.name not in written:
@@ -166,56 +151,7 @@ def _umask() -> int:
     return mask
 
 
-def _stored_tensors(folder: Path, config: LlamaConfig) -> dict[str, _Stored]:
-    """The tensors of a folder that are the model's, by the names that `pieces` has for them."""
-    stored: dict[str, _Stored] = {}
-    weight_map = _weight_map(folder)
-    for path in sorted({_SINGLE} if weight_map is None else set(weight_map.values())):
-        try:
-            with safe_open(folder / path, "numpy") as file:
-                for name in file.keys():
-                    if (tensor := tensor_name(config, name)) is None:
-                        continue
-                    if tensor in stored:
-                        raise WeightsError(f"{folder / path}: {tensor!r} is in another file too.")
-                    view = file.get_slice(name)
-                    stored[tensor] = _Stored(
-                        folder / path, name, tuple(view.get_shape()), view.get_dtype()
-                    )
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(
-                f"{folder / path}: not a whole safetensors file ({error}). Fetch it again."
-            ) from None
-    return stored
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor to file name from the index of a folder in shards; None for a single file."""
-    if not folder.is_dir():
-        raise WeightsError(f"{folder}: no such folder.")
-    if (folder / _SINGLE).is_file():
-        return None
-    if not (folder / _INDEX).is_file():
-        pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".pt"))
-        found = f", only {pickled[0]}, which can run code when read" if pickled else ""
-        raise WeightsError(
-            f"{folder}: neither {_SINGLE} nor {_INDEX} there{found}. Convert to safetensors."
-        )
-    weight_map = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{folder / _INDEX}: weight_map must map tensors to files.")
-    for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise WeightsError(
-                f"{folder / _INDEX}: files must lie in the folder itself, got {file!r} for "
-                f"{tensor!r}."
-            )
-        if not (folder / file).is_file():
-            raise WeightsError(f"{folder}: {file}, which {_INDEX} names, is missing.")
-    return weight_map
-
-
-def _check_tensors(stored: Mapping[str, _Stored], parts: list[Piece], config: LlamaConfig) -> None:
+def _check_tensors(stored: Mapping[str, Stored], parts: list[Piece], config: LlamaConfig) -> None:
     expected = {piece.tensor: piece for piece in parts}
     missing = [tensor for tensor in expected if tensor not in stored]
     if missing:
@@ -233,7 +169,7 @@ def _check_tensors(stored: Mapping[str, _Stored], parts: list[Piece], config: Ll
                 f"load_weights: {tensor} must have shape {list(piece.shape)}, "
                 f"got {list(stored[tensor].shape)}."
             )
-        if stored[tensor].dtype not in _FLOATS:
+        if not stored[tensor].is_floating:
             raise WeightsError(
                 f"load_weights: {tensor} must be floating point and not quantised, "
                 f"got {stored[tensor].dtype}."
@@ -253,7 +189,7 @@ def _enumerate(tensors: list[str]) -> str:
 
 
 def _read(
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, Stored],
     parts: list[Piece],
     shape: tuple[int, ...],
     index: tuple[slice, ...],
@@ -270,18 +206,17 @@ def _read(
 
 
 def _read_piece(
-    stored: Mapping[str, _Stored],
+    stored: Mapping[str, Stored],
     piece: Piece,
     low: tuple[int, ...],
     high: tuple[int, ...],
     out: np.ndarray,
 ) -> None:
     """Fill ``out`` with the box from ``low`` to ``high`` (in the parameter) of one tensor."""
-    path = stored[piece.tensor].path
-    piece = dataclasses.replace(piece, tensor=stored[piece.tensor].name)
+    tensor = stored[piece.tensor]
     box = _box(low, high, piece.offset)
     if piece.axes is not None:
-        _read_transposed(path, piece, box, out)
+        _read_transposed(tensor, piece, box, out)
         return
     columns = box[piece.num_row_axes :]
     rows = piece.rows[box[: piece.num_row_axes]]
@@ -291,11 +226,11 @@ def _read_piece(
     most = _READ_ELEMENTS // math.prod(out.shape[piece.num_row_axes :])
     for start, stop in _runs(rows_in_file, most):
         first, last = rows_in_file[[start, stop - 1]].tolist()
-        values = _read_values(path, piece, (slice(first, last + 1), *columns), out.dtype)
+        values = tensor.read((slice(first, last + 1), *columns), out.dtype)
         out[np.unravel_index(places[start:stop], rows.shape)] = values
 
 
-def _read_transposed(path: Path, piece: Piece, box: tuple[slice, ...], out: np.ndarray) -> None:
+def _read_transposed(tensor: Stored, piece: Piece, box: tuple[slice, ...], out: np.ndarray) -> None:
     """Fill ``out`` with a box of a tensor that lies transposed, one index of the first axis a time:
     an expert."""
     assert piece.axes is not None and piece.axes[0] == 0
@@ -307,21 +242,8 @@ def _read_transposed(path: Path, piece: Piece, box: tuple[slice, ...], out: np.n
         extent=(1, *piece.extent[lead + 1 :]),
     )
     for place, index in enumerate(range(box[lead].start, box[lead].stop)):
-        values = _read_values(path, piece, (slice(index, index + 1),), out.dtype)
+        values = tensor.read((slice(index, index + 1),), out.dtype)
         out[(0,) * lead + (place,)] = one.to_parameter(values)[0][box[lead + 1 :]]
-
-
-def _read_values(path: Path, piece: Piece, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-    try:
-        # Opened for each read: what a file that stays open has mapped in counts as memory in use,
-        # a second copy of the weights by the end.
-        with safe_open(path, "numpy") as file, np.errstate(over="ignore"):
-            values = file.get_slice(piece.tensor)[index].astype(dtype, copy=False)
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"load_weights: cannot read {piece.tensor}: {error}.") from None
-    if not _is_finite(values):
-        raise WeightsError(f"load_weights: {piece.tensor} is not finite as {dtype.name}.")
-    return values
 
 
 def _runs(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
@@ -343,13 +265,6 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    # By the bits: numpy has no fast isfinite for bfloat16.
-    bits = values.view(f"u{values.itemsize}")
-    mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
-    return not ((bits & mask) == mask).any()
 
 
 def _cut(parameter: jax.Array, parts: list[Piece]) -> np.ndarray:

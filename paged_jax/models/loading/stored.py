@@ -1,0 +1,153 @@
+"""The tensors of a folder of safetensors: which there are, and reading parts of them."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.families import FAMILIES
+from paged_jax.models.json_file import read_json
+from paged_jax.models.loading import mxfp4
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.tensor_map import tensor_name
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+_MXFP4 = "MXFP4"
+_BLOCKS, _SCALES = "_blocks", "_scales"  # what follows the name of a tensor of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+      path: the file.
+      name: what it is called there.
+      shape: its shape.
+      dtype: its type, by the name that safetensors has for it; or ``"MXFP4"``, floats which lie in
+        blocks along the last but one axis.
+      scales: None, or the scales of those blocks.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scales: "Stored | None" = None
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it holds floats, whatever their type."""
+        return self.dtype in (*_FLOATS, _MXFP4)
+
+    def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Read a part of it.
+
+        Args:
+          index: of its first axes; of MXFP4 only of those before the last two.
+          dtype: the floating type that it is to have.
+
+        Raises:
+          WeightsError: the file cannot be read, or numbers are not finite.
+        """
+        with np.errstate(over="ignore"):
+            values = self._read(index).astype(dtype, copy=False)
+        if not _is_finite(values):
+            raise WeightsError(f"load_weights: {self.name} is not finite as {dtype.name}.")
+        return values
+
+    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+        if self.scales is not None:
+            blocks = dataclasses.replace(self, scales=None)
+            return mxfp4.expand(blocks._read(index), self.scales._read(index)).swapaxes(-1, -2)
+        try:
+            # Opened for each read: what a file that stays open has mapped in counts as memory in
+            # use, a second copy of the weights by the end.
+            with safe_open(self.path, "numpy") as file:
+                return file.get_slice(self.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
+
+
+def find_tensors(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
+    """The tensors of a folder that are the model's, by the names that `pieces` has for them."""
+    stored: dict[str, Stored] = {}
+    weight_map = _weight_map(folder)
+    for path in sorted({SINGLE} if weight_map is None else set(weight_map.values())):
+        try:
+            with safe_open(folder / path, "numpy") as file:
+                for name in file.keys():
+                    if (tensor := tensor_name(config, name)) is None:
+                        continue
+                    if tensor in stored:
+                        raise WeightsError(f"{folder / path}: {tensor!r} is in another file too.")
+                    view = file.get_slice(name)
+                    stored[tensor] = Stored(
+                        folder / path, name, tuple(view.get_shape()), view.get_dtype()
+                    )
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{folder / path}: not a whole safetensors file ({error}). Fetch it again."
+            ) from None
+    family = FAMILIES.get(config.model_type)
+    return _pair(stored) if family is not None and family.is_mxfp4 else stored
+
+
+def _pair(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Blocks and scales of MXFP4, which are two tensors, as one."""
+    paired = dict(stored)
+    for name in stored:
+        tensor = name.removesuffix(_BLOCKS)
+        if tensor != name and tensor + _SCALES in stored:
+            paired[tensor] = _mxfp4(paired.pop(name), paired.pop(tensor + _SCALES))
+    return paired
+
+
+def _mxfp4(blocks: Stored, scales: Stored) -> Stored:
+    if blocks.shape != (*scales.shape, mxfp4.BLOCK_BYTES) or {blocks.dtype, scales.dtype} != {"U8"}:
+        raise WeightsError(
+            f"load_weights: {blocks.name} must be bytes {[*scales.shape, mxfp4.BLOCK_BYTES]}, as "
+            f"{scales.name} has a scale for each block, got {blocks.dtype} {list(blocks.shape)}."
+        )
+    *experts, rows, num_blocks = scales.shape
+    shape = (*experts, num_blocks * mxfp4.BLOCK, rows)
+    return Stored(blocks.path, blocks.name, shape, _MXFP4, scales)
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor to file name from the index of a folder in shards; None for a single file."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: no such folder.")
+    if (folder / SINGLE).is_file():
+        return None
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".pt"))
+        found = f", only {pickled[0]}, which can run code when read" if pickled else ""
+        raise WeightsError(
+            f"{folder}: neither {SINGLE} nor {INDEX} there{found}. Convert to safetensors."
+        )
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{folder / INDEX}: weight_map must map tensors to files.")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise WeightsError(
+                f"{folder / INDEX}: files must lie in the folder itself, got {file!r} for "
+                f"{tensor!r}."
+            )
+        if not (folder / file).is_file():
+            raise WeightsError(f"{folder}: {file}, which {INDEX} names, is missing.")
+    return weight_map
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    # By the bits: numpy has no fast isfinite for bfloat16.
+    bits = values.view(f"u{values.itemsize}")
+    mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
+    return not ((bits & mask) == mask).any()

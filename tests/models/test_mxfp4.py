@@ -1,0 +1,150 @@
+"""Experts of 4 bits: what the bytes mean, and models that are read from them."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import WeightsError, mxfp4, save_weights
+from tests.support.random_model import random_llama
+
+CONFIG = LlamaConfig.from_dict(
+    {
+        "model_type": "gpt_oss",
+        "vocab_size": 40,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+)
+EXPERTS = "model.layers.{}.mlp.experts."
+
+
+def number_of(nibble: int) -> float:
+    """The value of four bits in E2M1, by the formulas of the specification (section 5.3.3)."""
+    sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
+    size = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+    return -size if sign else size
+
+
+def test_expand_of_all_bytes_and_scales_is_exact() -> None:
+    all_bytes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    scales = np.arange(256, dtype=np.uint8)
+    blocks = np.broadcast_to(all_bytes, (255, 16, 16))
+    out = mxfp4.expand(blocks, np.repeat(scales[:255, None], 16, axis=1))
+    assert out.dtype == np.float32
+    want = np.array([[number_of(byte & 15), number_of(byte >> 4)] for byte in range(256)])
+    want = want.reshape(1, -1) * 2.0 ** (scales[:255, None].astype(np.float64) - 127)
+    is_float = np.abs(want) <= np.finfo(np.float32).max
+    np.testing.assert_array_equal(out[is_float], want[is_float])
+    assert np.isinf(out[~is_float]).all() and not is_float[-1].all()
+    # None of them needs more than bfloat16 has.
+    np.testing.assert_array_equal(out[:254].astype(jnp.bfloat16).astype(np.float32), out[:254])
+    assert np.isnan(mxfp4.expand(all_bytes, np.full(16, 255, np.uint8))).all()
+
+
+@pytest.mark.slow
+def test_expand_is_what_transformers_computes() -> None:
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("transformers.integrations.mxfp4")
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 5, 3, 16), np.uint8)
+    scales = rng.integers(100, 150, (2, 5, 3), np.uint8)
+    want = theirs.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    np.testing.assert_array_equal(mxfp4.expand(blocks, scales).swapaxes(1, 2), want.float().numpy())
+
+
+def write_mxfp4(folder) -> dict[str, np.ndarray]:
+    """A gpt-oss folder whose experts have 4 bits; their numbers, as transformers has them."""
+    save_weights(random_llama(CONFIG, dtype="bfloat16"), folder)
+    tensors, numbers = load_file(folder / "model.safetensors"), {}
+    rng = np.random.default_rng(0)
+    for layer in range(CONFIG.num_hidden_layers):
+        for kind in ("gate_up_proj", "down_proj"):
+            name = EXPERTS.format(layer) + kind
+            X, num_inputs, num_outputs = tensors.pop(name).shape
+            blocks = rng.integers(0, 256, (X, num_outputs, num_inputs // 32, 16), np.uint8)
+            scales = rng.integers(118, 124, blocks.shape[:3], np.uint8)
+            tensors |= {name + "_blocks": blocks, name + "_scales": scales}
+            numbers[name] = mxfp4.expand(blocks, scales).swapaxes(1, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return numbers
+
+
+def test_from_pretrained_expands_experts_of_4_bits_one_at_a_time(tmp_path, monkeypatch) -> None:
+    numbers = write_mxfp4(tmp_path)
+    expand, sizes = mxfp4.expand, []
+
+    def recorded(blocks, scales):
+        sizes.append(blocks.shape[0])
+        return expand(blocks, scales)
+
+    monkeypatch.setattr(mxfp4, "expand", recorded)
+    model = Llama.from_pretrained(tmp_path)
+    assert sizes == [1] * (CONFIG.num_hidden_layers * 2 * CONFIG.num_experts)
+    layer = model.layers[1]
+    gate_up = numbers[EXPERTS.format(1) + "gate_up_proj"]
+    assert layer.experts_gate_up_proj.dtype == jnp.bfloat16
+    for half in (0, 1):
+        np.testing.assert_array_equal(
+            layer.experts_gate_up_proj[...][:, half].astype(jnp.float32),
+            gate_up[..., half::2].swapaxes(1, 2),
+        )
+    np.testing.assert_array_equal(
+        layer.experts_down_proj[...].astype(jnp.float32),
+        numbers[EXPERTS.format(1) + "down_proj"].swapaxes(1, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda blocks, scales: (blocks, np.full_like(scales, 255)), "is not finite as bfloat16"),
+        (lambda blocks, scales: (blocks[:, :-1], scales), "must be bytes"),
+        (lambda blocks, scales: (blocks, scales.astype(np.float32)), "must be bytes"),
+        (lambda blocks, scales: (blocks, None), "down_proj is missing"),
+    ],
+    ids=["not a number", "shape", "type", "no scales"],
+)
+def test_from_pretrained_refuses_experts_of_4_bits_that_are_damaged(
+    tmp_path, change, message
+) -> None:
+    write_mxfp4(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), EXPERTS.format(0) + "down_proj"
+    blocks, scales = change(tensors.pop(name + "_blocks"), tensors.pop(name + "_scales"))
+    tensors[name + "_blocks"] = np.ascontiguousarray(blocks)
+    if scales is not None:
+        tensors[name + "_scales"] = scales
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=message):
+        Llama.from_pretrained(tmp_path)
+
+
+def test_config_refuses_4_bits_in_other_families_and_other_bits() -> None:
+    config = CONFIG.to_dict()
+    assert CONFIG.dtype == "bfloat16"  # where a config does not say
+    assert CONFIG == LlamaConfig.from_dict(
+        {**config, "quantization_config": {"quant_method": "mxfp4"}}
+    )
+    with pytest.raises(ValueError, match="quantization_config"):
+        LlamaConfig.from_dict({**config, "quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(ValueError, match="quantization_config"):
+        LlamaConfig.from_dict(
+            {
+                "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+                "intermediate_size": 32, "num_attention_heads": 2,
+                "quantization_config": {"quant_method": "mxfp4"},
+            }
+        )  # fmt: skip
