@@ -14,6 +14,7 @@ import pytest
 
 from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
+    EXPERTS,
     GPU_CASES,
     GPU_DECODE,
     GPU_PARALLEL,
@@ -161,6 +162,25 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     # XLA's own table of the buffers of a result.
     assert program["temporary_bytes"] <= 64
     assert program["aliased_bytes"] == GPU_UPDATES[name].pool_bytes
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_two_products_of_what_was_chosen_on_h200(results, name) -> None:
+    """No weight is copied, and no product is XLA's, which would be one with all experts."""
+    program, case = compiled(results, name), EXPERTS[name]
+    launches = Counter(launch["name"] for launch in program["launches"])
+    assert sum(n for launch, n in launches.items() if launch.startswith("grouped_linear")) == 2
+    assert not [launch for launch in launches if "gemm" in launch or "dot" in launch]
+    # Sorting and adding up beside them.
+    assert launches.total() <= 16, launches
+    assert_fits(program)
+    for kernel in program["kernels"]:
+        assert (kernel["tensor_core_products"] > 0) == (case.dtype != "float32"), kernel
+        # With many rows for each expert, in products of a whole warpgroup.
+        many = case.num_tokens * case.num_chosen >= 32 * case.num_experts
+        assert (kernel["warpgroup_products"] > 0) == many, kernel
+        assert set(kernel["async_copies"]) == {"16 bytes"}, kernel
+    assert program["temporary_bytes"] < 1.5 * case.activation_bytes + 0.01 * case.weight_bytes
 
 
 @pytest.mark.parametrize("name", GPU_STEPS)

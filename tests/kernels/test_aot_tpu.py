@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.aot_cases import (
+    EXPERTS,
     TPU_ATTENTION,
     TPU_CASES,
     TPU_PARALLEL,
@@ -62,6 +63,20 @@ def test_update_is_in_place_on_tpu(results, name) -> None:
     pool_bytes = TPU_UPDATES[name].pool_bytes
     assert program["aliased_bytes"] == pool_bytes
     assert program["temporary_bytes"] < 0.01 * pool_bytes
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_two_products_of_what_was_chosen_on_tpu(results, name) -> None:
+    """No weight is copied, and XLA multiplies nothing, which would be by all experts."""
+    program, case = compiled(results, name), EXPERTS[name]
+    # Each in a kernel, which knows its tiles from no more than the sizes of groups.
+    assert program["kernels"] == 2
+    assert program["multiplied_types"] == ["f32" if case.dtype == "float32" else "bf16"]
+    assert program["temporary_bytes"] < 1.5 * case.activation_bytes + 0.01 * case.weight_bytes
+    # As the kernels count, by rows of whole tiles; products of XLA would come on top.
+    rows = -(-case.num_tokens * case.num_chosen // 16) * 16
+    padded = case.num_products * rows / (case.num_tokens * case.num_chosen)
+    assert program["flops"] < 1.2 * 2 * padded
 
 
 def test_step_copies_no_pool_on_tpu(results, generation) -> None:

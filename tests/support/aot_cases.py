@@ -22,6 +22,7 @@ from tests.support.decode_step import (
     PrefillStep,
 )
 from tests.support.engine_step import EngineStep
+from tests.support.expert_cases import ExpertCase
 from tests.support.kernel_cases import Case
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
@@ -158,14 +159,25 @@ GPU_PARALLEL: Mapping[str, EngineStep] = {
     ),
 }
 
+# Of gpt-oss, whose sizes are no multiples of 128, Qwen3-30B-A3B, and Mixtral.
+EXPERTS: Mapping[str, ExpertCase] = {
+    **{
+        f"experts of gpt-oss, {tokens} tokens": ExpertCase(tokens, 32, 4, 2880, 2880)
+        for tokens in (1, 8, 64, 512)
+    },
+    "experts of Qwen3, 8 tokens": ExpertCase(8, 128, 8, 2048, 768),
+    "experts of Mixtral, 512 tokens": ExpertCase(512, 8, 2, 4096, 14336),
+    "experts, float32": ExpertCase(8, 32, 4, 2048, 1024, dtype="float32"),
+}
+
 # Without a GPU to time them on, XLA divides products of few rows into parts (split-K), whose sum is
 # one more kernel after each of them.
 GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
 
-GPU_CASES: Mapping[str, Case | DecodeStep | EngineStep] = {
-    **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS, **GPU_PARALLEL
+GPU_CASES: Mapping[str, Case | ExpertCase | DecodeStep | EngineStep] = {
+    **EXPERTS, **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS, **GPU_PARALLEL
 }  # fmt: skip
 
 
@@ -259,8 +271,9 @@ TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
     },
 }
 
-TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep | EngineStep]] = {
+TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep]] = {
     generation: {
+        **EXPERTS,
         **TPU_ATTENTION,
         **TPU_RAGGED,
         **TPU_UPDATES,
@@ -271,7 +284,7 @@ TPU_CASES: Mapping[str, Mapping[str, Case | DecodeStep | EngineStep]] = {
 }
 
 # What the names of this library's Triton kernels begin with. The others of a program are XLA's.
-OUR_KERNELS = ("paged_", "copy_blocks")
+OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear")
 
 
 def count_collectives(text: str) -> dict[str, int]:

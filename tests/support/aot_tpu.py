@@ -61,6 +61,7 @@ def compile_case(name: str, generation: str) -> dict[str, Any]:
         "collectives": count_collectives(text),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
+        "flops": (compiled.cost_analysis() or {}).get("flops"),
     }
 
 

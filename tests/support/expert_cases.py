@@ -1,0 +1,70 @@
+"""The experts of one layer as shapes alone: lowered or compiled, never run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.models.experts import ExpertWeights, apply_experts, route
+from paged_jax.models.weight import Weight
+from tests.support.kernel_cases import lower
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertCase:
+    """Tokens through the experts of a layer.
+
+    Attributes:
+      num_tokens: N.
+      num_experts, num_chosen: X and k.
+      hidden_size, intermediate_size: E and F.
+      dtype: of the weights.
+    """
+
+    num_tokens: int
+    num_experts: int
+    num_chosen: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: str = "bfloat16"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the smaller of the two weights of all experts."""
+        sizes = self.num_experts * self.hidden_size * self.intermediate_size
+        return sizes * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def num_products(self) -> int:
+        """Products of two numbers, of a token with each expert that it chose."""
+        return self.num_tokens * self.num_chosen * 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of what goes in and out of the experts, of each token for each that it chose."""
+        row = 2 * self.hidden_size + 3 * self.intermediate_size
+        return 4 * self.num_tokens * self.num_chosen * row
+
+    def function(self) -> Callable[..., jax.Array]:
+        """What a layer does with the logits of its router."""
+
+        def experts(x: jax.Array, logits: jax.Array, gate_up: jax.Array, down: jax.Array):
+            routes = route(logits, self.num_chosen, renormalise=True)
+            weights = ExpertWeights(Weight(gate_up), Weight(down))
+            return apply_experts(x, routes, weights, activation=lambda a, b: jax.nn.silu(a) * b)
+
+        return experts
+
+    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
+        """The experts for ``"cuda"`` or ``"tpu"``."""
+        N, X, E, F = (
+            self.num_tokens, self.num_experts, self.hidden_size, self.intermediate_size,
+        )  # fmt: skip
+
+        def of(*shape: int, dtype: Any = self.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+        shapes = of(N, E, dtype="float32"), of(N, X, dtype="float32"), of(X, 2, F, E), of(X, E, F)
+        return lower(self.function(), *shapes, platform=platform)
