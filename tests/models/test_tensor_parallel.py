@@ -19,6 +19,10 @@ from tests.support.tensor_parallel import CONFIG, make_model
 TOKENS = jax.random.randint(jax.random.key(2), (12,), 0, CONFIG.vocab_size, jnp.int32)
 FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5,
            "logit_scale": 0.7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MLPS = {"dense": {},
+        "experts": EXPERTS | {"expert_bias": True, "norm_topk_prob": True, "swiglu_limit": 0.5},
+        "shared": EXPERTS | {"shared_expert_intermediate_size": 20}}
 NORMS = {"none": {}, "head": {"qk_norm": True},
          "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
 
@@ -56,6 +60,7 @@ def divided_logits(model, num_devices):
 rows = all_pairs({
     "num_devices": (2, 4),
     "norms": tuple(NORMS),
+    "mlp": tuple(MLPS),
     "norm_placement": ("pre", "sandwich", "post", "parallel"),
     "norm_type": ("rms", "layer"),
     "biases": (False, True),
@@ -68,8 +73,8 @@ for row in rows:
         norm_placement=row["norm_placement"], norm_type=row["norm_type"],
         layer_types=row["layer_types"], sliding_window=4 if row["layer_types"] else None,
         tie_word_embeddings=row["tie_word_embeddings"],
-        qkv_bias=row["biases"], o_bias=row["biases"],
-        **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
+        qkv_bias=row["biases"], o_bias=row["biases"], attention_sinks=row["biases"],
+        **MLPS[row["mlp"]], **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
     same, num_sums = divided_logits(model, row["num_devices"])
     np.testing.assert_allclose(same, logits(model, TOKENS), atol=2e-5, err_msg=str(row))
     sums = 1 if row["norm_placement"] == "parallel" else 2
