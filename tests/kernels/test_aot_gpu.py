@@ -17,6 +17,7 @@ from tests.support.aot_cases import (
     EXPERTS,
     GPU_CASES,
     GPU_DECODE,
+    GPU_FAMILIES,
     GPU_PARALLEL,
     GPU_PREFILL,
     GPU_RAGGED,
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     """What the script says of all cases: of the ops in one process, of whole steps in another."""
-    steps = {**GPU_STEPS, **GPU_PARALLEL}
+    steps = {**GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES}
     ops = GPU_CASES.keys() - steps.keys()
     with ThreadPoolExecutor() as threads:
         halves = threads.map(lambda names: run_script("aot_gpu", *names), (ops, steps))
@@ -212,6 +213,40 @@ def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_h200(results
     # A pool has a whole number of blocks.
     assert program["aliased_bytes"] > 0.99 * pool_bytes
     assert program["temporary_bytes"] < 0.01 * pool_bytes
+
+
+@pytest.mark.parametrize("name", GPU_FAMILIES)
+def test_step_of_layers_that_differ_fills_an_h200(results, name) -> None:
+    """Of an engine, with pools for each kind of layers, all of them updated in place."""
+    program, step = compiled(results, name), GPU_FAMILIES[name]
+    pool_bytes = step.pool_gigabytes * 10**9
+    assert program["aliased_bytes"] > 0.99 * pool_bytes
+    # A copy of the weights of a layer's experts would take as much.
+    assert program["temporary_bytes"] < 0.01 * pool_bytes
+    layers = step.config.windows
+    for number, window in enumerate(layers):
+        [attend] = [x for x in program["kernels"] if x["name"] == variant("paged_decode", number)]
+        assert attend["spills_in_loops"] == 0 and attend["spilled_bytes"] <= 64, (window, attend)
+        assert attend["tensor_core_products"] > 0 and attend["async_copies"], (window, attend)
+    launches = [launch["name"] for launch in program["launches"]]
+    assert not [name for name in launches if "remat" in name]
+    # Of a layer: queries, keys and values, the output, gate and up, down or the router; the logits.
+    products = [name for name in launches if "gemm" in name]
+    has_experts = step.config.num_experts > 0
+    assert len(products) == (3 if has_experts else 4) * len(layers) + 1, products
+    # The experts' weights are multiplied by the rows that chose them, and nowhere else.
+    grouped = [x for x in program["kernels"] if x["name"].startswith("grouped_linear")]
+    assert len([x for x in launches if x.startswith("grouped_linear")]) == (
+        2 * len(layers) * has_experts
+    )
+    for kernel in grouped:
+        assert kernel["spilled_bytes"] == 0 and kernel["tensor_core_products"] > 0, kernel
+        assert set(kernel["async_copies"]) == {"16 bytes"}, kernel
+
+
+def variant(kernel: str, number: int) -> str:
+    """The name that Triton gives to the second form of a kernel in a program, and so on."""
+    return f"{kernel}__{number}" if number else kernel
 
 
 def preparations(launches: list[str], attention: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ from tests.support.aot_cases import (
     EXPERTS,
     TPU_ATTENTION,
     TPU_CASES,
+    TPU_FAMILIES,
     TPU_PARALLEL,
     TPU_RAGGED,
     TPU_STEPS,
@@ -99,6 +100,21 @@ def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_tpu(
     # A pool has a whole number of blocks.
     assert program["aliased_bytes"] > 0.99 * pool_bytes
     assert program["temporary_bytes"] < 0.01 * pool_bytes
+
+
+def test_step_of_layers_that_differ_fills_a_tpu(results, generation) -> None:
+    """Of an engine, on each of several chips, with pools for each kind of layers."""
+    for name, step in TPU_FAMILIES[generation].items():
+        program, pool_bytes = compiled(results, name), step.pool_gigabytes * 10**9
+        num_layers, has_experts = len(step.config.windows), step.config.num_experts > 0
+        # In each layer attention, and both products of the experts; layers are not scanned.
+        assert program["kernels"] == num_layers * (1 + 2 * has_experts), name
+        assert program["multiplied_types"] == ["bf16"]
+        assert program["collectives"] == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
+        assert program["aliased_bytes"] > 0.99 * pool_bytes
+        # For gpt-oss most of it is the embedding, in another layout: its rows fill no whole
+        # registers of lanes.
+        assert program["temporary_bytes"] < 0.01 * pool_bytes, name
 
 
 def test_plan_of_several_devices_is_what_is_compiled() -> None:

@@ -24,6 +24,7 @@ from tests.support.decode_step import (
 from tests.support.engine_step import EngineStep
 from tests.support.expert_cases import ExpertCase
 from tests.support.kernel_cases import Case
+from tests.support.model_shapes import GEMMA_3_27B, GPT_OSS_20B, with_one_of_each
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
 _LLAMA = Case("decode", B=8, T=64, K=8, G=4, C=16, D=128, M=512)
@@ -170,6 +171,12 @@ EXPERTS: Mapping[str, ExpertCase] = {
     "experts, float32": ExpertCase(8, 32, 4, 2048, 1024, dtype="float32"),
 }
 
+# Of engines whose pools fill a GPU: layers that keep all tokens, and layers that keep a window.
+GPU_FAMILIES: Mapping[str, EngineStep] = {
+    "families: Gemma 3 27B": EngineStep(with_one_of_each(GEMMA_3_27B), 110, max_model_len=32768),
+    "families: gpt-oss 20B": EngineStep(with_one_of_each(GPT_OSS_20B), 110, max_model_len=32768),
+}
+
 # Without a GPU to time them on, XLA divides products of few rows into parts (split-K), whose sum is
 # one more kernel after each of them.
 GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -177,7 +184,8 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 GPU_CASES: Mapping[str, Case | ExpertCase | DecodeStep | EngineStep] = {
-    **EXPERTS, **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES, **GPU_STEPS, **GPU_PARALLEL
+    **EXPERTS, **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
+    **GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES
 }  # fmt: skip
 
 
@@ -271,6 +279,24 @@ TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
     },
 }
 
+# One KV head a chip, and one that two chips have, whose head dimension fills half of the lanes. The
+# experts are divided among the chips.
+TPU_FAMILIES: Mapping[str, Mapping[str, EngineStep]] = {
+    "v5e": {
+        f"families: {name}": EngineStep(
+            with_one_of_each(config),
+            pool_gigabytes=12,
+            batch=8,
+            block_size=128,
+            max_model_len=32768,
+            num_devices=16,
+            topology="v5e:4x4",
+        )
+        for name, config in (("Gemma 3 27B", GEMMA_3_27B), ("gpt-oss 20B", GPT_OSS_20B))
+    },
+    "v6e": {},
+}
+
 TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep]] = {
     generation: {
         **EXPERTS,
@@ -279,6 +305,7 @@ TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep
         **TPU_UPDATES,
         **steps,
         **TPU_PARALLEL[generation],
+        **TPU_FAMILIES[generation],
     }  # fmt: skip
     for generation, steps in TPU_STEPS.items()
 }

@@ -139,6 +139,7 @@ class EngineStep:
                 max_length=self.max_model_len,
                 num_blocks=num_blocks,
                 block_size=self.block_size,
+                max_tokens=self.sizes.max_chunk,
                 dtype=self.pool_dtype,
                 platform="gpu" if platform == "cuda" else platform,
             )

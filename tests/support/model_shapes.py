@@ -1,0 +1,56 @@
+"""Models of which layers differ, by what their config.json says, without weights."""
+
+import dataclasses
+
+from paged_jax.models.config import LlamaConfig
+
+GEMMA_3_27B = LlamaConfig.from_dict(
+    {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+    }
+)
+GPT_OSS_20B = LlamaConfig.from_dict(
+    {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "torch_dtype": "bfloat16",
+    }
+)
+
+
+def with_layers(config: LlamaConfig, num_layers: int) -> LlamaConfig:
+    """The first layers of a model."""
+    kinds = config.layer_types[:num_layers]
+    return dataclasses.replace(config, num_hidden_layers=num_layers, layer_types=kinds)
+
+
+def with_one_of_each(config: LlamaConfig) -> LlamaConfig:
+    """A model with one layer of each kind, which has every kernel that all of them have."""
+    kinds = tuple(sorted(set(config.layer_types)))
+    return dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
