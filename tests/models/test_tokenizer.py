@@ -147,11 +147,11 @@ def test_from_folder_collects_stop_tokens_and_sampling_defaults(tmp_path):
         tmp_path,
         special_tokens_map={"eos_token": "</s>", "bos_token": "<s>"},
         tokenizer_config={"bos_token": None},
-        generation_config={"eos_token_id": [7, 5], "temperature": 0.6, "top_p": 0.9, "x": 1},
+        generation_config={"eos_token_id": [7, 5], "do_sample": True, "top_p": 0.9, "top_k": 64},
     )
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_token_ids == (2, 5, 7)
-    assert tokenizer.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
+    assert tokenizer.sampling_defaults == {"top_p": 0.9, "top_k": 64}
     greedy = {"eos_token_id": 9, "do_sample": False, "temperature": 0.6}
     (tmp_path / "generation_config.json").write_text(json.dumps(greedy), encoding="utf-8")
     tokenizer = Tokenizer.from_folder(folder)

@@ -3,6 +3,7 @@
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -29,9 +30,11 @@ class ChatTemplate:
 
     Args:
       source: the Jinja template.
+      tool_source: the one for chats with tools, where the model has another for them.
 
     Attributes:
       source: the same.
+      tool_source: the same, or `source`.
 
     Raises:
       ChatTemplateError: the template is not valid Jinja.
@@ -44,8 +47,9 @@ class ChatTemplate:
       bot:
     """
 
-    def __init__(self, source: str):
+    def __init__(self, source: str, tool_source: str | None = None):
         self.source = source
+        self.tool_source = source if tool_source is None else tool_source
         # What a template may rely on, beside the variables: the settings and functions of
         # transformers.
         environment = sandbox.ImmutableSandboxedEnvironment(
@@ -56,6 +60,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(self.tool_source)
         except jinja2.TemplateError as error:
             rule = f"must be valid Jinja: {error}."
             raise ChatTemplateError("ChatTemplate", rule, "source") from None
@@ -78,10 +83,11 @@ class ChatTemplate:
         Raises:
           ChatTemplateError: the messages are malformed, or the template refuses them.
         """
-        messages = [_with_text(message) for message in messages]
+        messages = [_with_reasoning(_with_text(message)) for message in messages]
         variables = {"tools": None, "documents": None, **variables}
+        template = self._tool_template if variables["tools"] else self._template
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **variables
             )
         # Beside its own errors, a template raises whatever its expressions do.
@@ -90,6 +96,34 @@ class ChatTemplate:
             raise ChatTemplateError(
                 "apply_chat_template", f"the model's template refuses the messages: {reason}"
             ) from None
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template of a model, and the one for tools; None for what it has not.
+
+    They lie in ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja``, or in
+    ``tokenizer_config.json``, as one or several by name, of which ``"tool_use"`` is for tools.
+
+    Args:
+      folder: the folder of the model.
+      config: the content of its ``tokenizer_config.json``.
+    """
+    template = config.get("chat_template")
+    named = {"default": template}
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, Mapping)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+    files = {
+        "default": "chat_template.jinja",
+        "tool_use": "additional_chat_templates/tool_use.jinja",
+    }
+    for name, file in files.items():
+        if (folder / file).is_file():
+            named[name] = (folder / file).read_text(encoding="utf-8")
+    default, tool_use = (
+        source if isinstance(source, str) else None for source in map(named.get, files)
+    )
+    return default, tool_use
 
 
 def check_variables(variables: Any) -> Mapping[str, Any]:
@@ -129,6 +163,18 @@ def _with_text(message: Any) -> Mapping[str, Any]:
     return {**message, "content": "".join(map(_text_of, parts))}
 
 
+# What models of different times call the thoughts before a message; templates read one of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its thoughts, if it has any, by the names that templates have for them."""
+    given = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if given is None:
+        return message
+    return {"thinking": given, **message, "reasoning_content": given}
+
+
 def _text_of(part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else part
     text = part["text"] if kind == "text" and "text" in part else None
@@ -155,6 +201,18 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML. The order of the arguments is that of transformers.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -15,6 +15,7 @@ from paged_jax.models.text.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     check_variables,
+    read_templates,
 )
 from paged_jax.models.text.tools import ToolFormat, find_format
 from paged_jax.sampling.params import NUMBERS
@@ -40,6 +41,7 @@ class Tokenizer:
       special_tokens: special tokens by name, ``{"bos_token": "<s>"}``, for the chat template.
       eos_token_ids: the tokens that end a text.
       chat_template: Jinja source, None where the model has none.
+      tool_template: the one for chats with tools, where the model has another for them.
       sampling_defaults: what the model's authors recommend, by the names of `SamplingParams`.
 
     Example:
@@ -56,6 +58,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        tool_template: str | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
     ):
         backend.no_truncation()
@@ -65,7 +68,9 @@ class Tokenizer:
         self.sampling_defaults = dict(sampling_defaults or {})
         self._backend = backend
         self.chat_template = chat_template
-        self._chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self._chat_template = (
+            None if chat_template is None else ChatTemplate(chat_template, tool_template)
+        )
         self._special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -93,12 +98,14 @@ class Tokenizer:
             {**_read_optional(folder / "special_tokens_map.json"), **config}
         )
         _set_post_processor(backend, config, special_tokens)
+        chat_template, tool_template = read_templates(folder, config)
         generation = _read_optional(folder / "generation_config.json")
         return cls(
             backend,
             special_tokens=special_tokens,
             eos_token_ids=_eos_token_ids(backend, special_tokens, generation),
-            chat_template=_chat_template(folder, config),
+            chat_template=chat_template,
+            tool_template=tool_template,
             sampling_defaults=_sampling_defaults(generation),
         )
 
@@ -122,7 +129,8 @@ class Tokenizer:
     @property
     def tool_format(self) -> ToolFormat | None:
         """How the model calls functions; None where its chat template has no tools."""
-        return None if self._chat_template is None else find_format(self._chat_template.source)
+        template = self._chat_template
+        return None if template is None else find_format(template.tool_source)
 
     def to_json(self) -> str:
         """The contents of a ``tokenizer.json``, for other libraries."""
@@ -219,7 +227,8 @@ class Tokenizer:
           ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
             may set, or the template shows no tools to the model.
         """
-        if tools and self._chat_template is not None and "tools" not in self._chat_template.source:
+        template = self._chat_template
+        if tools and template is not None and "tools" not in template.tool_source:
             rule = "must be empty as the model's chat template has no tools, got some."
             raise ChatTemplateError("encode_chat", rule, "tools")
         text = self.apply_chat_template(
@@ -428,18 +437,3 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
     return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, Mapping)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None

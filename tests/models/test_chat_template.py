@@ -1,0 +1,162 @@
+"""Chat templates as those of the families are written, against transformers."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import models
+
+from paged_jax.models.text.chat_template import ChatTemplateError
+from paged_jax.models.text.tokenizer import Tokenizer
+
+
+def _backend():
+    return tokenizers.Tokenizer(models.WordLevel({"a": 0, "fa": 1}, unk_token="a"))
+
+
+def test_chats_with_tools_are_written_by_the_template_for_them(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": "a"}]
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    _backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.apply_chat_template(messages, tools=tools) == "T"
+    assert tokenizer.apply_chat_template(messages, tools=[]) == "D"
+    with pytest.raises(ChatTemplateError, match="has no tools"):
+        tokenizer.encode_chat(messages, tools=tools)
+    (tmp_path / "additional_chat_templates").mkdir()
+    source = "{{ tools[0].function.name }}{{ messages[0].content }}"
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(source, encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.apply_chat_template(messages, tools=tools) == "fa"
+    assert tokenizer.encode_chat(messages, tools=tools) == tokenizer.encode("fa") == [1]
+    assert tokenizer.chat_template == "D"
+
+
+# Small templates in the ways in which those of the families are written.
+_IN_THE_STYLE_OF = {
+    "llama 3": """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- date_string + "\n" + system_message }}
+{%- for t in tools or [] %}
+    {{- t | tojson(indent=4) }}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("one call a message") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", ' + call.arguments | tojson + "}" }}
+    {%- elif message.content is mapping or message.content is iterable %}
+        {{- message.content }}
+    {%- endif %}
+{%- endfor %}""",
+    "gemma": """{{ bos_token }}{% for message in messages %}
+{%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}
+{%- else -%}{%- set role = message['role'] -%}{%- endif -%}
+{{ '<start>' + role + '\n' + (loop.index0 % 2)|string }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}
+    {%- endif -%}{{ '<end>\n' }}
+{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start>model\n' }}{%- endif -%}""",
+    "qwen 3": """{%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step and message.role == "user" and not
+           (message.content.startswith('<r>') and message.content.endswith('</r>')) %}
+        {%- set ns.multi_step = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set reasoning = message.reasoning_content if message.reasoning_content is defined else '' %}
+    {%- set content = message.content %}
+    {%- if '</think>' in content %}
+        {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- (loop.index0 > ns.last) ~ '|' ~ reasoning.strip('\n') ~ '|' ~ content }}
+{%- endfor %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}""",
+    "gpt-oss": """{%- macro typed(spec, depth=0) -%}
+    {%- if spec.type == "array" -%}{{ typed(spec['items'], depth + 1) }}[]
+    {%- elif spec.enum is defined -%}{{ spec.enum | join(" | ") }}
+    {%- elif spec.type is iterable and spec.type is not string -%}{{ spec.type | join("|") }}
+    {%- else -%}{{ spec.type | default("any") }}{%- endif -%}
+{%- endmacro -%}
+{%- for tool in tools or [] %}{% set function = tool.function %}
+    {%- for name, spec in function.parameters.properties.items() %}
+        {{- name + ("" if name in (function.parameters.required or []) else "?") + ": " }}
+        {{- typed(spec) + (";" if loop.last else ", ") }}
+    {%- endfor %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.thinking and not loop.last %}{{- "<a>" + message.thinking }}{%- endif %}
+    {%- if message.role == "system" %}{% continue %}{% endif %}
+    {{- message.content }}{{ reasoning_effort | default("medium") }}
+{%- endfor %}""",
+    "smollm 3": """{%- set today = strftime_now("%d %B %Y") -%}
+{%- for message in messages -%}
+    {%- set text = message.content if message.content is string else "" -%}
+    {%- if message.role == "assistant" -%}
+        {%- generation -%}{{ text.replace("/think", "").rstrip() }}{%- endgeneration -%}
+    {%- else -%}{{ text | replace("e", "3") | upper }}{%- endif -%}
+{%- endfor -%}
+{{ today }}{% if xml_tools or python_tools %}{{ xml_tools|map("string")|join }}{% endif %}""",
+    "command r": """{%- set roles = {"user": "U", "assistant": "A"} -%}
+{%- macro document(d, i) %}{{ '{"%s": %d}' | format(d.title, i) }}{% endmacro -%}
+{%- for m in messages | rejectattr("role", "equalto", "system") | list -%}
+{{ roles[m.role] | default("?", true) }}
+{%- for k, v in m | dictsort if k != "role" %}{{ k }}{% endfor %}
+{%- endfor -%}
+{%- for d in documents or [] %}{{ document(d, loop.index) }}{% endfor -%}
+{{ tools | tojson(True, 2) if tools }}
+{{- messages | map(attribute="role") | unique | list | tojson }}""",
+}
+
+
+@pytest.mark.parametrize("family", _IN_THE_STYLE_OF)
+def test_templates_in_the_style_of_families_are_written_as_by_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    template = _IN_THE_STYLE_OF[family]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é", "b": [1]}}}
+    chats = [
+        [{"role": "system", "content": " Be <kind>. "}, {"role": "user", "content": "Hi é\n"}],
+        [
+            {"role": "user", "content": "2 + 2?"},
+            {"role": "assistant", "content": "<think>\nit is\n</think>\n\n4 "},
+            {"role": "user", "content": "<r>5</r>"},
+            {"role": "assistant", "content": "ok", "reasoning": "so"},
+            {"role": "assistant", "content": "", "tool_calls": [call], "thinking": "call"},
+            {"role": "user", "content": "end"},
+        ],
+    ]
+    names = {"type": "array", "items": {"type": ["string", "null"]}}
+    properties = {"names": names, "way": {"enum": ["up", "down"], "type": "string"}, "x": {}}
+    parameters = {"type": "object", "properties": properties, "required": ["way"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
+    ours = Tokenizer(_backend(), chat_template=template)
+    for options in (
+        {},
+        {"tools": tools, "enable_thinking": False},
+        {"documents": [{"title": "t", "text": "x"}], "add_generation_prompt": True},
+    ):
+        for chat in chats:
+            options = {"add_generation_prompt": False, "bos_token": "<s>", **options}
+            expected = theirs.apply_chat_template(
+                chat, chat_template=template, tokenize=False, **options
+            )
+            assert ours.apply_chat_template(chat, **options) == expected
+            assert len(expected) > 3
