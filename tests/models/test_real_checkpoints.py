@@ -20,7 +20,9 @@ import pytest
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading import mxfp4
 from paged_jax.models.loading.parameters import parameter_shapes
+from paged_jax.models.loading.stored import Stored, _pair
 from paged_jax.models.loading.tensor_map import pieces, tensor_name
 
 _CHECKPOINTS = {
@@ -46,13 +48,19 @@ def test_every_tensor_of_a_real_checkpoint_is_read_once(model):
     assert all(tensor_name(config, name) is None for name in others)
 
     rows, shapes = _read_rows(config)
-    assert sorted(shapes) == sorted(tensor_name(config, name) or "" for name in names)
+    ours = [tensor_name(config, name) or "" for name in names]
+    in_blocks = {name.removesuffix("_blocks") for name in ours if name.endswith("_blocks")}
+    expected = {*ours, *in_blocks} - {x + end for x in in_blocks for end in ("_blocks", "_scales")}
+    assert len(ours) == len(expected) + len(in_blocks)
+    assert sorted(shapes) == sorted(expected)
     for tensor, parts in rows.items():
         ends = [0, *(end for _, end in sorted(parts))]
         assert [start for start, _ in sorted(parts)] == ends[:-1], tensor
         assert ends[-1] == shapes[tensor][0], tensor
-    elements = sum(map(math.prod, (*shapes.values(), *others.values())))
-    assert elements * _ITEM_BYTES == checkpoint["total_size"]
+    assert in_blocks <= _paired({x: shapes[x] for x in in_blocks})
+    total = sum(_num_bytes(shape, tensor in in_blocks) for tensor, shape in shapes.items())
+    total += sum(_num_bytes(shape) for shape in others.values())
+    assert total == checkpoint["total_size"]
 
 
 def _read_rows(config):
@@ -67,6 +75,24 @@ def _read_rows(config):
             num_rows = math.prod(piece.extent) // math.prod(piece.shape[1:])
             rows.setdefault(piece.tensor, []).append((piece.first_row, piece.first_row + num_rows))
     return rows, shapes
+
+
+def _num_bytes(shape, is_in_blocks=False):
+    num_blocks = math.prod(shape) // mxfp4.BLOCK
+    return num_blocks * (mxfp4.BLOCK_BYTES + 1) if is_in_blocks else math.prod(shape) * _ITEM_BYTES
+
+
+def _paired(shapes):
+    """The tensors of these shapes that blocks and scales of theirs in a folder are read as."""
+    stored = {}
+    for tensor, (X, num_inputs, num_outputs) in shapes.items():
+        scales = X, num_outputs, num_inputs // mxfp4.BLOCK
+        blocks = *scales, mxfp4.BLOCK_BYTES
+        for end, shape in (("_blocks", blocks), ("_scales", scales)):
+            stored[tensor + end] = Stored(Path("x"), tensor + end, shape, "U8")
+    paired = _pair(stored)
+    assert {tensor: found.shape for tensor, found in paired.items()} == shapes
+    return paired.keys()
 
 
 def _expand(pattern):
