@@ -15,7 +15,7 @@ import jax
 
 from paged_jax.command_line import Parser, add_size_arguments, size_options
 from paged_jax.engine.device_memory import device_memory
-from paged_jax.engine.footprint import in_units
+from paged_jax.engine.footprint import GroupFootprint, in_units
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.engine.step_bound import DEVICES, Device, collectives, step_bound
 from paged_jax.models.config import LlamaConfig
@@ -188,7 +188,22 @@ def as_dict(plan: MemoryPlan, lengths: list[int], device: Device | None = None) 
         "max_model_len": sizes.max_model_len,
         "collectives": collectives(plan, sizes.num_slots)._asdict(),
         "lengths": [_length_as_dict(plan, length, device) for length in lengths],
-    }
+    } | ({"groups": _groups(plan)} if plan.has_windows else {})
+
+
+def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
+    """Layers that keep the same tokens, and their blocks."""
+    sizes = plan.footprint.group_sizes(plan.num_blocks)
+    return [
+        {
+            "window": group.window,
+            "num_layers": group.num_layers,
+            "num_blocks": size,
+            "block_bytes": group.block,
+            "most_blocks_of_a_sequence": group.most_in_slot,
+        }
+        for group, size in zip(plan.footprint.groups, sizes, strict=True)
+    ]
 
 
 def _length_as_dict(plan: MemoryPlan, length: int, device: Device | None) -> dict[str, Any]:
@@ -198,6 +213,9 @@ def _length_as_dict(plan: MemoryPlan, length: int, device: Device | None) -> dic
         "num_contiguous": plan.num_contiguous,
         "ratio": _ratio(plan, length),
     }
+    if plan.has_windows:
+        counts["sequence_bytes"] = plan.sequence_bytes(length)
+        counts["uniform_bytes"] = plan.uniform_bytes(length)
     if device is None:
         return counts
     batch = plan.num_running(length)
@@ -232,13 +250,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         ("weights", footprint.weights, parameters),
         ("state", footprint.state, f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"),
         ("step", footprint.step, f"at most; {program} takes most"),
-        (
-            "blocks",
-            plan.num_blocks * (footprint.block + footprint.block_overhead),
-            f"{plan.num_blocks:,} of {sizes.block_size} tokens in {plan.kv_dtype}: "
-            f"{plan.num_blocks * sizes.block_size:,} tokens",
-        ),
-        ("a block", footprint.block, f"{in_units(plan.token_bytes)} a token"),
+        *_block_rows(plan),
     ]
     if num_devices == 1:
         return rows
@@ -246,10 +258,42 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     rows[1] = ("weights", footprint.weights, f"of {parameters}")
     if plan.num_copies > 1:
         heads = f"{plan.config.num_key_value_heads} KV heads, each on {plan.num_copies} devices"
-        rows[5] = ("a block", footprint.block, f"{in_units(plan.token_bytes)} a token; {heads}")
+        rows = [
+            (name, size, f"{note}; {heads}" if name == "a block" else note)
+            for name, size, note in rows
+        ]
     sums, gathers, sent = collectives(plan, sizes.num_slots)
     note = f"by each device in a decode step of {sizes.num_slots}: {sums} all-reduces, "
     return [*rows, ("sent", sent, f"{note}{gathers} all-gather")]
+
+
+def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
+    """The blocks of each group of layers, and what one takes in all of them."""
+    footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
+    rows = []
+    for group, size in zip(footprint.groups, footprint.group_sizes(plan.num_blocks), strict=True):
+        note = f"{size:,} of {block_size} tokens in {kv_dtype}"
+        if group.window is None:
+            note += f": {size * block_size:,} tokens"
+        if plan.has_windows:
+            note += f", in {_layers(plan, group)}"
+        rows.append(("blocks", size * (group.block + group.overhead), note))
+    rows.append(("a block", footprint.block, f"{in_units(plan.token_bytes)} a token"))
+    if plan.has_windows:
+        length = plan.sizes.max_model_len
+        taken = plan.sequence_bytes(length)
+        note = f"of {length:,} tokens, {taken / plan.uniform_bytes(length):.3f} of what it would "
+        rows[-1] = ("a block", footprint.block, f"{rows[-1][2]} in all layers")
+        rows.append(("sequence", taken, note + "take if all layers kept all tokens"))
+    return rows
+
+
+def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
+    """The layers of a group, and what they keep."""
+    layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
+    if group.window is None:
+        return f"{layers} that keep all tokens"
+    return f"{layers} with a window of {group.window:,}, at most {group.most_in_slot} a sequence"
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: Device | None) -> Iterator[str]:

@@ -27,6 +27,19 @@ def first_kept_column(num_tokens, window: int, block_size: int):
     return start * (start > 0) // block_size
 
 
+def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
+    """Return how many blocks of a sequence are kept: those of all tokens, or of a window.
+
+    Example:
+      >>> num_kept_blocks(40, None, 16), num_kept_blocks(40, 8, 16)
+      (3, 2)
+    """
+    num_blocks = num_blocks_needed(num_tokens, block_size)
+    if window is None:
+        return num_blocks
+    return num_blocks - first_kept_column(num_tokens, window, block_size)
+
+
 def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
     """Return the most blocks that a slot holds of layers with a sliding window.
 

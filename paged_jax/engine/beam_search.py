@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
+from paged_jax.cache.sizes import num_cached_tokens_at
 from paged_jax.engine.beams import (
     Beam,
     BeamChoice,
@@ -30,7 +30,7 @@ from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
 from paged_jax.runner import slot_of
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler import Completion, Request
+from paged_jax.scheduler import Completion, Holdings, Request
 from paged_jax.scheduler import Sequence as SlotUser
 
 
@@ -70,7 +70,7 @@ def beam_search(
         for number, prompt in enumerate(prompts)
     ]
     for search in searches:
-        _check_fits(engine, search)
+        _check_fits(engine, search, parts.holdings)
     with parts.running():
         _SearchBatch(engine, parts, params, num_end_ids=len(end_ids)).run(searches)
     return [search.output(engine.tokenizer) for search in searches]
@@ -89,14 +89,14 @@ def _as_request(
     )
 
 
-def _check_fits(engine: Engine, search: "_Search") -> None:
+def _check_fits(engine: Engine, search: "_Search", holdings: Holdings) -> None:
     width, num_tokens = search.params.beam_width, len(search.prompt_token_ids)
     if width > engine.max_num_seqs:
         raise ValueError(
             f"beam_search: beam_width must be at most max_num_seqs, {engine.max_num_seqs} slots, "
             f"got {width}."
         )
-    num_blocks = search.most_blocks(engine.block_size)
+    num_blocks = search.most_blocks(holdings)
     if num_blocks > engine.num_blocks:
         raise ValueError(
             f"beam_search: {width} beams of {num_tokens} prompt tokens and {search.max_tokens} new "
@@ -113,11 +113,11 @@ class _Search(BeamChoice):
         self.request = request
         self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
 
-    def most_blocks(self, block_size: int) -> int:
+    def most_blocks(self, holdings: Holdings) -> int:
         """Most blocks that the beams hold: they share full ones of the prompt, maybe no others."""
         num_prompt = len(self.prompt_token_ids)
-        num_common = num_prompt // block_size
-        num_each = num_blocks_needed(num_cached_tokens_at(num_prompt + self.max_tokens), block_size)
+        num_common = holdings.num_common(num_prompt)
+        num_each = holdings.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
         return num_common + self.params.beam_width * (num_each - num_common)
 
     def last_token(self, beam: Beam) -> int:
@@ -155,7 +155,7 @@ class _SearchBatch:
 
     def _has_room(self, search: _Search) -> bool:
         searches = (*self._running, search)
-        num_blocks = sum(s.most_blocks(self._engine.block_size) for s in searches)
+        num_blocks = sum(s.most_blocks(self._parts.holdings) for s in searches)
         return len(self._free_slots) >= self._width and num_blocks <= self._engine.num_blocks
 
     def _admit(self, search: _Search) -> None:
@@ -203,9 +203,9 @@ class _SearchBatch:
 
     def _note_blocks(self) -> None:
         """Count blocks that are held, and that would be if beams shared none, as a step does."""
-        block_size = self._engine.block_size
+        row = self._parts.holdings.num_in_row
         num_unshared = sum(
-            len(search.beams) * num_blocks_needed(search.num_tokens, block_size)
+            len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))
             for search in self._running
         )
         self._parts.count_step(num_unshared)

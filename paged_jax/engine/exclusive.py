@@ -7,7 +7,7 @@ from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import BlockMeter, EngineStats
 from paged_jax.runner import ModelRunner
-from paged_jax.scheduler import Scheduler, Sequence
+from paged_jax.scheduler import Holdings, Scheduler, Sequence
 
 
 class ExclusiveUse:
@@ -40,6 +40,11 @@ class ExclusiveUse:
         self._stats = stats
         self._guard = guard
 
+    @property
+    def holdings(self) -> Holdings:
+        """What counts the blocks of sequences."""
+        return self._scheduler.holdings
+
     def running(self) -> contextlib.AbstractContextManager[None]:
         """A context for use of the runner. It ends with empty slots; an exception empties all."""
         return self._guard.change()
@@ -49,7 +54,8 @@ class ExclusiveUse:
         if not self._scheduler.enable_prefix_caching:
             return
         sequence.chain = self._requests.prefix_chain(sequence.request)
-        sequence.num_computed = self.runner.slots.attach(sequence)
+        num_tokens = self.runner.slots.attach(sequence)
+        sequence.num_computed = sequence.program_start = num_tokens
         self._scheduler.stats.num_queried_tokens += len(sequence.token_ids) - 1
         self._scheduler.stats.num_cached_tokens += sequence.num_computed
 

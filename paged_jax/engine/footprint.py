@@ -1,13 +1,16 @@
 """How much memory an engine takes on a device: arithmetic on sizes, without an array.
 
-    memory >= weights + state + step + num_blocks * (block + overhead)
+    memory >= weights + state + step + sum over groups of num_blocks * (block + overhead)
 
     weights    all parameters, in their dtype
     state      S slots: how their tokens are drawn, 5 * V bytes each and a little more, and their
                rows of the block table
     step       what a program holds while it runs; of all programs the one that holds most
-    block      K and V of C tokens in all layers, and their scales where they are quantised
+    block      K and V of C tokens in all layers of a group, and their scales where they are
+               quantised
     overhead   what the allocator knows of a block
+    group      layers that keep the same tokens; most models have one. The first has P blocks, and
+               another ``min(P, S * w)``, where w is the most that a slot holds of its window
 
 `Engine` and `python -m paged_jax.plan` both use this. The first, second and fourth line
 are exact. The third is an upper bound in a few terms, which tests hold against what the compiled
@@ -38,6 +41,7 @@ Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,6 +50,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
+from paged_jax.cache.sizes import max_blocks_in_window, num_blocks_needed
 from paged_jax.kernels import cpu, padded_head_dim
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
@@ -79,6 +84,31 @@ _SEARCH_BYTES = 28
 _COPIED_ON_CPU = (jnp.bfloat16, jnp.float8_e4m3fn)
 
 
+class GroupFootprint(NamedTuple):
+    """What the blocks of layers that keep the same tokens take.
+
+    Attributes:
+      window: W, tokens that these layers keep of a sequence, beside those of the last program; None
+        where they keep all.
+      num_layers: layers of the group.
+      block: bytes of K and V of one block in these layers, scales included.
+      overhead: bytes that a block takes beside those.
+      most_in_slot: most blocks that a slot holds.
+      most: most blocks that all slots hold.
+    """
+
+    window: int | None
+    num_layers: int
+    block: int
+    overhead: int
+    most_in_slot: int
+    most: int
+
+    def num_held(self, length: int, block_size: int) -> int:
+        """Most blocks that a sequence of so many tokens holds at once."""
+        return min(self.most_in_slot, num_blocks_needed(length, block_size))
+
+
 class Footprint(NamedTuple):
     """What an engine takes, in bytes.
 
@@ -86,15 +116,23 @@ class Footprint(NamedTuple):
       weights: bytes of all parameters.
       state: bytes of the slots; nothing that grows with the number of blocks.
       steps: bytes that each kind of program holds while it runs, by its name.
-      block: bytes of K and V of one block in all layers, scales included.
-      block_overhead: bytes that a block takes beside those.
+      groups: what blocks take, by groups of layers, the one that keeps most tokens first.
     """
 
     weights: int
     state: int
     steps: dict[str, int]
-    block: int
-    block_overhead: int
+    groups: tuple[GroupFootprint, ...]
+
+    @property
+    def block(self) -> int:
+        """Bytes of K and V of one block in all layers, scales included."""
+        return sum(group.block for group in self.groups)
+
+    @property
+    def block_overhead(self) -> int:
+        """Bytes that a block of all layers takes beside those."""
+        return sum(group.overhead for group in self.groups)
 
     @property
     def step(self) -> int:
@@ -106,14 +144,51 @@ class Footprint(NamedTuple):
         """Bytes of everything but the blocks."""
         return self.weights + self.state + self.step
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the first group that all slots can use. More serve the prefix cache only."""
+        return self.groups[0].most
+
+    def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
+        """The blocks of each group where the first has so many."""
+        others = (min(num_blocks, group.most) for group in self.groups[1:])
+        return num_blocks, *others
+
+    def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
+        """Bytes of all blocks where the first group has so many: of K and V, or of all there is."""
+        sizes = zip(self.groups, self.group_sizes(num_blocks), strict=True)
+        return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
+
     def num_blocks(self, memory: int) -> int:
-        """How many blocks fit in so many bytes, beside the rest.
+        """How many blocks of the first group fit in so many bytes, beside the rest.
 
         Example:
-          >>> Footprint(700, 100, {"decode": 200}, 90, 10).num_blocks(1250)
+          >>> group = GroupFootprint(None, 2, 90, 10, most_in_slot=4, most=8)
+          >>> Footprint(700, 100, {"decode": 200}, (group,)).num_blocks(1250)
           2
         """
-        return max(0, (memory - self.fixed) // (self.block + self.block_overhead))
+        return self.num_fitting(memory - self.fixed, with_overhead=True)
+
+    def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
+        """How many blocks of the first group fit in so many bytes, see `pool_bytes`.
+
+        Example:
+          >>> whole = GroupFootprint(None, 1, 10, 0, most_in_slot=100, most=200)
+          >>> window = GroupFootprint(64, 5, 50, 0, most_in_slot=8, most=16)
+          >>> footprint = Footprint(0, 0, {}, (whole, window))
+          >>> footprint.num_fitting(1810), footprint.pool_bytes(101), footprint.num_fitting(600)
+          (101, 1810, 10)
+        """
+        first, *others = self.groups
+        # Those of which all slots have enough grow no more; the fewest blocks come first.
+        others = sorted(others, key=lambda group: group.most)
+        growing = [group.block + with_overhead * group.overhead for group in (first, *others)]
+        for group, size in zip(others, growing[1:], strict=True):
+            if num_bytes // sum(growing) <= group.most:
+                break
+            num_bytes -= group.most * size
+            growing.remove(size)
+        return max(0, num_bytes // sum(growing))
 
     def check_fits(self, field: str, memory: int) -> None:
         """Refuse memory in which not even one block fits.
@@ -130,7 +205,7 @@ class Footprint(NamedTuple):
         raise ValueError(
             f"{field} must leave room for {in_units(self.weights)} of weights, "
             f"{in_units(self.state)} of state, {in_units(self.step)} for a step and a block of "
-            f"{in_units(self.block + self.block_overhead)}, got {in_units(memory)}. Use more "
+            f"{in_units(self.pool_bytes(1, with_overhead=True))}, got {in_units(memory)}. Use more "
             "memory, a smaller dtype, or fewer slots."
         )
 
@@ -167,22 +242,36 @@ def footprint(
       >>> needs.weights, needs.state, needs.block
       (1171200, 12936, 20480)
     """
-    block = block_bytes(shard or config, sizes.block_size, kv_dtype, platform)
+    groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
+    block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
-    if platform == "cpu":
-        if cpu.copies_weights(dtype):
-            copies = weights * 4 // jnp.dtype(dtype).itemsize
-            steps = {program: taken + copies for program, taken in steps.items()}
-        if jnp.dtype(kv_dtype) in _COPIED_ON_CPU:
-            overhead += block * 3 // 2
+    if platform == "cpu" and cpu.copies_weights(dtype):
+        copies = weights * 4 // jnp.dtype(dtype).itemsize
+        steps = {program: taken + copies for program, taken in steps.items()}
+    windows = [group.window for group in groups]
     return Footprint(
         weights=weights,
-        state=state_bytes(config.vocab_size, sizes),
+        state=state_bytes(config.vocab_size, sizes, windows),
         steps=steps,
-        block=block,
-        block_overhead=overhead,
+        groups=groups,
     )
+
+
+def _group_footprints(
+    config: LlamaConfig, sizes: Sizes, kv_dtype: DTypeLike, platform: str
+) -> tuple[GroupFootprint, ...]:
+    groups, width = [], sizes.max_blocks_per_slot
+    for window, layers in config.layer_groups:
+        held = width
+        if window is not None:
+            held = min(width, max_blocks_in_window(window, sizes.most_tokens, sizes.block_size))
+        block = block_bytes(config, sizes.block_size, kv_dtype, platform, len(layers))
+        overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
+        if platform == "cpu" and jnp.dtype(kv_dtype) in _COPIED_ON_CPU:
+            overhead += block * 3 // 2
+        most = sizes.num_slots * held
+        groups.append(GroupFootprint(window, len(layers), block, overhead, held, most))
+    return tuple(groups)
 
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
@@ -198,8 +287,14 @@ def num_parameters(config: LlamaConfig) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def block_bytes(config: LlamaConfig, block_size: int, kv_dtype: DTypeLike, platform: str) -> int:
-    """Bytes of K and V in one block, all layers together, scales included.
+def block_bytes(
+    config: LlamaConfig,
+    block_size: int,
+    kv_dtype: DTypeLike,
+    platform: str,
+    num_layers: int | None = None,
+) -> int:
+    """Bytes of K and V in one block, all layers together or so many, scales included.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -207,7 +302,8 @@ def block_bytes(config: LlamaConfig, block_size: int, kv_dtype: DTypeLike, platf
       >>> block_bytes(config, 16, "float32", "cpu"), block_bytes(config, 16, "int8", "cpu")
       (20480, 7680)
     """
-    rows = 2 * config.num_hidden_layers * config.num_key_value_heads * block_size
+    num_layers = config.num_hidden_layers if num_layers is None else num_layers
+    rows = 2 * num_layers * config.num_key_value_heads * block_size
     scale = 4 if is_quantised(kv_dtype) else 0
     numbers = padded_head_dim(config.head_dim, platform)
     return rows * (numbers * jnp.dtype(kv_dtype).itemsize + scale)
@@ -219,8 +315,14 @@ def record_bytes(block_size: int) -> int:
     return 4 * numbers + 1
 
 
-def state_bytes(vocab_size: int, sizes: Sizes) -> int:
-    """Bytes of a `DecodeState` but for what comes with each block."""
+def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (None,)) -> int:
+    """Bytes of a `DecodeState` but for what comes with each block.
+
+    Args:
+      vocab_size: V.
+      sizes: sizes of the engine's programs.
+      windows: windows of the groups of layers, each of which has tables of its own.
+    """
     slot = jax.eval_shape(
         lambda: (
             SlotSampling.create(1, vocab_size, sizes.max_logit_bias, sizes.max_stop_ids),
@@ -229,9 +331,10 @@ def state_bytes(vocab_size: int, sizes: Sizes) -> int:
     )
     sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)
-    table = 4 * (1 + sizes.max_blocks_per_slot)
-    queue = 4 * 2  # of free blocks: where it begins, and how many they are
-    return sizes.num_slots * (sampling + tokens + table) + queue
+    # Length and blocks of each slot, and the first of them that it has not given back.
+    tables = sum(4 * (1 + sizes.max_blocks_per_slot + (window is not None)) for window in windows)
+    queues = 4 * 2 * len(windows)  # of free blocks: where they begin, and how many there are
+    return sizes.num_slots * (sampling + tokens + tables) + queues
 
 
 def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
@@ -258,7 +361,7 @@ def _step_bytes(
         "score": activations(sizes.score_width) + 8 * sizes.score_width * V,
         "decode": activations(S) + _CHOICE_BYTES * S * V,
         "swap": 3 * sizes.swap_width * block,
-        "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot,
+        "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot * config.num_layer_groups,
     }
     if T:
         steps["verify"] = activations(S * (T + 1)) + _CHOICE_BYTES * S * V + 4 * S * T * V

@@ -6,7 +6,6 @@ chooses the size of its pool.
 
 import dataclasses
 
-from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine.arguments import check_arguments, program_sizes
 from paged_jax.engine.footprint import (
     Footprint,
@@ -15,7 +14,6 @@ from paged_jax.engine.footprint import (
     resolve_kv_dtype,
     weight_bytes,
 )
-from paged_jax.engine.pool_size import most_useful_blocks
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.shards import shard_config
@@ -35,7 +33,7 @@ class MemoryPlan:
       kv_dtype: the type of K and V.
       platform: the platform that the engine runs on: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       sizes: sizes of the engine's programs.
-      num_blocks: blocks that fit.
+      num_blocks: blocks that fit, of the first group of layers.
       memory: bytes that the engine may take of each device.
       footprint: bytes that it takes of each device.
     """
@@ -70,7 +68,28 @@ class MemoryPlan:
     @property
     def num_engine_blocks(self) -> int:
         """Blocks of an engine's pool: no more than all of its slots at full length can use."""
-        return min(self.num_blocks, most_useful_blocks(self.sizes))
+        return min(self.num_blocks, self.footprint.most_blocks)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers keep no more than a window."""
+        return any(group.window is not None for group in self.footprint.groups)
+
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes of K and V of a sequence of so many tokens, on each device, when it holds most."""
+        footprint, block_size = self.footprint, self.sizes.block_size
+        return sum(g.block * g.num_held(length, block_size) for g in footprint.groups)
+
+    def uniform_bytes(self, length: int) -> int:
+        """What `sequence_bytes` would be if all layers kept all tokens."""
+        return self.footprint.block * -(-length // self.sizes.block_size)
+
+    def read_bytes(self, length: int) -> int:
+        """Bytes of K and V that a token of a sequence attends to, with so many tokens in it."""
+        windows = [length if g.window is None else g.window for g in self.footprint.groups]
+        sizes = zip(self.footprint.groups, windows, strict=True)
+        total = sum(group.block * min(length, window) for group, window in sizes)
+        return total // self.sizes.block_size
 
     @property
     def num_copies(self) -> int:
@@ -79,7 +98,9 @@ class MemoryPlan:
 
     def num_paged(self, length: int) -> int:
         """Sequences of so many tokens that the pool holds while none shares a block."""
-        return self.num_blocks // num_blocks_needed(length, self.sizes.block_size)
+        footprint, block_size = self.footprint, self.sizes.block_size
+        sizes = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
+        return min(size // group.num_held(length, block_size) for group, size in sizes)
 
     def num_running(self, length: int) -> int:
         """Sequences of so many tokens that an engine runs at once."""

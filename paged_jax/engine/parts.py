@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.engine.arguments import (
     check_arguments,
     check_engine_numbers,
@@ -55,9 +54,10 @@ class EngineParts:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
       block_size: C, tokens in a block.
-      num_blocks: P, blocks in the pool.
+      num_blocks: P, blocks in the pool; in that of the first group, where layers differ.
       max_num_seqs: S, samples that run at once.
       max_model_len: most tokens of a sequence, prompt included.
+      max_length: the same, or fewer for which the blocks suffice.
       enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
       grammars: grammars of the forms that texts must have; other threads may compile some.
       delivery: hands on requests that have made progress.
@@ -163,16 +163,6 @@ class EngineParts:
             preemption = preemption_over_processes("Engine", preemption)
             self.num_blocks = least_of_processes(self.num_blocks)
         self.grammars = Grammars(self.tokenizer, self.config.vocab_size, self._eos_token_ids)
-        self._inputs = Inputs(
-            tokenizer=self.tokenizer,
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.max_model_len,
-            max_length=min(
-                self.max_model_len, length_with_cached_tokens(self.num_blocks * block_size)
-            ),
-            seed=seed,
-            grammars=self.grammars,
-        )
         self._runner = ModelRunner(
             weights,
             sizes,
@@ -204,6 +194,17 @@ class EngineParts:
                 seconds_per_block=taken.block / HOST_BYTES_PER_SECOND,
                 max_swapped_blocks=int(swap_space * 2**30) // taken.block,
             ),
+            groups=self.config.layer_groups,
+        )
+        in_pool = self._scheduler.holdings.max_length
+        self.max_length = min(self.max_model_len, in_pool or self.max_model_len)
+        self._inputs = Inputs(
+            tokenizer=self.tokenizer,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            max_length=self.max_length,
+            seed=seed,
+            grammars=self.grammars,
         )
         self._connect(Drafter(num_speculative_tokens), are_weights_shared=are_weights_shared)
 

@@ -27,7 +27,7 @@ def choose_num_blocks(
       device: the `jax.Device` that holds the pool, or its part of it.
       sizes: sizes of the engine's programs.
       footprint: what the engine takes on the device.
-      num_blocks: see `Engine`; chosen by memory if None.
+      num_blocks: see `Engine`, of the first group of layers; chosen by memory if None.
       memory_fraction: see `Engine`.
 
     Raises:
@@ -38,14 +38,9 @@ def choose_num_blocks(
             num_fitting = _num_fitting_free_memory(device, sizes, footprint)
         else:
             num_fitting = _num_fitting_fraction(device, footprint, memory_fraction)
-        num_blocks = min(most_useful_blocks(sizes), num_fitting)
+        num_blocks = min(footprint.most_blocks, num_fitting)
     _check_host_holds(device, footprint, num_blocks)
     return num_blocks
-
-
-def most_useful_blocks(sizes: Sizes) -> int:
-    """Blocks that all slots hold at full length. More serve the prefix cache only."""
-    return sizes.num_slots * sizes.max_blocks_per_slot
 
 
 def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) -> int:
@@ -54,12 +49,13 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
     if statistics and "bytes_limit" in statistics:
         free = statistics["bytes_limit"] - statistics["bytes_in_use"]
         budget = int(CACHE_FRACTION * free)
-    if budget < footprint.block:
+    num_blocks = footprint.num_fitting(budget)
+    if not num_blocks:
         raise ValueError(
             f"Engine: a block of {sizes.block_size} tokens must fit the {budget} bytes of memory "
             f"for K and V, got {footprint.block} bytes. Use a smaller block_size."
         )
-    return budget // footprint.block
+    return num_blocks
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
@@ -80,8 +76,9 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
     """Refuse a pool that the host can never hold: the system would end the process for it."""
     total = host_memory()
-    if device.platform == "cpu" and total is not None and num_blocks * footprint.block > total:
+    num_bytes = footprint.pool_bytes(num_blocks)
+    if device.platform == "cpu" and total is not None and num_bytes > total:
         raise ValueError(
-            f"Engine: num_blocks must fit the memory of {total} bytes, got {num_blocks} blocks of "
-            f"{footprint.block} bytes. Use fewer."
+            f"Engine: num_blocks must fit the memory of {total} bytes, got {num_blocks} blocks, "
+            f"which take {num_bytes}. Use fewer."
         )

@@ -5,7 +5,6 @@ import time
 
 import jax
 
-from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.runner import ModelRunner, StepTokens
 from paged_jax.scheduler import Scheduler, Sequence, StepPlan
 
@@ -217,11 +216,15 @@ class BlockMeter:
         num_new: dict[Sequence, int] = {}
         if tokens is not None:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
-        running, block_size = self._scheduler.running, self._scheduler.block_size
-        lengths = (sequence.num_computed + num_new.get(sequence, 0) for sequence in running)
+        # A sequence that has drawn tokens holds what it had when that program began.
+        row, starts = self._scheduler.holdings.num_in_row, []
+        for sequence in self._scheduler.running:
+            length = sequence.num_computed + num_new.get(sequence, 0)
+            start = sequence.num_computed if sequence in num_new else sequence.program_start
+            starts.append((length, start))
         # Not those of now, which the device may still work on.
         num_free = self._runner.slots.num_free if tokens is None else int(tokens.num_free)
-        self.count(sum(num_blocks_needed(length, block_size) for length in lengths), num_free)
+        self.count(sum(row(length, start) for length, start in starts), num_free)
 
     def count(self, num_unshared: int, num_free: int) -> None:
         """Count the blocks that are held, and those that would be if none were shared."""

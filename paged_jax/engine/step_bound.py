@@ -3,7 +3,7 @@
     seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
 
     bytes        read by a device: its weights, of the embedding only the rows of the batch's
-                 tokens, and K and V of all tokens of all sequences
+                 tokens, and K and V of all tokens of all sequences, or those in the window
     operations   two for each weight read and each sequence
     sent         by a device to others: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of
                  those of an all-gather. Devices that only send to each other cannot do with less
@@ -132,7 +132,7 @@ def step_bound(plan: MemoryPlan, device: Device, batch: int, length: int) -> Ste
     num_bytes = sum(x.size * x.dtype.itemsize for x in layout.values())
     num_weights = sum(x.size for x in layout.values())
     return StepBound(
-        reading=(num_bytes + batch * length * plan.token_bytes) / device.memory_rate,
+        reading=(num_bytes + batch * plan.read_bytes(length)) / device.memory_rate,
         computing=2 * batch * num_weights / device.operation_rate,
         sending=collectives(plan, batch).sent / device.link_rate,
     )

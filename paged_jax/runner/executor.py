@@ -59,7 +59,8 @@ class Executor:
     Attributes:
       sizes: what shapes the programs.
       vocab_size: V, tokens that the model knows.
-      num_blocks: P, blocks in the pool.
+      num_blocks: P, blocks in the pool; in that of the first group of layers.
+      groups: the groups of layers that keep the same tokens.
       programs: the list of programs.
       weights: see above; others can take their place, see `Weights.replace`.
       is_asleep: whether `reset` leaves no state, so that its memory is free.
@@ -94,7 +95,8 @@ class Executor:
         self.num_blocks = num_blocks
         self.vocab_size = weights.config.vocab_size
         num_top = min(MAX_LOGPROBS, self.vocab_size)
-        self.programs = list_programs(structure, sizes, num_top)
+        self.groups = weights.config.layer_groups
+        self.programs = list_programs(structure, sizes, num_top, num_groups=len(self.groups))
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile or (lambda line: None)
         self._compiled: set[str] = set()
@@ -136,6 +138,7 @@ class Executor:
             max_length=self.sizes.max_model_len,
             num_blocks=self.num_blocks,
             block_size=self.sizes.block_size,
+            max_tokens=self.sizes.most_tokens,
             dtype=self._cache_dtype,
             platform=self._device.platform,
         )
@@ -161,7 +164,7 @@ class Executor:
 
     @property
     def num_free(self) -> int:
-        """Free blocks in the pool, those that are cached included."""
+        """Free blocks in the pool of the first group, those that are cached included."""
         if self._num_free is None:
             self.check()
             self._num_free = int(self.state.cache.tables.pool.num_free)

@@ -104,8 +104,8 @@ class Programs(NamedTuple):
       of blocks found.
     publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None.
     forget: ``()`` to None.
-    read_blocks: ``(slot i32[], first i32[])`` to their K and V.
-    write_blocks: ``(slot i32[], first i32[], values)`` to None.
+    read_blocks: ``(slot i32[], first i32[], group=)`` to their K and V, see `cache.read_blocks`.
+    write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
     """
 
     prefill: Program
@@ -147,14 +147,18 @@ class Structure(NamedTuple):
         return Graph.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
-def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
+def list_programs(
+    structure: Structure, sizes: Sizes, num_top: int, *, num_groups: int = 1
+) -> Programs:
     """The programs of an engine, shared with all engines that have the same structure.
 
     Args:
       structure: structure that the programs of a model depend on besides shapes.
       sizes: sizes that shape the programs of this engine.
       num_top: number of most probable tokens that are reported where a request asks for them.
+      num_groups: groups of layers that keep the same tokens; blocks of each are moved apart.
     """
+    blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
     jit = functools.partial(_jit, structure)
     steps, top = {"max_steps": sizes.dispatch_capacity}, {"num_top": num_top}
     width = {"width": sizes.swap_width}
@@ -171,9 +175,9 @@ def list_programs(structure: Structure, sizes: Sizes, num_top: int) -> Programs:
         publish=Program("registration of cached blocks", jit(_publish)),
         forget=Program("emptying of the prefix cache", jit(_forget)),
         read_blocks=Program(
-            "copy of blocks to the host", jit(_read_blocks, result=OF_HEADS), width
+            f"copy of {blocks} to the host", jit(_read_blocks, result=OF_HEADS), width
         ),
-        write_blocks=Program("copy of blocks from the host", jit(_write_blocks, last=OF_HEADS)),
+        write_blocks=Program(f"copy of {blocks} from the host", jit(_write_blocks, last=OF_HEADS)),
     )
 
 
@@ -198,7 +202,7 @@ def _jit(
     return jax.jit(
         program,
         donate_argnums=1,
-        static_argnames=("max_steps", "num_top", "width"),
+        static_argnames=("max_steps", "num_top", "width", "group"),
         compiler_options=COMPILER_OPTIONS.get(structure.platform),
     )
 
@@ -291,10 +295,10 @@ def _forget(structure, weights, state):
     return replace(state, cache=paged_cache.forget(state.cache)), None
 
 
-def _read_blocks(structure, weights, state, slot, first, *, width):
-    return state, read_blocks(state.cache, slot, first, width=width)
+def _read_blocks(structure, weights, state, slot, first, *, width, group):
+    return state, read_blocks(state.cache, slot, first, width=width, group=group)
 
 
-def _write_blocks(structure, weights, state, slot, first, values):
-    cache = write_blocks(state.cache, slot, first, values)
+def _write_blocks(structure, weights, state, slot, first, values, *, group):
+    cache = write_blocks(state.cache, slot, first, values, group=group)
     return replace(state, cache=cache), None

@@ -54,6 +54,11 @@ class Sizes(NamedTuple):
         return num_blocks_needed(self.max_model_len, self.block_size)
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens that one program appends to a sequence."""
+        return max(self.max_chunk, self.max_steps, 1 + self.num_drafts)
+
+    @property
     def dispatch_capacity(self) -> int:
         """Decode steps that the compiled program has room for, a power of two.
 

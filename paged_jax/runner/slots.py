@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from paged_jax.cache.digests import digest_words
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sizes import num_kept_blocks
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.runner.sizes import PUBLISH_WIDTH
-from paged_jax.scheduler import Sequence
+from paged_jax.scheduler import Sequence, num_swapped_blocks
 
 # Digests that the host remembers, for each block of the pool: the device is asked which of them are
 # still cached when they are more.
@@ -40,13 +40,14 @@ class Slots:
 
     Attributes:
       swap_seconds: time that moves between device and host have taken, compilation left out.
-      num_swapped_blocks: blocks that were moved in that time.
+      num_swapped_blocks: blocks of all layers that were moved in that time.
       num_resets: times that all cached blocks were lost at once.
     """
 
     def __init__(self, executor: Executor, eos_token_ids: Iterable[int]):
         self._executor = executor
         self._sizes = executor.sizes
+        self._groups = executor.groups
         self._eos_token_ids = sorted(eos_token_ids)
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
@@ -79,7 +80,7 @@ class Slots:
         C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot
         self._drop_evicted()
         count = (len(sequence.token_ids) - 1) // C  # its last token is always computed
-        known = list(itertools.takewhile(self._published.__contains__, sequence.digests[:count]))
+        known = self._may_be_cached(sequence.digests[:count])
         if not known:
             return 0
         count = len(known)
@@ -93,8 +94,21 @@ class Slots:
         self._num_published[slot] = num_found
         return num_found * C
 
+    def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
+        """Those that the device is asked for: up to the first that is cached for certain not."""
+        if self._groups[0].window is None:
+            return list(itertools.takewhile(self._published.__contains__, digests))
+        # What windows need are the last blocks of a prefix: up to the last that may be cached.
+        count = len(digests)
+        while count and digests[count - 1] not in self._published:
+            count -= 1
+        return digests[:count]
+
     def _drop_evicted(self) -> None:
-        """Bound the digests that the host knows: of many, keep those that the device still has."""
+        """Bound the digests that the host knows: of many, keep those that the device still has.
+
+        In the first group of layers, which keeps most: without them, others are of no use.
+        """
         if len(self._published) <= _MAX_PUBLISHED * self._executor.num_blocks:
             return
         self.flush()
@@ -123,9 +137,10 @@ class Slots:
         """Copy the blocks of the sequence to the host, and release them."""
         slot, executor = np.int32(slot_of(sequence)), self._executor
         with self._swapping(sequence):
+            read = executor.programs.read_blocks
             sequence.host_blocks = [
-                jax.device_get(executor.run(executor.programs.read_blocks.call(slot, first)))
-                for first in self._pieces(sequence)
+                jax.device_get(executor.run(read.call(slot, first, group=group)))
+                for group, first in self._pieces(sequence)
             ]
         self.release(sequence)
 
@@ -136,8 +151,10 @@ class Slots:
         num_tokens[slot] = sequence.num_computed
         with self._swapping(sequence):
             executor.run_unchecked(executor.programs.reserve.call(num_tokens))
-            for first, piece in zip(self._pieces(sequence), sequence.host_blocks, strict=True):
-                executor.run(executor.programs.write_blocks.call(slot, first, piece))
+            pieces = zip(self._pieces(sequence), sequence.host_blocks, strict=True)
+            for (group, first), piece in pieces:
+                write = executor.programs.write_blocks
+                executor.run(write.call(slot, first, piece, group=group))
         sequence.host_blocks = None
 
     @contextlib.contextmanager
@@ -149,15 +166,17 @@ class Slots:
         jax.block_until_ready(self._executor.state)
         if self._executor.compile_seconds == compiled:
             self.swap_seconds += time.perf_counter() - start
-            self.num_swapped_blocks += self._num_blocks(sequence)
+            C, num_tokens = self._sizes.block_size, sequence.num_computed
+            self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, self._groups)
 
-    def _pieces(self, sequence: Sequence) -> list[np.int32]:
-        """The first columns of the pieces in which a sequence's blocks are moved."""
-        num_blocks, width = self._num_blocks(sequence), self._sizes.swap_width
-        return [np.int32(first) for first in range(0, num_blocks, width)]
-
-    def _num_blocks(self, sequence: Sequence) -> int:
-        return num_blocks_needed(sequence.num_computed, self._sizes.block_size)
+    def _pieces(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
+        """The pieces in which a sequence's blocks are moved: group of layers, and first block."""
+        C, width = self._sizes.block_size, self._sizes.swap_width
+        return [
+            (number, np.int32(first))
+            for number, group in enumerate(self._groups)
+            for first in range(0, num_kept_blocks(sequence.num_computed, group.window, C), width)
+        ]
 
     # What the engine asks for
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from paged_jax.kernels import Pools
 from paged_jax.runner.buckets import chunk_buckets, no_slots, prefill_rows, row_buckets
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.programs import Call, Programs
@@ -36,7 +37,7 @@ def list_calls(
     Args:
       programs: the programs of the engine.
       sizes: sizes that shape the programs.
-      pools: K and V of all blocks, for their shapes and dtypes.
+      pools: K and V of all blocks, or of those of each group of layers, for shapes and dtypes.
       has_swap: whether blocks may be moved to the host.
     """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
@@ -75,14 +76,14 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 
 def _swap_calls(programs: Programs, sizes: Sizes, pools: Any) -> list[Call]:
-    zero, width = np.int32(0), sizes.swap_width
-    piece = jax.tree.map(
-        lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools
-    )
-    return [
-        programs.read_blocks.call(zero, zero),
-        programs.write_blocks.call(zero, zero, piece),
-    ]
+    zero, width, calls = np.int32(0), sizes.swap_width, []
+    for group, pools_of in enumerate([pools] if isinstance(pools, Pools) else pools):
+        piece = jax.tree.map(
+            lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools_of
+        )
+        calls.append(programs.read_blocks.call(zero, zero, group=group))
+        calls.append(programs.write_blocks.call(zero, zero, piece, group=group))
+    return calls
 
 
 def _zeros(*shape: int) -> np.ndarray:

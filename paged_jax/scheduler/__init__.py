@@ -5,6 +5,7 @@ Other folders use the names below, and the outputs of `paged_jax.scheduler.outpu
 
 from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.history import History
+from paged_jax.scheduler.holdings import Holdings, num_swapped_blocks
 from paged_jax.scheduler.memory import BlockMemory
 from paged_jax.scheduler.plan import SchedulerStats, StepPlan
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
@@ -16,6 +17,7 @@ __all__ = [
     "BlockMemory",
     "Completion",
     "History",
+    "Holdings",
     "Preemption",
     "PreemptionCosts",
     "Request",
@@ -25,4 +27,5 @@ __all__ = [
     "StepPlan",
     "check_step_limits",
     "describe_match",
+    "num_swapped_blocks",
 ]

@@ -96,7 +96,7 @@ class Admission:
         if is_looked_up:
             sequence.num_computed = memory.attach(sequence)
         num_attached = num_free - memory.num_free
-        num_needed = self._holdings.num_wanted(len(sequence.token_ids))
+        num_needed = self._holdings.num_admitted(len(sequence.token_ids))
         if not sequence.is_swapped:
             start = sequence.num_computed
             num_needed -= self._holdings.num_in_row(start, start)
@@ -158,7 +158,7 @@ class Admission:
                 if num_wanted:
                     return WaitFacts({"num_wanted": num_wanted, **numbers})
                 # Where no block can be spared, what it would find has not been looked up.
-                most = self._holdings.num_wanted(len(sequence.token_ids))
+                most = self._holdings.num_admitted(len(sequence.token_ids))
                 return WaitFacts({"most_wanted": most, **numbers})
             case "same prefix":
                 owner = next(

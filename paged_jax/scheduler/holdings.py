@@ -16,9 +16,11 @@ from collections.abc import Sequence as Items
 
 from paged_jax.cache.sizes import (
     first_kept_column,
+    length_with_cached_tokens,
     max_blocks_in_window,
     num_blocks_needed,
     num_cached_tokens_at,
+    num_kept_blocks,
 )
 from paged_jax.models.layer_types import LayerGroup
 from paged_jax.scheduler.memory import BlockMemory
@@ -42,6 +44,22 @@ def make_holdings(
     return WindowHoldings(num_blocks, block_size, groups, window=window, max_chunk=max_chunk)
 
 
+def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGroup]) -> int:
+    """Blocks that a swap moves: those of each group's window, in blocks of all layers, rounded up.
+
+    Example:
+      >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
+      >>> num_swapped_blocks(64, 16, groups[:1]), num_swapped_blocks(64, 16, groups)
+      (4, 2)
+    """
+    if len(groups) == 1:
+        return num_kept_blocks(num_tokens, groups[0].window, block_size)
+    kept = [num_kept_blocks(num_tokens, group.window, block_size) for group in groups]
+    num_layers = [len(group.layers) for group in groups]
+    total = sum(n * num_blocks for n, num_blocks in zip(num_layers, kept, strict=True))
+    return -(-total // sum(num_layers))
+
+
 class Holdings:
     """Counts the blocks of sequences whose tokens are all kept by some layers.
 
@@ -55,7 +73,6 @@ class Holdings:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._groups = groups
-        self._num_layers = sum(len(group.layers) for group in groups)
 
     # Of a sequence alone
 
@@ -64,31 +81,31 @@ class Holdings:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Most blocks that a sequence holds at once until so many tokens are in the cache."""
+        """Blocks with which a sequence gets as long as that in programs of full size."""
         return num_blocks_needed(num_tokens, self.block_size)
 
-    def max_tokens(self) -> int | None:
-        """Most tokens of a sequence that the blocks suffice for; None for any number."""
-        return self.num_blocks * self.block_size
+    def num_common(self, num_tokens: int) -> int:
+        """Blocks that slots share for as long as they have so many tokens in common."""
+        return num_tokens // self.block_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a sequence for which the blocks suffice; None for any number."""
+        return length_with_cached_tokens(self.num_blocks * self.block_size)
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
         """Blocks in the row of a slot with so many tokens, see `Sequence.program_start`."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_swapped(self, num_tokens: int) -> int:
-        """Blocks of a sequence that a swap moves: of all layers, rounded up where groups differ."""
-        if len(self._groups) == 1:
-            return self._num_kept(num_tokens, self._groups[0].window)
-        parts = (len(g.layers) * self._num_kept(num_tokens, g.window) for g in self._groups)
-        return -(-sum(parts) // self._num_layers)
-
-    def _num_kept(self, num_tokens: int, window: int | None) -> int:
-        num_blocks = num_blocks_needed(num_tokens, self.block_size)
-        if window is None:
-            return num_blocks
-        return num_blocks - first_kept_column(num_tokens, window, self.block_size)
+        """Blocks of a sequence that a swap moves, see `num_swapped_blocks`."""
+        return num_swapped_blocks(num_tokens, self.block_size, self._groups)
 
     # Of running sequences
+
+    def num_admitted(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many known tokens is promised when it gets a slot."""
+        return self.num_wanted(num_tokens)
 
     def memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
         """The memory as the scheduler counts it while it plans a step."""
@@ -145,8 +162,7 @@ class WindowHoldings(Holdings):
         super().__init__(num_blocks, block_size, groups)
         self._window = window
         self._most_decoding = max_blocks_in_window(window, 1, block_size)
-        # Chunks get smaller where there are not as many.
-        self._most = min(num_blocks, max_blocks_in_window(window, max_chunk, block_size))
+        self._most = max_blocks_in_window(window, max_chunk, block_size)
 
     def num_required(self, num_tokens: int) -> int:
         """Those of a window: a prompt can be read token by token."""
@@ -156,9 +172,18 @@ class WindowHoldings(Holdings):
         """Those of a window and a chunk."""
         return min(self._most, super().num_wanted(num_tokens))
 
-    def max_tokens(self) -> int | None:
+    def num_admitted(self, num_tokens: int) -> int:
+        """As many, if there are: else chunks are smaller."""
+        return min(self.num_blocks, self.num_wanted(num_tokens))
+
+    def num_common(self, num_tokens: int) -> int:
+        """None: what has left the windows of all of them is given back."""
+        return 0
+
+    @property
+    def max_length(self) -> int | None:
         """None, if there are as many blocks as a window takes."""
-        return None if self.num_blocks >= self._most_decoding else super().max_tokens()
+        return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
         """Blocks from the first that was kept when the last program began."""
@@ -182,7 +207,7 @@ class WindowHoldings(Holdings):
         if not sequence.num_prefill:
             return max(0, self.num_growing(sequence))
         num_held = self.num_in_row(sequence.num_computed, sequence.program_start)
-        return max(0, self.num_wanted(len(sequence.token_ids)) - num_held)
+        return max(0, self.num_admitted(len(sequence.token_ids)) - num_held)
 
     def num_forked(self, leader: Sequence) -> int:
         """The whole row, once it has decoded."""

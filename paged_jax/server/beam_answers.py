@@ -7,7 +7,6 @@ after its own; the prefix cache has all full blocks of it, so a step computes le
 import dataclasses
 from collections.abc import AsyncGenerator
 
-from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.engine.beams import Beam, BeamChoice, BeamSearchParams, num_candidates
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
@@ -68,10 +67,13 @@ async def search(
         include_stop_str_in_output=job.params.include_stop_str_in_output,
     )
     end_ids = frozenset() if params.ignore_eos else service.eos_token_ids
-    longest = length_with_cached_tokens(service.num_blocks * service.block_size)
-    room = min(service.max_model_len, longest)
     choices = [
-        BeamChoice(prompt, max(1, min(params.max_tokens, room - len(prompt))), params, end_ids)
+        BeamChoice(
+            prompt,
+            max(1, min(params.max_tokens, service.max_length - len(prompt))),
+            params,
+            end_ids,
+        )
         for prompt in job.prompts
     ]
     count = min(num_candidates(params.beam_width, len(end_ids)), service.vocab_size)

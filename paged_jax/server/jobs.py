@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-from paged_jax.cache.sizes import length_with_cached_tokens
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError, bad_request
@@ -102,10 +101,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
 def _bounded(service: Service, params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
     """The parameters with a bound of tokens, by default one that keeps within the limits."""
     limits = service.limits
-    context = min(
-        service.max_model_len, length_with_cached_tokens(service.num_blocks * service.block_size)
-    )
-    room = [max(1, context - len(prompt)) for prompt in prompts]
+    room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_candidates(params.logprobs)
     count = params.n * _num_candidates(params.prompt_logprobs) * sum(map(len, prompts))
     if per_token:

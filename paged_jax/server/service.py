@@ -93,6 +93,7 @@ class Service:
             math.inf if engine.tokenizer is None else engine.tokenizer.max_token_chars
         )
         self.max_model_len = engine.max_model_len
+        self.max_length = engine.max_length
         self.vocab_size = engine.config.vocab_size
         self.eos_token_ids = find_eos_token_ids(engine.config, engine.tokenizer)
         self.num_blocks = engine.num_blocks

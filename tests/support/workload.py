@@ -7,6 +7,7 @@ from typing import Any
 
 from paged_jax import Engine, RequestOutput, SamplingParams
 from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.paged_cache import Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +90,22 @@ def finish(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
+def check_groups(cache: Cache) -> None:
+    """No block of any group is lost, and no group uses more blocks than the first."""
+    num_used = []
+    for group in cache.groups:
+        check_invariants(group.tables)
+        num_used.append(group.num_blocks - int(group.tables.pool.num_free))
+    assert max(num_used) == num_used[0]
+
+
 def check_empty(engine: Engine) -> None:
     """Nothing is left of requests that have ended, on the device or on the host."""
-    tables = engine.cache.tables
-    check_invariants(tables)
-    assert int(tables.pool.num_free) == engine.num_blocks
-    assert tables.lengths.tolist() == [0] * engine.max_num_seqs
+    check_groups(engine.cache)
+    assert engine.cache.groups[0].num_blocks == engine.num_blocks
+    for group in engine.cache.groups:
+        assert int(group.tables.pool.num_free) == group.num_blocks
+        assert group.lengths.tolist() == [0] * engine.max_num_seqs
     scheduler, slots = engine._scheduler, engine._runner.slots
     assert not engine._requests.unfinished and not engine._plan_runner._drafter._indices
     assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished

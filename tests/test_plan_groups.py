@@ -1,0 +1,113 @@
+"""The planner where layers keep different tokens: its numbers against what is allocated."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.footprint import Footprint, GroupFootprint, record_bytes
+from paged_jax.engine.memory_plan import make_plan
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.paged_model import create_cache
+from paged_jax.plan import as_dict, as_text
+from tests.support.random_model import random_llama
+from tests.support.tiny_model import CONFIG
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Sizes of Gemma 3 27B: https://huggingface.co/google/gemma-3-27b-it
+GEMMA = LlamaConfig(
+    vocab_size=262208,
+    hidden_size=5376,
+    intermediate_size=21504,
+    num_hidden_layers=62,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    head_dim=128,
+    max_position_embeddings=131072,
+    sliding_window=1024,
+    layer_types=tuple(FULL if layer % 6 == 5 else SLIDING for layer in range(62)),
+    dtype="bfloat16",
+    model_type="gemma3_text",
+)
+
+
+def make_config(*layer_types: str) -> LlamaConfig:
+    return dataclasses.replace(
+        CONFIG,
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        sliding_window=12,
+        max_position_embeddings=256,
+        model_type="qwen3",
+    )
+
+
+def test_windows_take_a_fifth_of_the_memory_of_long_sequences() -> None:
+    plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
+    assert plan.sequence_bytes(32768) <= 0.21 * plan.uniform_bytes(32768)
+    # All slots at full length: the pools that an engine has, as they are made.
+    num_blocks = plan.num_engine_blocks
+    assert num_blocks == 16 * 2048
+    assert plan.footprint.pool_bytes(num_blocks) == 16 * plan.sequence_bytes(32768)
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            GEMMA, num_slots=16, max_length=32768, num_blocks=num_blocks, dtype="bfloat16",
+            max_tokens=plan.sizes.most_tokens, platform="gpu",
+        )
+    )  # fmt: skip
+    pools = [x for x in jax.tree.leaves(cache.pools)]
+    num_bytes = sum(x.size * x.dtype.itemsize for x in pools)
+    assert num_bytes == plan.footprint.pool_bytes(num_blocks)
+    assert num_bytes <= 0.21 * num_blocks * plan.footprint.block
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("layers", [(SLIDING, SLIDING, FULL), (SLIDING, SLIDING)])
+@pytest.mark.parametrize("num_blocks", [5, 200])
+def test_plan_is_what_an_engine_allocates(layers, num_blocks, kv_dtype) -> None:
+    """Few blocks, of which all groups have as many, and more than the slots can use of a window."""
+    config, sizes = make_config(*layers), {"block_size": 4, "max_num_seqs": 3, "max_chunk": 16}
+    engine = Engine(random_llama(config), num_blocks=num_blocks, kv_dtype=kv_dtype, **sizes)
+    footprint = make_plan(config, 1 << 30, "cpu", kv_dtype=kv_dtype, **sizes).footprint
+    group_sizes = footprint.group_sizes(num_blocks)
+    assert [group.num_blocks for group in engine.cache.groups] == list(group_sizes)
+    assert footprint.pool_bytes(num_blocks) == engine.cache.nbytes
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine._runner.state))
+    records = sum(group_sizes) * record_bytes(4)
+    assert footprint.state + engine.cache.nbytes + records == state_bytes
+    if len(layers) == 3:
+        # 12 tokens and the next, and the 15 others of a chunk: 4 and 4 blocks.
+        assert group_sizes == (num_blocks, min(num_blocks, 3 * 8))
+
+
+def test_blocks_fill_the_memory_whatever_groups_there_are() -> None:
+    full = GroupFootprint(None, 1, 7, 1, most_in_slot=99, most=990)
+    groups = full, GroupFootprint(90, 4, 29, 1, 9, 90), GroupFootprint(30, 2, 14, 1, 3, 30)
+    footprint = Footprint(100, 10, {"decode": 5}, groups)
+    for memory in (100, 168, 169, 1700, 1850, 5500, 5540, 9000):
+        num_blocks = footprint.num_blocks(memory)
+        taken = [115 + footprint.pool_bytes(n, with_overhead=True) for n in range(num_blocks + 2)]
+        assert taken[num_blocks] <= memory < taken[-1] or memory < 115 + 53 and not num_blocks
+
+
+def test_plan_names_groups_in_plain_words() -> None:
+    plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
+    text = as_text(plan, [32768])
+    assert "in 10 of 62 layers that keep all tokens" in text
+    assert "in 52 of 62 layers with a window of 1,024, at most 97 a sequence" in text
+    assert "of 32,768 tokens, 0.201 of what it would take if all layers kept all tokens" in text
+    numbers = json.loads(json.dumps(as_dict(plan, [32768])))
+    assert [g["most_blocks_of_a_sequence"] for g in numbers["groups"]] == [2048, 97]
+    assert numbers["lengths"][0]["sequence_bytes"] == plan.sequence_bytes(32768)
+    uniform = make_plan(dataclasses.replace(GEMMA, layer_types=(), sliding_window=None),
+                        141 * 10**9, "gpu", max_model_len=32768)  # fmt: skip
+    assert "groups" not in as_dict(uniform, [32768]) and "layers" not in as_text(uniform, [32768])
+
+
+def test_attention_reads_no_more_than_windows() -> None:
+    plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
+    token_of_a_layer = 2 * 16 * 128 * 2
+    assert plan.read_bytes(512) == 62 * 512 * token_of_a_layer
+    assert plan.read_bytes(8192) == (10 * 8192 + 52 * 1024) * token_of_a_layer
