@@ -144,6 +144,28 @@ llm.model.save_pretrained(checkpoint + "/saved")
 assert features(LLM(checkpoint + "/saved", tokenizer=folder, **options))[0] == wanted
 """
 
+# Layers that differ have pools of their own, which are divided too: those of a model with what
+# Gemma 3 and gpt-oss have, on devices that are as many as KV heads, and more.
+_KINDS_OF_LAYERS = """
+from paged_jax import Engine
+from tests.support.tensor_parallel import SIZES, generate, make_model
+
+model = make_model(
+    layer_types=("sliding_attention", "full_attention"), sliding_window=6,
+    norm_placement="sandwich", norm_offset=1.0, qk_norm=True, embedding_multiplier=32**0.5,
+    rope_local_base_freq=100.0, tie_word_embeddings=True, attention_sinks=True, num_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=12, expert_bias=True, swiglu_limit=0.5)
+wanted = generate(Engine(model, **SIZES))
+for num_devices, preemption in ((2, "swap"), (4, "recompute")):
+    engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
+    assert generate(engine) == wanted, num_devices
+    for group in engine.cache.groups:
+        assert group.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
+    stats = engine.stats
+    assert stats.num_preemptions and stats.num_cached_tokens
+    assert bool(stats.num_swap_preemptions) == (preemption == "swap")
+"""
+
 _WEIGHTS = """
 from flax import nnx
 from paged_jax import Engine
@@ -247,6 +269,11 @@ def test_tokens_are_those_of_one_device(tiny_folder, tmp_path) -> None:
 @pytest.mark.slow
 def test_loaded_parts_give_what_one_device_gives(tiny_folder, tmp_path) -> None:
     run_on_devices(_HEAD + _FEATURES, tiny_folder, tmp_path / "checkpoint")
+
+
+@pytest.mark.slow
+def test_layers_that_differ_give_the_tokens_of_one_device() -> None:
+    run_on_devices(_HEAD + _KINDS_OF_LAYERS)
 
 
 @pytest.mark.slow

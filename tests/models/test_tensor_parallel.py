@@ -76,7 +76,7 @@ for row in rows:
         qkv_bias=row["biases"], o_bias=row["biases"], attention_sinks=row["biases"],
         **MLPS[row["mlp"]], **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
     same, num_sums = divided_logits(model, row["num_devices"])
-    np.testing.assert_allclose(same, logits(model, TOKENS), atol=2e-5, err_msg=str(row))
+    np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5, err_msg=str(row))
     sums = 1 if row["norm_placement"] == "parallel" else 2
     sums += row["norms"] == "projection"
     assert num_sums == CONFIG.num_hidden_layers * sums + 1, (num_sums, row)
