@@ -1,12 +1,11 @@
 """The checkpoints that people have: every tensor of theirs is read once, and none is left over.
 
-`data/real_checkpoints.json` holds, of a real checkpoint a family, what its config.json says, the
-names of its tensors and its `total_size`, each as its source has it. In names, ``{32}`` stands for
-each number below 32. "seen" says of which names the source is a witness: "all", a "part" of the
-layers, which are alike, or only the "totals", the bytes and perhaps the number of tensors; the rest
-of the names follow from transformers' modules. No such facts were found of real checkpoints of
-olmo2, olmo3, granite, glm4 and cohere2: their names are compared where `test_families.py` reads
-what transformers writes.
+`data/real_checkpoints.json` holds, of a real checkpoint or two of each family, what its config.json
+says, the names of its tensors and its `total_size` in bytes, each as its source has it. In names,
+``{32}`` stands for each number below 32. "seen" says of which names the source is a witness: "all",
+a "part" of the layers, which are alike, or only the "totals", the bytes and perhaps the number of
+tensors; the rest of the names are those of transformers' modules. Of cohere2 no such facts were
+found: its names are compared where `test_families.py` reads what transformers writes.
 """
 
 import dataclasses

@@ -15,6 +15,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading import conversion, huggingface
 from paged_jax.models.loading import parameters as loading_parameters
 from paged_jax.models.loading.piece import Piece
+from paged_jax.models.loading.stored import find_tensors
 from paged_jax.models.loading.tensor_map import pieces
 from paged_jax.models.rope import Rope, head_order, rotations
 from paged_jax.models.rope_scaling import RopeScaling
@@ -35,6 +36,24 @@ _LONGROPE = {
     "long_factor": [1.1, 1.4, 3.0, 9.0, 20.0, 40.0, 50.0, 60.0],
     "original_max_position_embeddings": 32,
 }
+
+# Of Phi-3.5-mini, whose numbers are these in float32.
+_PHI = {
+    "rope_type": "longrope",
+    "short_factor": [
+        1.0, 1.02, 1.03, 1.03, 1.05, 1.05, 1.05, 1.05, 1.05, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17,
+        1.29, 1.34, 1.68, 1.79, 1.82, 1.85, 1.88, 1.91, 1.94, 1.99, 2.02, 2.02, 2.02, 2.02, 2.02,
+        2.02, 2.03, 2.03, 2.03, 2.03, 2.03, 2.03, 2.03, 2.03, 2.03, 2.08, 2.09, 2.19, 2.22, 2.59,
+        2.73, 2.75, 2.84,
+    ],
+    "long_factor": [
+        1.08, 1.11, 1.14, 1.34, 1.59, 1.6, 1.62, 2.62, 3.23, 3.23, 4.79, 7.4, 7.7, 9.09, 12.2,
+        17.67, 24.46, 28.57, 30.42, 30.84, 32.59, 32.93, 42.32, 44.96, 50.34, 50.45, 57.55, 57.93,
+        58.21, 60.14, 62.61, 62.62, 62.71, 63.14, 63.14, 63.77, 63.93, 63.96, 63.97, 64.03, 64.07,
+        64.08, 64.12, 64.41, 64.48, 64.51, 64.53, 64.84,
+    ],
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 # What of its rotations real configs say: D, longest sequence, base, and the rest.
 _REAL = {
@@ -85,6 +104,21 @@ _REAL = {
             "original_max_position_embeddings": 4096,
         },
     ),
+    "Olmo-3-7B, full layers": (
+        128,
+        65536,
+        500000.0,
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": 1.2079441541679836,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "Phi-3.5-mini-instruct": (96, 131072, 10000.0, _PHI),
+    "Phi-3.5-mini-instruct, short": (96, 4096, 10000.0, _PHI),
     "a factor of attention": (64, 512, 500.0, {**_YARN, "attention_factor": 1.25}),
     "dynamic": (64, 512, 10000.0, {"rope_type": "dynamic", "factor": 2.0}),
     "longrope, short": (16, 32, 10000.0, _LONGROPE),
@@ -201,10 +235,11 @@ def test_from_dict_names_what_is_wrong_with_a_rope(changes, problem):
 
 def test_configs_with_every_rope_are_written_and_read_again():
     base = {"model_type": "llama", **_SIZES, "max_position_embeddings": 256}
-    for _, _, theta, entry in _REAL.values():
+    for head_dim, _, theta, entry in _REAL.values():
         if "partial_rotary_factor" in entry:
             continue
-        config = LlamaConfig.from_dict({**base, "rope_theta": theta, "rope_scaling": entry})
+        rope = {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": entry}
+        config = LlamaConfig.from_dict({**base, **rope})
         assert LlamaConfig.from_dict(config.to_dict()) == config
 
 
@@ -296,7 +331,7 @@ def test_read_fills_any_part_of_a_parameter_and_rows_come_back(tmp_path, name):
     np.testing.assert_array_equal(piece.to_rows(jnp.asarray(box)), rows)
 
     save_file({"x": tensor}, tmp_path / "model.safetensors")
-    stored = huggingface._stored_tensors(tmp_path, _MIXED)
+    stored = find_tensors(tmp_path, _MIXED)
     parameter = np.zeros(piece.end, np.float32)
     parameter[piece.box] = box
     for cut in (slice(None), slice(1, None), slice(None, -1), slice(1, 2)):
