@@ -56,6 +56,7 @@ from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import parameter_layout, parameter_shapes
+from paged_jax.models.part import Part
 from paged_jax.runner import Sizes
 from paged_jax.sampling import Constraints, SlotSampling
 
@@ -274,10 +275,26 @@ def _group_footprints(
     return tuple(groups)
 
 
-def weight_bytes(config: LlamaConfig, dtype: DTypeLike) -> int:
-    """Bytes of all parameters, their matrices in a dtype."""
+def weight_layout(
+    config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name, shape and type of every parameter, matrices in a dtype.
+
+    Args:
+      config: the configuration of what one device computes, see `shard_config`.
+      dtype: type of the matrices.
+      num_devices: devices that compute the model together, and divide its experts.
+    """
+    part = Part("", config.vocab_size, num_devices) if num_devices > 1 else None
     # Stacked where they can be: that traces one layer, not all.
-    layout = parameter_layout(Llama, config, dtype=dtype, scan_layers=config.can_scan_layers)
+    return parameter_layout(
+        Llama, config, dtype=dtype, scan_layers=config.can_scan_layers, part=part
+    )
+
+
+def weight_bytes(config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1) -> int:
+    """Bytes of all parameters, see `weight_layout`."""
+    layout = weight_layout(config, dtype, num_devices)
     return sum(x.size * x.dtype.itemsize for x in layout.values())
 
 

@@ -168,7 +168,7 @@ def make_plan(
     taken = footprint(
         config,
         sizes,
-        weights=weight_bytes(shard, weights_dtype),
+        weights=weight_bytes(shard, weights_dtype, tensor_parallel_size),
         dtype=weights_dtype,
         kv_dtype=pool_dtype,
         platform=platform,

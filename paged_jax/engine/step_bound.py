@@ -4,7 +4,7 @@
 
     bytes        read by a device: its weights, of the embedding only the rows of the batch's
                  tokens, and K and V of all tokens of all sequences, or those in the window
-    operations   two for each weight read and each sequence
+    operations   two for each weight and each sequence that meet
     sent         by a device to others: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of
                  those of an all-gather. Devices that only send to each other cannot do with less
                  (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009); switches that add up,
@@ -15,16 +15,18 @@ all-gather of the logits, `[B, V]` in float32. Layers whose attention and MLP ru
 one, and norms over all heads take one of two numbers a token. To begin and end each of them takes
 microseconds, which are not published and not counted here.
 
+Of X experts a token passes through k, and B tokens read X (1 - (1 - k / X)^B) of them where they
+choose evenly, on each device its part. That is what is to be expected, no bound.
+
 Letters are those of `paged_jax.dims`; E is the hidden size, N the number of devices.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+from paged_jax.engine.footprint import weight_layout
 from paged_jax.engine.memory_plan import MemoryPlan
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
-from paged_jax.models.loading.parameters import parameter_layout
 
 # Of the residual stream and of logits.
 _FLOAT_BYTES = 4
@@ -125,14 +127,33 @@ def step_bound(plan: MemoryPlan, device: Device, batch: int, length: int) -> Ste
       batch: B, sequences.
       length: tokens of each sequence.
     """
-    scan_layers = plan.shard.can_scan_layers
-    layout = parameter_layout(Llama, plan.shard, dtype=plan.dtype, scan_layers=scan_layers)
+    layout = weight_layout(plan.shard, plan.dtype, plan.num_devices)
     if not plan.config.tie_word_embeddings:
         del layout["embed_tokens"]
-    num_bytes = sum(x.size * x.dtype.itemsize for x in layout.values())
-    num_weights = sum(x.size for x in layout.values())
+    of_token, of_batch = _parts_of_experts(plan.config, batch)
+    num_bytes, num_weights = 0.0, 0.0
+    for name, x in layout.items():
+        is_of_experts = name.rpartition(".")[2].startswith("experts_")
+        num_bytes += x.size * x.dtype.itemsize * (of_batch if is_of_experts else 1)
+        num_weights += x.size * (of_token if is_of_experts else 1)
     return StepBound(
         reading=(num_bytes + batch * plan.read_bytes(length)) / device.memory_rate,
         computing=2 * batch * num_weights / device.operation_rate,
         sending=collectives(plan, batch).sent / device.link_rate,
     )
+
+
+def _parts_of_experts(config: LlamaConfig, batch: int) -> tuple[float, float]:
+    """Which part of the experts a token passes through, and which part is read for a batch.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
+      ...                      num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64)
+      >>> [f"{part:.3f}" for part in _parts_of_experts(config, 8)]
+      ['0.125', '0.656']
+    """
+    if not config.num_experts:
+        return 1.0, 1.0
+    of_token = config.num_experts_per_tok / config.num_experts
+    return of_token, 1 - (1 - of_token) ** batch

@@ -32,8 +32,15 @@ from tests.support.aot_cases import count_collectives  # noqa: E402
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402
 from tests.support.h200 import H200  # noqa: E402
+from tests.support.model_shapes import GEMMA_3_27B, GPT_OSS_20B, with_layers  # noqa: E402
 
-MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "405B": LLAMA_3_405B}
+MODELS = {
+    "8B": LLAMA_3_8B,
+    "70B": LLAMA_3_70B,
+    "405B": LLAMA_3_405B,
+    "gemma-3-27b": GEMMA_3_27B,
+    "gpt-oss-20b": GPT_OSS_20B,
+}
 
 
 def find_devices(device: str, shape: str) -> list[Any]:
@@ -50,7 +57,7 @@ def find_devices(device: str, shape: str) -> list[Any]:
 def describe(plan: MemoryPlan, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """What a program needs of each device, beside what was planned."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    pool = plan.num_engine_blocks * plan.footprint.block
+    pool = plan.footprint.pool_bytes(plan.num_engine_blocks)
     return {
         "num_blocks": plan.num_engine_blocks,
         "planned": {
@@ -83,9 +90,9 @@ def main() -> None:
     name, _, shape = args.devices.partition(":")
     devices, device = find_devices(name, shape), DEVICES[name]
     config = MODELS[args.model]
-    config = dataclasses.replace(
-        config, num_hidden_layers=args.layers or config.num_hidden_layers, dtype="bfloat16"
-    )
+    if args.layers is not None:
+        config = with_layers(config, args.layers)
+    config = dataclasses.replace(config, dtype="bfloat16")
     plan = make_plan(
         config,
         int(args.memory_fraction * device.memory),

@@ -57,8 +57,8 @@ class EngineStep:
         """The program of the engine that was planned, with all blocks that it would have."""
         return cls(
             plan.config,
-            # Half a block more, whatever the rounding.
-            (plan.num_engine_blocks + 0.5) * plan.footprint.block / 1e9,
+            # A hundred bytes more, whatever the rounding.
+            (plan.footprint.pool_bytes(plan.num_engine_blocks) + 100) / 1e9,
             block_size=plan.sizes.block_size,
             batch=plan.sizes.num_slots,
             max_model_len=plan.sizes.max_model_len,
@@ -139,7 +139,7 @@ class EngineStep:
                 max_length=self.max_model_len,
                 num_blocks=num_blocks,
                 block_size=self.block_size,
-                max_tokens=self.sizes.max_chunk,
+                max_tokens=self.sizes.most_tokens,
                 dtype=self.pool_dtype,
                 platform="gpu" if platform == "cuda" else platform,
             )

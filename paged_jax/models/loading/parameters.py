@@ -4,6 +4,7 @@ A loader is given the class: anything that is called as `Llama` is, with a confi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -65,10 +66,18 @@ def parameter_shapes(
 
 
 def parameter_layout(
-    model_class: ModelClass, config: LlamaConfig, *, dtype: Any, scan_layers: bool
+    model_class: ModelClass, config: LlamaConfig, *, dtype: Any, scan_layers: bool, **options: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name, shape and type of every parameter of a model with weights of a type."""
-    state = nnx.state(_abstract(model_class, config, scan_layers, dtype))
+    """Name, shape and type of every parameter of a model with weights of a type.
+
+    Args:
+      model_class: class of the model.
+      config: its configuration.
+      dtype: type of the weights.
+      scan_layers: whether layers are stacked.
+      options: what else it is made with, such as the `part` of one of several devices.
+    """
+    state = nnx.state(_abstract(model_class, config, scan_layers, dtype, **options))
     return {
         _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
         for path, variable in nnx.to_flat_state(state)
@@ -111,11 +120,14 @@ def resolve_sharding(
 
 
 def _abstract(
-    model_class: ModelClass[Model], config: LlamaConfig, scan_layers: bool, dtype: Any
+    model_class: ModelClass[Model],
+    config: LlamaConfig,
+    scan_layers: bool,
+    dtype: Any,
+    **options: Any,
 ) -> Model:
-    return nnx.eval_shape(
-        lambda: model_class(config, dtype=dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0))
-    )
+    make = functools.partial(model_class, config, dtype=dtype, scan_layers=scan_layers, **options)
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
 def _name(path: tuple[Any, ...]) -> str:
