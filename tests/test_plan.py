@@ -44,6 +44,18 @@ WIDE_HEADS = LlamaConfig(
     head_dim=128,
     qk_norm=True,
 )
+# One whose experts hold more than attention.
+EXPERTS = LlamaConfig(
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=512,
+)
 
 
 def set_memory(monkeypatch, total: int, in_use: int = 0) -> None:
@@ -171,6 +183,7 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
         (MID, "float16", "float16", None, ("decode",)),
         # Kernels of our own hold an eighth of what is planned, as not every machine has them.
         (WIDE_HEADS, "float32", "auto", "xla", ("prefill", "decode", "swap")),
+        (EXPERTS, "float32", "auto", "xla", ("prefill",)),
     ],
 )
 def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, backend, kinds) -> None:

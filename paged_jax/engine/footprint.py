@@ -23,20 +23,24 @@ programs really take; in bytes, for N tokens in the program::
     swap       48 blocks: 16 on their way to the host or back, twice and a little more
     tables     40 S M
 
-    activations(N) = 4 N (max(3 F, 4 (H + 2 K) D) + R E) + 4 MiB
+    activations(N) = 4 N (max(3 F + k (3 Fx + 3 E), 4 (H + 2 K) D) + R E) + 4 MiB
 
-An MLP holds gate, up and their product; attention holds q, k and v, as they are, rotated, and as
-it lays them out; of the residual there are R = 4 arrays, but L + 1 on CPUs, where XLA keeps what
-each layer has added and sums it up last; and attention reads the pool in tiles, the 4 MiB. To
-choose a token takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
-programs that the tests compile are those of CPUs; those for GPUs and TPUs are compiled ahead of
+An MLP holds gate, up and their product, and so do the k experts of a token, beside what goes into
+them and comes out; attention holds q, k and v, as they are, rotated, and as it lays them out; of
+the residual there are R = 4 arrays, but L + 1 on CPUs, where XLA keeps what each layer has added
+and sums it up last; and attention reads the pool in tiles, the 4 MiB. Where XLA multiplies by the
+experts, on CPUs without our kernels, it copies the weights of one at a time, which is added.
+
+To choose a token takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state.
+The programs that the tests compile are those of CPUs; those for GPUs and TPUs are compiled ahead of
 time by `tests.support.aot_parallel`. What their drivers and libraries take for themselves is not
 counted: ``memory_fraction=0.9`` leaves them a tenth.
 
 Where several devices compute a model together, H, K and F are those of one of them, see
 `paged_jax.models.shards`; V is the whole vocabulary, as each device draws all tokens.
 
-Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size.
+Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size, Fx that of an
+expert.
 """
 
 import functools
@@ -246,7 +250,9 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    if platform == "cpu" and cpu.copies_weights(dtype):
+    if platform == "cpu" and (
+        cpu.copies_weights(dtype) or (config.num_experts and cpu.copies_groups(dtype))
+    ):
         copies = weights * 4 // jnp.dtype(dtype).itemsize
         steps = {program: taken + copies for program, taken in steps.items()}
     windows = [group.window for group in groups]
@@ -386,9 +392,17 @@ def _step_bytes(
 
 
 def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> int:
-    of_a_layer = max(3 * config.intermediate_size, 4 * config.qkv_features)
+    of_experts = 3 * (config.moe_intermediate_size + config.hidden_size)
+    mlp = 3 * config.dense_intermediate_size + config.num_experts_per_tok * of_experts
+    of_a_layer = max(mlp, 4 * config.qkv_features)
     num_residuals = config.num_hidden_layers + 1 if platform == "cpu" else _RESIDUALS
-    return 4 * num_tokens * (of_a_layer + num_residuals * config.hidden_size) + _TILE_BYTES
+    activations = 4 * num_tokens * (of_a_layer + num_residuals * config.hidden_size)
+    return activations + _TILE_BYTES + (_expert_bytes(config) if platform == "cpu" else 0)
+
+
+def _expert_bytes(config: LlamaConfig) -> int:
+    """Bytes of the weights of one expert's gate and up projection, twice and in float32."""
+    return 2 * 4 * 2 * config.moe_intermediate_size * config.hidden_size
 
 
 def in_units(num_bytes: int) -> str:

@@ -21,7 +21,7 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.cpu import decode as _decode
-from paged_jax.kernels.cpu.grouped_linear import grouped_linear, takes_groups
+from paged_jax.kernels.cpu.grouped_linear import copies_groups, grouped_linear
 from paged_jax.kernels.cpu.linear import (
     copies_weights,
     is_available,
@@ -34,6 +34,7 @@ from paged_jax.kernels.ragged_batch import attend_in_parts
 
 __all__ = [
     "Cpu",
+    "copies_groups",
     "copies_weights",
     "grouped_linear",
     "is_available",
@@ -41,7 +42,6 @@ __all__ = [
     "linear",
     "sum_rows",
     "takes",
-    "takes_groups",
 ]
 
 

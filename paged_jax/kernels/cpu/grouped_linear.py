@@ -8,17 +8,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.cpu.calls import call
-from paged_jax.kernels.cpu.library import Kernel
-
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+from paged_jax.kernels.cpu.library import Kernel, load
 
 # ``(x, w, group_sizes)`` to the products, see `paged_jax.kernels.grouped_linear`.
 GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def takes_groups(dtype: DTypeLike) -> bool:
-    """Whether there is a kernel for weights of a type, on a machine that has kernels at all."""
-    return jnp.dtype(dtype) in _DTYPES
+def copies_groups(dtype: DTypeLike) -> bool:
+    """Whether programs for this machine's CPU multiply by copies in float32 of all such weights."""
+    dtype = jnp.dtype(dtype)
+    return dtype == jnp.bfloat16 and load(Kernel("grouped_linear", dtype)).target is None
 
 
 def grouped_linear(
@@ -34,7 +33,7 @@ def grouped_linear(
     Args:
       plain: a function that means the same; a module's own, so that it is hashable.
       x: floating point ``[R, in]``, rounded to bfloat16 if the weights are.
-      w: ``[X, out, in]``, as `takes_groups` has it.
+      w: float32, bfloat16 or float16 ``[X, out, in]``.
       group_sizes: i32 ``[X]``.
       stack: where the kernel reads `w`: ``[L, X, out, in]``, and i32 ``[]``, the layer of it.
 
