@@ -20,6 +20,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "use_qk_norm": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
     "embedding_multiplier": 1,
     "residual_multiplier": 1,
     "logits_scaling": 1,
@@ -85,9 +87,8 @@ def _switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text model of a larger one, such as of one that sees images too."""
-    names = [config.get("model_type"), *(config.get("architectures") or [])]
     for model_type, (architecture, key) in PARTS.items():
-        if model_type in names or architecture in names:
+        if config.get("model_type") == model_type or config.get("architectures") == [architecture]:
             return _part(config, key)
     return config
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.families import UnsupportedConfigError
+from paged_jax.models.families import FAMILIES, UnsupportedConfigError
 from paged_jax.models.rope_scaling import RopeScaling
 
 _SIZES = {
@@ -20,6 +20,13 @@ _LLAMA = {"model_type": "llama", **_SIZES}
 _MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2, **_SIZES}
 _QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, **_SIZES}
 _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
+
+
+def _of_family(model_type):
+    """A config of any family, all else left to its defaults."""
+    return {"model_type": model_type, "num_key_value_heads": 2, **_SIZES}
+
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -83,12 +90,23 @@ def test_from_dict_fills_in_the_defaults_of_transformers():
 
 # Importing transformers takes seconds.
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [_LLAMA, _MISTRAL, _QWEN2, _QWEN3])
-def test_from_dict_defaults_equal_those_of_transformers(config):
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_from_dict_defaults_equal_those_of_transformers(model_type):
     transformers = pytest.importorskip("transformers")
-    sizes = {key: value for key, value in config.items() if key != "model_type"}
-    theirs = transformers.AutoConfig.for_model(config["model_type"], **sizes).to_dict()
+    config = _of_family(model_type)
+    theirs = transformers.AutoConfig.for_model(**config).to_dict()
     assert LlamaConfig.from_dict(theirs) == LlamaConfig.from_dict(config)
+
+
+@pytest.mark.slow
+def test_from_dict_defaults_of_gemma3_need_no_sizes():
+    """Real files have nothing else; nor do they name the numbers of heads."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    part = {**sizes, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    given = {"model_type": "gemma3", "text_config": {**part, "model_type": "gemma3_text"}}
+    theirs = transformers.AutoConfig.for_model("gemma3_text", **part).to_dict()
+    assert LlamaConfig.from_dict(theirs) == LlamaConfig.from_dict(given)
 
 
 def test_from_dict_reads_a_model_type_from_the_architecture():
@@ -178,6 +196,28 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
         ({**_LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8"),
         ({**_LLAMA, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ({**_MISTRAL, "attention_bias": True}, "attention_bias"),
+        *[
+            ({**_of_family(model_type), key: value}, named or key)
+            for model_type, key, value, named in (
+                ("llama", "attention_multiplier", 0.5, None),
+                ("llama", "embedding_multiplier", 2.0, None),
+                ("llama", "residual_multiplier", 0.5, None),
+                ("llama", "logits_scaling", 8.0, None),
+                ("llama", "final_logit_softcapping", 30.0, None),
+                ("mistral", "logit_scale", 0.5, None),
+                ("qwen3", "query_pre_attn_scalar", 256, None),
+                ("gemma2", "use_bidirectional_attention", True, None),
+                ("gemma2", "hidden_activation", "relu", "hidden_act"),
+                ("gemma3_text", "attn_logit_softcapping", 50.0, None),
+                ("phi3", "attention_bias", True, None),
+                ("olmo2", "sliding_window", 8, None),
+                ("olmo3", "layer_types", ["linear_attention"] * 3, "linear_attention"),
+                ("smollm3", "mlp_bias", True, None),
+                ("granite", "mlp_bias", True, None),
+                ("glm4", "sliding_window", 8, None),
+                ("cohere2", "use_qk_norm", True, None),
+            )
+        ],
     ],
 )
 def test_from_dict_refuses_what_is_not_built_by_name(config, named):
@@ -239,6 +279,7 @@ _OF_ALL_FAMILIES = pytest.mark.parametrize(
         dataclasses.replace(_SMALL, model_type="mistral", sliding_window=5),
         dataclasses.replace(_SMALL, model_type="qwen2", qkv_bias=True, sliding_window=5),
         dataclasses.replace(_SMALL, model_type="qwen3", qk_norm=True, eos_token_ids=(3, 4)),
+        *[LlamaConfig.from_dict(_of_family(model_type)) for model_type in FAMILIES],
     ],
 )
 

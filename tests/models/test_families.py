@@ -1,138 +1,185 @@
-"""Each family of models against Hugging Face transformers, on small random weights."""
+"""Each family of models against Hugging Face transformers, on small random weights.
 
+Entries of `tests.support.families.CASES` go through all of these tests: the plain forward, prefill
+in chunks and decode through a paged cache, and an engine whose pool is so small that it preempts.
+Of two backends a case has one in the cache and the other in the engine, and every second pair of
+cases swaps where the others compute again. Entries of `VARIANTS` are read, computed, and saved.
+"""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from paged_jax import Engine, SamplingParams
+from paged_jax.kernels import dispatch
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
-from paged_jax.models.loading.huggingface import load_weights, save_weights
+from paged_jax.models.embedding import take_rows
+from paged_jax.models.llama import Llama, _table
+from paged_jax.models.loading.huggingface import save_weights
+from paged_jax.runner import runner
+from tests.support import families
+from tests.support.families import CASES, VARIANTS, VOCAB_SIZE
+from tests.support.workload import Job, check_empty, play
 
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
 
-_SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-_FAMILIES = {
-    "llama with a head a query": ("llama", {"num_key_value_heads": 4}),
-    "llama tied, with llama3 rope": (
-        "llama",
-        {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
-    ),
-    "llama with linear rope": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
-    ),
-    "llama with wide heads": ("llama", {"head_dim": 12}),
-    "llama with biases": ("llama", {"attention_bias": True}),
-    "mistral with a window": ("mistral", {"sliding_window": 5}),
-    "mistral without a window": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {}),
-    "qwen2 with a window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    ),
-    "qwen2 with windows in some layers": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3 tied, with biases": (
-        "qwen3",
-        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-}
-_TOKENS = np.random.default_rng(0).integers(0, _SIZES["vocab_size"], (2, 24), dtype=np.int32)
+LENGTH, CHUNK, NUM_CHUNKS = 512, 128, 3
+MAX_TOKENS = 64
+TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 
-# Imported by the tests that need them, and not where tests are only collected: that takes seconds.
-def _torch():
-    return pytest.importorskip("torch")
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """The number of a case, transformers' model, and the folder that it has been saved to."""
+    folder = tmp_path_factory.mktemp("theirs")
+    model = families.reference(CASES[request.param])
+    model.save_pretrained(folder)
+    return list(CASES).index(request.param), model, folder
 
 
-def _transformers():
-    return pytest.importorskip("transformers")
+@pytest.fixture(scope="module")
+def expected(case) -> np.ndarray:
+    """Logits ``[T, V]`` of a sequence."""
+    return varied_logits(case[1])
 
 
-def _reference(model_type, changes):
-    """A transformers model in which every weight is random, norms and biases too."""
-    torch, transformers = _torch(), _transformers()
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        model_type, attn_implementation="eager", **{**_SIZES, **changes}
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if "norm" in name:
-                parameter.add_(1.0)
-    return model
+@pytest.fixture(scope="module")
+def model(case) -> Llama:
+    return Llama.from_pretrained(case[2])
 
 
-def _logits(model):
-    with _torch().no_grad():
-        return model(_torch().from_numpy(_TOKENS).long()).logits.numpy()
+@pytest.fixture
+def backends(case, monkeypatch) -> tuple[str, str]:
+    """That of the cache and that of the engine."""
+    monkeypatch.setitem(dispatch.BACKENDS, "triton", families.InterpretedTriton())
+    return ("xla", "triton") if case[0] % 2 else ("triton", "xla")
 
 
-def _load(folder, **options):
-    auto = _transformers().AutoModelForCausalLM
-    return auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
+def varied_logits(theirs) -> np.ndarray:
+    logits = families.logits(theirs, TOKENS)[0]
+    assert np.std(logits) > 0.2  # a model whose logits vanish would agree with anything
+    return logits
 
 
-@nnx.jit
-def _forward(model, token_ids):
-    return model(token_ids)
+forward = nnx.jit(lambda model, token_ids: model(token_ids))
+score = nnx.jit(Llama.score, static_argnames="backend", donate_argnames="cache")
+decode = nnx.jit(Llama.decode, static_argnames="backend", donate_argnames="cache")
 
 
-@pytest.mark.parametrize("family", _FAMILIES)
-def test_llama_computes_what_transformers_computes(tmp_path, family):
-    reference = _reference(*_FAMILIES[family])
-    expected = _logits(reference)
-    assert np.std(expected) > 0.1  # a model whose logits vanish would agree with anything
-    reference.save_pretrained(tmp_path / "theirs")
-    config = LlamaConfig.from_file(tmp_path / "theirs")
-    model = load_weights(Llama, tmp_path / "theirs", config)
-    np.testing.assert_allclose(_forward(model, jnp.asarray(_TOKENS)), expected, rtol=0, atol=1e-4)
-
-    save_weights(model, tmp_path / "ours")
-    np.testing.assert_array_equal(_logits(_load(tmp_path / "ours")), expected)
+def check_forward(model: Llama, expected: np.ndarray, folder) -> None:
+    """It computes the logits, and so does transformers with what it saves."""
+    logits = forward(model, jnp.asarray(TOKENS))[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    save_weights(model, folder)
+    assert LlamaConfig.from_file(folder) == model.config
+    np.testing.assert_array_equal(families.logits(families.load(folder), TOKENS)[0], expected)
 
 
-def test_llama_computes_what_transformers_computes_with_stacked_layers(tmp_path):
-    reference = _reference("qwen3", {"attention_bias": True, "head_dim": 16})
-    reference.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+def test_forward_computes_what_transformers_computes(model, expected, tmp_path) -> None:
+    check_forward(model, expected, tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_of_a_variant_computes_what_transformers_computes(tmp_path, variant) -> None:
+    theirs = families.reference(VARIANTS[variant])
+    # In several files, and layers that are not stacked.
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    model = Llama.from_pretrained(tmp_path / "theirs", scan_layers=True)
-    expected = _logits(reference)
-    np.testing.assert_allclose(_forward(model, jnp.asarray(_TOKENS)), expected, rtol=0, atol=1e-4)
-
-    save_weights(model, tmp_path / "ours", max_file_bytes=20_000)
-    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
-    np.testing.assert_array_equal(_logits(_load(tmp_path / "ours")), expected)
+    model = Llama.from_pretrained(tmp_path / "theirs", scan_layers=False)
+    check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 
-def test_llama_reads_the_bfloat16_weights_of_transformers(tmp_path):
-    _reference("llama", {}).to(_torch().bfloat16).save_pretrained(tmp_path)
+def test_chunks_and_steps_compute_what_transformers_computes(model, expected, backends) -> None:
+    cache = model.create_cache(num_slots=1, max_length=LENGTH)
+    slots, num_tokens = jnp.array([0]), jnp.array([CHUNK])
+    logits = []
+    for start in range(0, NUM_CHUNKS * CHUNK, CHUNK):
+        chunk = jnp.asarray(TOKENS[:, start : start + CHUNK])
+        rows, cache, ok = score(model, cache, chunk, slots, num_tokens, backend=backends[0])
+        assert ok
+        logits.extend(rows[0])
+    for token_id in TOKENS[0, NUM_CHUNKS * CHUNK :]:
+        rows, cache, ok = decode(model, cache, jnp.array([token_id]), slots, backend=backends[0])
+        assert ok
+        logits.append(rows[0])
+    np.testing.assert_allclose(np.stack(logits), expected, rtol=0, atol=1e-4)
+
+
+def test_engine_gives_the_tokens_of_transformers(case, model, backends, monkeypatch) -> None:
+    """Prompts in chunks, some of them cached, samples that share blocks, and too few blocks."""
+    # One row is padded to four, which saves a program a case.
+    monkeypatch.setattr(runner, "row_bucket", lambda count, num_slots: num_slots)
+    number, theirs, _ = case
+    swaps = number // 2 % 2 == 1
+    has_full_layers = None in model.config.windows
+    engine = Engine(
+        model,
+        block_size=8,
+        num_blocks=24 if has_full_layers else 13,
+        max_num_seqs=4,
+        max_model_len=128,
+        max_chunk=16,
+        max_num_batched_tokens=32,
+        preemption="swap" if swaps else "recompute",
+        backend=backends[1],
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    drawn = SamplingParams(seed=1, n=2, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+    first, second, third = (TOKENS[0, start : start + 40].tolist() for start in (0, 40, 80))
+    jobs = [
+        Job("alone", {"prompt_token_ids": first}, greedy),
+        Job("two samples", {"prompt_token_ids": second}, drawn),
+        Job("same beginning", {"prompt_token_ids": first[:25] + third[:9]}, greedy, at=4),
+        Job("again", {"prompt_token_ids": first}, greedy, at=40),
+    ]
+    outputs = play(engine, jobs)
+    check_empty(engine)
+    for output in outputs.values():
+        for sample in output.outputs:
+            check_sample(theirs, output.prompt_token_ids, sample)
+    stats = engine.stats
+    assert stats.num_cached_tokens > 0, "make it happen"
+    # Where all layers have a window, a sequence is bounded: it waits, and is never preempted.
+    assert (stats.num_preemptions > 0) == has_full_layers
+    assert (stats.num_swap_preemptions > 0) == (has_full_layers and swaps)
+    assert (stats.num_recomputed_tokens > 0) == (has_full_layers and not swaps)
+
+
+def check_sample(theirs, prompt: list[int], sample) -> None:
+    """The most probable tokens, or log-probabilities of those that were drawn."""
+    tokens = np.array(sample.token_ids)
+    assert len(tokens) == MAX_TOKENS and len(set(sample.token_ids)) > 3
+    logits = families.logits(theirs, np.array([[*prompt, *tokens]]))[0, -MAX_TOKENS - 1 : -1]
+    if sample.logprobs is None:
+        np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
+        return
+    ours = [at[token].logprob for at, token in zip(sample.logprobs, tokens, strict=True)]
+    expected = jax.nn.log_softmax(logits)[np.arange(MAX_TOKENS), tokens]
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_the_text_model_of_one_that_sees_images_is_read(tmp_path) -> None:
+    theirs = families.reference_with_images(CASES["gemma3"])
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = Llama.from_pretrained(tmp_path / "theirs")
+    assert model.config.model_type == "gemma3_text" and model.config.eos_token_ids == (1, 5)
+    check_forward(model, varied_logits(theirs), tmp_path / "ours")
+
+
+def test_bfloat16_weights_of_transformers_are_read(tmp_path) -> None:
+    # Gemma's factor, of which the square root is no number of bfloat16, is rounded with the rest.
+    case = families.changed(CASES["gemma2"], hidden_size=72)
+    families.reference(case).bfloat16().save_pretrained(tmp_path)
     model = Llama.from_pretrained(tmp_path)
     assert model.config.dtype == "bfloat16"
-    assert model.embed_tokens[...].dtype == jnp.bfloat16
+    rows = model._scaled(take_rows(_table(model, "embed_tokens"), jnp.asarray(TOKENS)))
+    theirs = families.load(tmp_path, dtype="bfloat16")
+    expected = families.embeddings(theirs, TOKENS)
+    np.testing.assert_array_equal(rows.astype(jnp.bfloat16).astype(jnp.float32), expected)
+
     widened = Llama.from_pretrained(tmp_path, dtype="float32")
-    expected = _logits(_load(tmp_path, dtype=_torch().float32))
-    np.testing.assert_allclose(_forward(widened, jnp.asarray(_TOKENS)), expected, rtol=0, atol=1e-4)
+    expected = families.logits(families.load(tmp_path, dtype="float32"), TOKENS)
+    np.testing.assert_allclose(forward(widened, jnp.asarray(TOKENS)), expected, rtol=0, atol=1e-4)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import int8 as loading_int8
@@ -100,6 +101,29 @@ def test_int8_weights_are_those_of_floats_rounded_as_they_are_loaded(
     weights = jax.tree.leaves(nnx.state(model))
     assert weight_bytes(floats.config, "int8") == sum(x.nbytes for x in weights)
     assert num_parameters(floats.config) == sum(x.size for x in parameters(wide).values())
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "phi3", "olmo2", "glm4"])
+def test_int8_weights_of_other_families_are_their_floats_rounded(tmp_path, model_type) -> None:
+    """Of tensors that hold several parameters, and of heads that lie in another order."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = LlamaConfig.from_dict({"model_type": model_type, **sizes, **heads})
+    random_llama(config).save_pretrained(tmp_path)
+    floats, model = (load_weights(Llama, tmp_path, config, dtype=d) for d in ("float32", "int8"))
+    state = nnx.state(floats)
+    for path, variable in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        if name + SCALE in parameters(model):
+            values, scales = quantise(np.asarray(variable[...]))
+            np.testing.assert_array_equal(parameters(model)[name], values, err_msg=name)
+            np.testing.assert_array_equal(parameters(model)[name + SCALE], scales, err_msg=name)
+            variable[...] = jnp.asarray(values * scales[..., None])
+    nnx.update(floats, state)
+    token_ids = np.arange(3, 15, dtype=np.int32)[None]
+    forward = jax.jit(Llama.__call__)
+    want = forward(floats, token_ids)
+    np.testing.assert_allclose(forward(model, token_ids), want, atol=1e-4 * float(want.std()))
 
 
 @pytest.mark.parametrize("saved_stacked", [False, True])

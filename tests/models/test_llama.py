@@ -104,6 +104,22 @@ ALL = {
     "qk_norm": True,
 }
 SOME_WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
+# What no model of the Llama line does.
+OTHERWISE = {
+    "norm_placement": "parallel",
+    "norm_type": "layer",
+    "norm_offset": 1.0,
+    "qk_norm": True,
+    "qk_norm_scope": "projection",
+    "hidden_act": "gelu",
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logit_scale": 0.7,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "rope_layers": (True, False),
+}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +129,7 @@ SOME_WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding
         # Heads as TPUs have them: K and V are padded to whole registers.
         pytest.param(ALL, False, 128, id="all-padded"),
         pytest.param(SOME_WINDOWS, False, 8, id="some-windows"),
+        pytest.param(OTHERWISE, False, 8, id="otherwise"),
         pytest.param(ALL, True, 8, id="all-scanned", marks=pytest.mark.slow),
     ],
 )

@@ -1,0 +1,271 @@
+"""Tiny checkpoints of every family, as transformers makes and saves them.
+
+A family is tested by an entry of `CASES`: its logits, its steps through a paged cache, and what an
+engine gives. Each has a layer of each kind, and a window that is shorter than its sequences; every
+weight is random, norms and biases too.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from paged_jax.kernels.triton import Triton
+
+VOCAB_SIZE = 96
+WINDOW = 24
+_SLIDING = ["sliding_attention", "full_attention"]
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model of a family.
+
+    Attributes:
+      model_type: as transformers names it.
+      changes: of its config, beside the sizes that all have.
+    """
+
+    model_type: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CASES = {
+    "llama": Case("llama", {"head_dim": 24}),
+    "mistral": Case("mistral", {"sliding_window": WINDOW}),
+    "qwen2 with windows in some layers": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    "qwen3 tied": Case("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma3": Case(
+        "gemma3_text",
+        {
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 3,
+            "layer_types": [*_SLIDING, *_SLIDING[:1]],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "gemma2": Case(
+        "gemma2",
+        {
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "phi3 of which half of a head rotates": Case(
+        "phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    ),
+    "phi3 with a window": Case("phi3", {"sliding_window": WINDOW}),
+    "olmo2": Case("olmo2"),
+    "olmo3 with yarn": Case(
+        "olmo3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "smollm3": Case("smollm3", {"no_rope_layer_interval": 2, "attention_bias": True}),
+    "granite": Case(
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+        },
+    ),
+    "glm4": Case("glm4", {"head_dim": 24}),
+    "cohere2": Case(
+        "cohere2", {"sliding_window": WINDOW, "layer_types": _SLIDING, "logit_scale": 0.7}
+    ),
+}
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+# What a config.json of these families may ask otherwise.
+VARIANTS = {
+    "llama with a head a query": Case("llama", {"num_key_value_heads": 4}),
+    "llama tied, with llama3 rope": Case(
+        "llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}
+    ),
+    "llama with linear rope and biases": Case(
+        "llama",
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+        },
+    ),
+    "llama with gelu": Case("llama", {"hidden_act": "gelu"}),
+    "mistral without a window": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2"),
+    "qwen2 with a window": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+    ),
+    "qwen3 with biases": Case("qwen3", {"head_dim": 8, "attention_bias": True}),
+    "gemma2 without caps, with biases": Case(
+        "gemma2",
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "hidden_activation": "silu",
+        },
+    ),
+    "gemma3 untied": Case(
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": WINDOW, "tie_word_embeddings": False},
+    ),
+    "olmo2 with a head a query": Case("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3 with windows alone": Case("olmo3", {"sliding_window": WINDOW}),
+    "smollm3 with windows": Case(
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING[::-1],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite tied, with biases": Case(
+        "granite", {"tie_word_embeddings": True, "attention_bias": True, "logits_scaling": 0.9}
+    ),
+    "glm4 without biases": Case("glm4", {"head_dim": 16, "attention_bias": False}),
+    "cohere2 untied, with biases": Case(
+        "cohere2",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING[::-1],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "logit_scale": 0.4,
+        },
+    ),
+}
+
+
+# Imported by the tests that need them, and not where tests are only collected: that takes seconds.
+def torch() -> Any:
+    """The package, or the test is skipped."""
+    return pytest.importorskip("torch")
+
+
+def transformers() -> Any:
+    """The package, or the test is skipped."""
+    return pytest.importorskip("transformers")
+
+
+def changed(case: Case, **changes: Any) -> Case:
+    """A case with other sizes or switches."""
+    return Case(case.model_type, {**case.changes, **changes})
+
+
+def reference(case: Case) -> Any:
+    """A transformers model of a case in which every weight is random."""
+    config = transformers().AutoConfig.for_model(
+        case.model_type, attn_implementation="eager", **{**_SIZES, **case.changes}
+    )
+    return _randomised(transformers().AutoModelForCausalLM.from_config, config)
+
+
+def reference_with_images(case: Case) -> Any:
+    """A transformers model that sees images, whose text model is of a case, and Gemma 3."""
+    kinds = transformers()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    config = kinds.Gemma3Config(
+        text_config={**_SIZES, **case.changes},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        eos_token_id=[1, 5],
+        image_token_index=0,
+        attn_implementation="eager",
+    )
+    return _randomised(kinds.Gemma3ForConditionalGeneration, config)
+
+
+def _randomised(make: Callable[[Any], Any], config: Any) -> Any:
+    torch().manual_seed(0)
+    # Transformers says that tokens of a family are not in this vocabulary.
+    transformers().logging.set_verbosity_error()
+    model = make(config).eval()
+    with torch().no_grad():
+        for name, parameter in model.named_parameters():
+            offset = parameter.mean() if "norm" in name else 0.0  # 1, or Gemma's 0
+            # Small embeddings keep a tied model from repeating its last token for ever.
+            std = 0.3 if parameter.ndim == 1 else 0.05 if "embed" in name else 0.2
+            parameter.normal_(std=std).add_(offset)
+    return model
+
+
+def logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    """Those of a transformers model, float32 ``[B, T, V]``, for tokens ``[B, T]``."""
+    with torch().no_grad():
+        return model(torch().from_numpy(np.asarray(token_ids)).long()).logits.numpy()
+
+
+def embeddings(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    """What the first layer of a transformers model is given, float32 ``[B, T, E]``."""
+    with torch().no_grad():
+        rows = model.model.embed_tokens(torch().from_numpy(np.asarray(token_ids)).long())
+        return rows.float().numpy()
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """What transformers makes of a folder."""
+    auto = transformers().AutoModelForCausalLM
+    return auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
+
+
+class InterpretedTriton(Triton):
+    """The kernels for GPUs, interpreted, as a backend that runs anywhere."""
+
+    platform = None
+
+    def __init__(self) -> None:
+        super().__init__(interpret=jax.default_backend() != "gpu")
