@@ -51,7 +51,8 @@ def check(
     num_parts: int | None = 0,
     **kwargs,
 ) -> None:
-    out, lse = run(batch, q, params=params, num_parts=num_parts, **kwargs)
+    slid = batch.slid(kwargs.get("sliding_window"))
+    out, lse = run(slid, q, params=params, num_parts=num_parts, **kwargs)
     expected, expected_lse = batch.expected_decode(q, **kwargs)
     assert out.dtype == q.dtype
     assert lse.dtype == np.float32

@@ -40,7 +40,8 @@ def attend(batch: PagedBatch, q, query_lens, *, params=SMALL, sinks=None, **opti
 
 
 def check(batch: PagedBatch, q, query_lens, *, params=SMALL, rtol=0.0, atol=1e-5, **options):
-    got = attend(batch, q, query_lens, params=params, **options)
+    slid = batch.slid(options.get("sliding_window"), query_lens)
+    got = attend(slid, q, query_lens, params=params, **options)
     want = batch.expected_prefill(q, query_lens, **options)
     for name, a, b in zip(("out", "lse"), got, want, strict=True):
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=rtol, atol=atol, err_msg=name)

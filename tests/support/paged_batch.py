@@ -70,7 +70,8 @@ class PagedBatch:
         P = int(counts.sum()) + 5
         M = max(int(counts.max()), 1) + extra_width
         tables = np.full((len(lengths), M), OUT_OF_RANGE, np.int32)
-        free = rng.permutation(P)
+        # Nobody has the first and the last, to which entries out of range may be clipped.
+        free = 1 + rng.permutation(P - 2)
         for b, first in enumerate(np.cumsum(counts) - counts):
             tables[b, : counts[b]] = free[first : first + counts[b]]
 
@@ -114,6 +115,29 @@ class PagedBatch:
         )
         return dataclasses.replace(self, k=k, v=v, block_tables=tables)
 
+    def slid(self, window: int | None, query_lens: Any = 1) -> "PagedBatch":
+        """The batch without the blocks of which no query sees a token: given back, and spoilt.
+
+        Their entries in the tables are out of range, as a cache has them that keeps a window alone.
+        """
+        if window is None:
+            return self
+        C = self.pools.k.shape[3]
+        tables = self.block_tables.copy()
+        lengths = np.minimum(self.lengths, tables.shape[1] * C)
+        starts = lengths - np.clip(query_lens, 1, lengths.max()) + 1 - window
+        tables[np.arange(tables.shape[1])[None] < (starts // C)[:, None]] = OUT_OF_RANGE
+        is_left = np.isin(np.arange(self.pools.k.shape[1]), tables, invert=True)
+
+        def spoil(pool: np.ndarray) -> np.ndarray:
+            poison = 127 if jnp.issubdtype(pool.dtype, jnp.integer) else np.nan
+            pool = pool.copy()
+            pool[:, is_left] = poison
+            return pool
+
+        pools = Pools(*(pool if pool is None else spoil(pool) for pool in self.pools))
+        return dataclasses.replace(self, pools=pools, block_tables=tables)
+
     def decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
         """Run `paged_attention` on ``q [B, H, D]``, ``(out, lse)``."""
         return self._run(_decode, q, (), **options)
@@ -128,7 +152,8 @@ class PagedBatch:
 
     def _run(self, function: Callable[..., Any], q, query_lens, layer=LAYER, sinks=None, **static):
         run = _program(function)
-        arrays = self.pools, self.block_tables, self.lengths, *query_lens
+        batch = self.slid(static.get("sliding_window"), *query_lens)
+        arrays = batch.pools, batch.block_tables, batch.lengths, *query_lens
         return jax.tree.map(np.asarray, run(q, *arrays, np.int32(layer), sinks, **static))
 
     def expected_decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
