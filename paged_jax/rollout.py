@@ -2,10 +2,12 @@
 
 The cache is made inside, with blocks for every row at its full length, and gone afterwards. Samples
 of one prompt share its blocks; rows of different prompts, or of prompts that are given twice, take
-as much as a contiguous cache of the same lengths.
+as much as a contiguous cache of the same lengths. Layers with a sliding window take little more
+than it: their blocks are given back and taken again while the program runs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,13 +22,17 @@ from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sizes import num_blocks_needed, num_cached_tokens_at
+from paged_jax.cache.sizes import max_blocks_in_window, num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import DecodeState, decode_steps
-from paged_jax.sampling import Constraints, SlotSampling
+from paged_jax.sampling import Constraints, Draws, SlotSampling
+
+# Tokens that a row gets before the blocks that have left windows are given back: few beside the
+# windows of models, and so many that giving back costs nothing beside computing them.
+_MOST_AT_ONCE = 256
 
 
 class Rollout(NamedTuple):
@@ -98,7 +104,9 @@ def rollout(
         range, or a token outside of the vocabulary.
 
     Cost: memory for K and V of B * (T + num_samples * N) tokens, and up to a block more for each
-    sample; a pass over B * T tokens, then time until the last row has stopped.
+    sample; in layers with a sliding window at most of the window and 256 tokens, and up to two
+    blocks more, for each of B * num_samples rows; a pass over B * T tokens, then time until the
+    last row has stopped.
 
     Example:
       >>> from flax import nnx
@@ -122,14 +130,22 @@ def rollout(
     # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
     model = jax.tree.map(lax.stop_gradient, model)
     num_tokens = jnp.clip(num_tokens, 1, T)
+    num_rows = B * num_samples
+    most_at_once = _most_at_once(model.config.windows, max(T - 1, max_tokens))
+    num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
+    if None not in model.config.windows:
+        kept = max(filter(None, model.config.windows))
+        held = max_blocks_in_window(kept, most_at_once, block_size)
+        num_blocks = min(num_blocks, num_rows * held)
     cache = model.create_cache(
-        num_slots=B * num_samples,
+        num_slots=num_rows,
         max_length=num_cached_tokens_at(T + max_tokens),
-        num_blocks=B * _num_blocks(T, max_tokens, num_samples, block_size),
+        num_blocks=num_blocks,
         block_size=block_size,
+        max_tokens=most_at_once,
         dtype=cache_dtype,
     )
-    cache = _prefill(model, cache, prompts, num_tokens, num_samples, backend)
+    cache = _prefill(model, cache, prompts, num_tokens, num_samples, most_at_once, backend)
 
     last_tokens = prompts[jnp.arange(B, dtype=jnp.int32), num_tokens - 1]
     last_tokens, num_tokens = (jnp.repeat(x, num_samples) for x in (last_tokens, num_tokens))
@@ -139,7 +155,6 @@ def rollout(
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     rows = {name: _per_row(name, jnp.asarray(x), B, num_samples) for name, x in values.items()}
     rows |= {"seed": _per_row("seed", _keys(seed), B, num_samples), "held_until": num_tokens}
-    num_rows = num_tokens.shape[0]
     state = DecodeState(
         cache=cache,
         sampling=_sampling(num_rows, model.config.vocab_size, rows),
@@ -149,8 +164,46 @@ def rollout(
         constraints=Constraints.create(num_rows, vocab_size=0, max_forced=0),
     )
     slots = jnp.arange(num_rows, dtype=jnp.int32)
-    tokens, _ = decode_steps(model, state, slots, max_tokens, max_steps=max_tokens, backend=backend)
-    return Rollout(tokens.token_ids.T, tokens.logprobs.T, tokens.num_new)
+    steps = min(max_tokens, most_at_once)
+    draws, num_new = _decode(model, state, slots, max_tokens, steps, backend)
+    return Rollout(draws.token_ids.T, draws.logprobs.T, num_new)
+
+
+def _most_at_once(windows: Sequence[int | None], num_tokens: int) -> int:
+    """Most tokens that a row gets before blocks are given back: all, where none ever are."""
+    return num_tokens if set(windows) == {None} else min(num_tokens, _MOST_AT_ONCE)
+
+
+def _decode(
+    model: PagedModel,
+    state: DecodeState,
+    slots: jax.Array,
+    max_tokens: int,
+    steps: int,
+    backend: str | None,
+) -> tuple[Draws, jax.Array]:
+    """Draw up to `max_tokens` for each row, `steps` at a time, and count them.
+
+    Between the two blocks that have left windows are given back.
+    """
+    decode = functools.partial(decode_steps, max_steps=steps, backend=backend)
+    if steps == max_tokens:
+        tokens, _ = decode(model, state, slots, steps)
+        return tokens.draws, tokens.num_new
+
+    def go_on(carry: tuple[DecodeState, jax.Array, jax.Array, jax.Array]) -> Any:
+        state, drawn, num_new, start = carry
+        tokens, state = decode(model, state, slots, steps)
+        drawn = lax.dynamic_update_slice_in_dim(drawn, tokens.drawn, start, axis=0)
+        # Fewer than all steps are made where every row has stopped.
+        end = jnp.where(tokens.num_steps < steps, max_tokens, start + steps)
+        return state, drawn, num_new + tokens.num_new, end
+
+    num_rows, most = slots.shape[0], steps * -(-max_tokens // steps)
+    drawn, num_new = jnp.zeros((most, num_rows, 3), jnp.int32), jnp.zeros(num_rows, jnp.int32)
+    carry = state, drawn, num_new, jnp.int32(0)
+    _, drawn, num_new, _ = lax.while_loop(lambda carry: carry[3] < max_tokens, go_on, carry)
+    return Draws.unpack(drawn[:max_tokens]), num_new
 
 
 def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> int:
@@ -173,17 +226,30 @@ def _prefill(
     prompt_token_ids: jax.Array,
     num_tokens: jax.Array,
     num_samples: int,
+    most_at_once: int,
     backend: str | None,
 ) -> PagedCache | GroupedCache:
     """The empty cache with all tokens of the prompts but their last, shared by their samples."""
-    B, T = prompt_token_ids.shape
+    T = prompt_token_ids.shape[1]
     if T == 1:
         return cache
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
     firsts = num_samples * (slots // num_samples)
-    _, cache, _ = model.prefill(
-        cache, prompt_token_ids[:, :-1], slots[::num_samples], num_tokens - 1, backend=backend
-    )
+    token_ids, rows = prompt_token_ids[:, :-1], slots[::num_samples]
+    if T - 1 <= most_at_once:
+        _, cache, _ = model.prefill(cache, token_ids, rows, num_tokens - 1, backend=backend)
+    else:
+        num_chunks = -(-(T - 1) // most_at_once)
+        token_ids = jnp.pad(token_ids, ((0, 0), (0, num_chunks * most_at_once - (T - 1))))
+
+        def append(chunk: jax.Array, cache: PagedCache | GroupedCache) -> Any:
+            start = chunk * most_at_once
+            counts = jnp.clip(num_tokens - 1 - start, 0, most_at_once)
+            ids = lax.dynamic_slice_in_dim(token_ids, start, most_at_once, axis=1)
+            chosen = jnp.where(counts > 0, rows, -1)
+            return model.prefill(cache, ids, chosen, counts, backend=backend)[1]
+
+        cache = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks), append, cache)
     if num_samples > 1:
         cache, _ = paged_cache.fork(cache, jnp.where(slots == firsts, -1, firsts))
     return cache

@@ -1,7 +1,9 @@
 """A rollout is what the steps of decoding would give, as one function inside other programs."""
 
 import dataclasses
+import functools
 import gc
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -398,3 +400,37 @@ def test_nan_is_no_rollout(tiny_model) -> None:
     with pytest.raises(FloatingPointError, match=r"LLM\.rollout: the model gave NaN"):
         llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(max_tokens=N))
     check_empty(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_types", [("sliding_attention", "full_attention"), ()])
+def test_rollout_takes_blocks_for_windows_alone(layer_types, monkeypatch) -> None:
+    """The tokens are those that are drawn in one dispatch, in which nothing is given back."""
+    config = dataclasses.replace(
+        CONFIG, num_hidden_layers=2, sliding_window=6, layer_types=layer_types
+    )
+    model = random_llama(config, scale=0.4)
+    prompts = np.random.default_rng(0).integers(5, CONFIG.vocab_size, (2, 18), np.int32)
+    made = []
+
+    def create_cache(self, **sizes):
+        made.append(create(self, **sizes))
+        return made[-1]
+
+    create = Llama.create_cache
+    monkeypatch.setattr(Llama, "create_cache", create_cache)
+    outs = []
+    for most in (10**6, 5):
+        monkeypatch.setattr(sys.modules[Rollout.__module__], "_MOST_AT_ONCE", most)
+        run = functools.partial(
+            rollout, max_tokens=13, num_samples=2, block_size=4, stop_token_ids=(4, 20)
+        )
+        outs.append(jax.jit(run)(model, prompts, np.array([18, 7], np.int32)))
+    for got, want in zip(*outs, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert outs[0].num_tokens.tolist() != [13] * 4, "a row that stops before others"
+    assert outs[0].num_tokens.max() == 13
+    one, many = ([group.num_blocks for group in cache.groups] for cache in made)
+    # A window of 6 lies in 3 blocks of 4, and 4 more tokens in one more: in each of 4 rows.
+    assert many[-1] == 4 * 4 < one[-1]
+    assert many[:-1] == one[:-1]
