@@ -1,5 +1,6 @@
 """A model whose layers differ, over a cache of groups: the logits of the plain forward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from paged_jax import Llama, LlamaConfig
 from paged_jax.cache import GroupedCache, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.models.paged_model import create_cache
+from paged_jax.runner import DecodeState, decode_steps
 
 C = 4
 LENGTH = 45
@@ -124,3 +126,28 @@ def test_create_cache_makes_pools_as_large_as_slots_can_need() -> None:
     assert cache.layers == ((1, 0), (0, 0), (1, 1))
     few = create_cache(CONFIG, num_slots=3, max_length=4096, block_size=C, num_blocks=9)
     assert [group.num_blocks for group in few.groups] == [9, 9]
+
+
+def prefill_step(model: Llama, state: DecodeState, slots: jax.Array):
+    tokens = jnp.ones((4, CHUNK), jnp.int32)
+    logits, cache, ok = model.prefill(state.cache, tokens, slots, slots + 1)
+    return logits, dataclasses.replace(state, cache=cache), ok
+
+
+@pytest.mark.slow
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    "step", [functools.partial(decode_steps, num_steps=3, max_steps=4), prefill_step]
+)
+def test_steps_alias_the_pools_of_all_groups_and_copy_none(step) -> None:
+    def create() -> DecodeState:
+        sizes = {"num_slots": 64, "max_length": 8192, "block_size": C, "max_tokens": 512}
+        return DecodeState.create(create_cache(CONFIG, **sizes), CONFIG.vocab_size)
+
+    state, slots = jax.eval_shape(create), jax.ShapeDtypeStruct((4,), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=1).lower(make_model(), state, slots).compile()
+    memory = compiled.memory_analysis()
+    nbytes = [sum(leaf.size * 4 for leaf in jax.tree.leaves(p)) for p in state.cache.pools]
+    assert memory.alias_size_in_bytes > sum(nbytes)
+    # The keys of one layer with a window are a quarter of their pools.
+    assert memory.temp_size_in_bytes < min(nbytes) / 5

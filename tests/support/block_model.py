@@ -70,6 +70,9 @@ class BlockModel:
         self.cached.pop(block, None)
         return block
 
+    def _hold(self, block: int) -> None:
+        self.refs[block] += 1
+
     def _give_back(self, block: int) -> None:
         self.refs[block] -= 1
         if self.refs[block] == 0:
@@ -97,7 +100,7 @@ class BlockModel:
             self.blocks[slot] = list(blocks[parents[slot]])
             self.tokens[slot] = list(tokens[parents[slot]])
             for block in self.blocks[slot]:
-                self.refs[block] += 1
+                self._hold(block)
         for slot in changed:
             for block in reversed(blocks[slot]):
                 self._give_back(block)
