@@ -133,14 +133,10 @@ def rollout(
     num_rows = B * num_samples
     most_at_once = _most_at_once(model.config.windows, max(T - 1, max_tokens))
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
-    if None not in model.config.windows:
-        kept = max(filter(None, model.config.windows))
-        held = max_blocks_in_window(kept, most_at_once, block_size)
-        num_blocks = min(num_blocks, num_rows * held)
     cache = model.create_cache(
         num_slots=num_rows,
         max_length=num_cached_tokens_at(T + max_tokens),
-        num_blocks=num_blocks,
+        num_blocks=min(num_blocks, num_rows * _most_held(model, most_at_once, block_size)),
         block_size=block_size,
         max_tokens=most_at_once,
         dtype=cache_dtype,
@@ -172,6 +168,12 @@ def rollout(
 def _most_at_once(windows: Sequence[int | None], num_tokens: int) -> int:
     """Most tokens that a row gets before blocks are given back: all, where none ever are."""
     return num_tokens if set(windows) == {None} else min(num_tokens, _MOST_AT_ONCE)
+
+
+def _most_held(model: PagedModel, most_at_once: int, block_size: int) -> int:
+    """Most blocks that a row can hold of the layers that keep most."""
+    window = model.config.layer_groups[0].window
+    return 2**30 if window is None else max_blocks_in_window(window, most_at_once, block_size)
 
 
 def _decode(
