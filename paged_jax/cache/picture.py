@@ -60,6 +60,8 @@ def locate_token(tables: BlockTables, slot: int, position: int) -> str:
     """
     logical, offset = divmod(position, tables.block_size)
     physical = int(tables.block_tables[slot, logical])
+    if physical == tables.num_blocks:
+        return f"token {position}: logical block {logical}, given back"
     return f"token {position}: logical block {logical}, physical block {physical}, offset {offset}"
 
 
@@ -67,7 +69,12 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
     size = tables.block_size
     row = np.asarray(tables.block_tables[slot])
     lines = [f"  sequence in slot {slot}, {length} tokens"]
-    for logical in range(num_blocks_needed(length, size)):
+    begin = 0 if tables.first_columns is None else int(tables.first_columns[slot])
+    if begin:
+        lines.append(
+            f"    logical   0 to {begin - 1} were given back: no window reaches them any more"
+        )
+    for logical in range(begin, num_blocks_needed(length, size)):
         first, last = logical * size, min(length, (logical + 1) * size) - 1
         physical = int(row[logical])
         sharing = f"   shared by {counts[physical]}" if counts[physical] > 1 else ""
@@ -76,7 +83,8 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
             f"    logical {logical:3d} -> physical {physical:4d}   {tokens:18s}"
             f"{last - first + 1:3d} of {size} places{sharing}"
         )
-    # Where given tokens lie: the first, one in the middle, and the last.
-    for position in sorted({0, length // 2, length - 1}):
+    # Where given tokens lie: the first that is held, one in the middle, and the last.
+    first = min(begin * size, length - 1)
+    for position in sorted({first, max(length // 2, first), length - 1}):
         lines.append(f"    {locate_token(tables, slot, position)}")
     return lines

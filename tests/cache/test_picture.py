@@ -104,3 +104,17 @@ def test_locate_token_reads_the_table(tables) -> None:
             f"token {position}: logical block {position // 4}, "
             f"physical block {row[position // 4]}, offset {position % 4}"
         )
+
+
+def test_draw_tables_leaves_out_what_was_given_back() -> None:
+    tables = BlockTables.create(8, num_slots=1, max_blocks_per_slot=8, block_size=4, window=6)
+    for _ in range(2):
+        tables, _, ok = RESERVE(tables, jnp.array([10]), max_tokens=10)
+        assert ok
+    tables, _, ok = RESERVE(tables, jnp.array([1]), max_tokens=10)
+    text = draw_tables(tables, "later")
+    first = int(tables.first_columns[0])
+    assert first == 3 and f"logical   0 to {first - 1} were given back" in text
+    assert [row[0] for row in parse_row(text, 0)] == [3, 4, 5]
+    assert "token 12: logical block 3, physical block" in text
+    assert locate_token(tables, 0, 2) == "token 2: logical block 0, given back"
