@@ -1,13 +1,14 @@
 """Reading a Hugging Face ``config.json``: all it asks for is understood, or refused by name."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.checks import is_int
+from paged_jax.checks import check_positive, is_int
 from paged_jax.models.experts_json import read_experts
 from paged_jax.models.families import FAMILIES, PARTS, Family, UnsupportedConfigError
 from paged_jax.models.layer_types import FULL, SLIDING
-from paged_jax.models.rope_json import read_rope
+from paged_jax.models.rope_json import read_rope, read_rope_layers
 
 _REQUIRED: Any = object()  # the default of a key that has none
 
@@ -79,7 +80,10 @@ def _switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     switches: dict[str, Any] = dict(family.fixed)
     switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
     for scale in family.scales:
-        switches[scale.field] = scale.read(_number(config, scale.key))
+        number = _number(config, scale.key)
+        if not 0 < number < math.inf:
+            raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
+        switches[scale.field] = scale.read(number)
     if _boolean(config, "attention_bias", False):
         switches |= dict.fromkeys(family.biases, True)
     return switches
@@ -183,14 +187,7 @@ def _layer_types(
     if layer_types is None:
         if window is None or family.window == "all":
             return ()
-        if family.window == "pattern":
-            every = _integer(config, "sliding_window_pattern")
-            return tuple(
-                SLIDING if (layer + 1) % every else FULL for layer in range(num_hidden_layers)
-            )
-        # What transformers takes for a missing max_window_layers.
-        num_full = max(0, min(_integer(config, "max_window_layers", 28), num_hidden_layers))
-        return (FULL,) * num_full + (SLIDING,) * (num_hidden_layers - num_full)
+        return _default_layer_types(config, family, num_hidden_layers)
     if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
         raise ValueError(f"LlamaConfig: layer_types must be a list of names, got {layer_types!r}.")
     if len(layer_types) != num_hidden_layers:
@@ -198,6 +195,23 @@ def _layer_types(
             f"LlamaConfig: layer_types must name {num_hidden_layers} layers, got {layer_types!r}."
         )
     return tuple(layer_types)
+
+
+def _default_layer_types(
+    config: Mapping[str, Any], family: Family, num_hidden_layers: int
+) -> tuple[str, ...]:
+    """What transformers makes of a window without `layer_types`."""
+    layers = range(num_hidden_layers)
+    if family.window == "pattern":
+        every = _integer(config, "sliding_window_pattern")
+        check_positive("LlamaConfig", sliding_window_pattern=every)
+        is_full = [(layer + 1) % every == 0 for layer in layers]
+    elif family.rope_layers == "listed":
+        is_full = read_rope_layers(config, family, num_hidden_layers, ()) or [True for _ in layers]
+    else:
+        num_full = _integer(config, "max_window_layers", 28)
+        is_full = [layer < num_full for layer in layers]
+    return tuple(FULL if full else SLIDING for full in is_full)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

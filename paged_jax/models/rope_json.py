@@ -37,7 +37,7 @@ def read_rope(
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_local_base_freq": _local_theta(config, family, local, theta, scaling),
-        "rope_layers": _rope_layers(config, family, num_layers, layer_types),
+        "rope_layers": read_rope_layers(config, family, num_layers, layer_types),
         "partial_rotary_factor": _partial_factor(both, family),
         "rope_interleaved": _is_interleaved(config, family),
     }
@@ -149,9 +149,10 @@ def _local_theta(
     return local_theta
 
 
-def _rope_layers(
+def read_rope_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, layer_types: Sequence[str]
 ) -> tuple[bool, ...]:
+    """Whether each layer rotates, see `read_rope`; empty where all do."""
     if family.rope_layers == "sliding":
         one = FULL if config.get("sliding_window") is None else SLIDING
         return tuple(kind == SLIDING for kind in layer_types or (one,) * num_layers)

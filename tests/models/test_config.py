@@ -169,6 +169,26 @@ def test_from_dict_reads_the_sliding_windows_of_qwen(keys, windows):
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
 
+@pytest.mark.parametrize(
+    ("model_type", "keys", "windows"),
+    [
+        ("gemma2", {}, (8, None, 8)),
+        ("gemma3_text", {"sliding_window_pattern": 2}, (8, None, 8)),
+        ("gemma3_text", {}, (8, 8, 8)),
+        ("olmo3", {"layer_types": ["full_attention"] * 3}, (None, None, None)),
+        ("cohere2", {"sliding_window_pattern": 3}, (8, 8, None)),
+        ("smollm3", {"use_sliding_window": True, "no_rope_layer_interval": 2}, (None, 8, None)),
+        ("smollm3", {"use_sliding_window": True, "no_rope_layers": [1, 1, 0]}, (None, None, 8)),
+        ("smollm3", {}, (None, None, None)),
+        ("phi3", {}, (8, 8, 8)),
+    ],
+)
+def test_from_dict_reads_the_windows_of_each_family(model_type, keys, windows):
+    config = LlamaConfig.from_dict({**_of_family(model_type), "sliding_window": 8, **keys})
+    assert config.windows == windows
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
 def test_layer_groups_begin_with_the_one_that_keeps_most():
     types = ("sliding_attention", "full_attention", "sliding_attention")
     config = dataclasses.replace(_SMALL, layer_types=types, sliding_window=5)
@@ -246,6 +266,12 @@ def test_from_dict_refuses_what_is_not_built_by_name(config, named):
         ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor must be"),
         ({"architectures": ["MistralForCausalLM"]}, "architectures must fit"),
         ({"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
+        ({"layer_types": [["full_attention"]] * 3}, "layer_types must be a list of names"),
+        ({"model_type": "gemma2", "sliding_window_pattern": 0}, "sliding_window_pattern must be"),
+        ({"model_type": "gemma3"}, "text_config must be an object"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
+        ({"model_type": "granite", "logits_scaling": 0.0}, "logits_scaling must be"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping must"),
         ({"model_type": None}, "model_type is missing"),
     ],
 )
@@ -306,6 +332,14 @@ def test_to_dict_is_read_back_the_same_by_transformers(config):
         ({"model_type": "mistral", "qkv_bias": True, "o_bias": True}, "qkv_bias"),
         ({"model_type": "qwen2"}, "qkv_bias"),
         ({"model_type": "other"}, "model_type"),
+        ({"norm_placement": "post"}, "norm_placement must be 'pre' for model_type 'llama'"),
+        ({"norm_type": "layer"}, "norm_type must be 'rms'"),
+        ({"norm_offset": 1.0}, "norm_offset must be 0"),
+        ({"embedding_multiplier": 2.0}, "embedding_multiplier must be 1.0"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier must be None"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be None"),
+        ({"model_type": "gemma2"}, "embedding_multiplier must be 4.0"),
+        ({"model_type": "olmo2", "qk_norm": True}, "qk_norm_scope must be 'projection'"),
     ],
 )
 def test_to_dict_refuses_what_no_family_computes(change, named):
