@@ -108,6 +108,37 @@ CASES = {
     "cohere2": Case(
         "cohere2", {"sliding_window": WINDOW, "layer_types": _SLIDING, "logit_scale": 0.7}
     ),
+    "mixtral": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3_moe": Case(
+        "qwen3_moe",
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": Case("olmoe", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.8,
+        },
+    ),
 }
 
 
@@ -168,6 +199,43 @@ VARIANTS = {
     ),
     "granite tied, with biases": Case(
         "granite", {"tie_word_embeddings": True, "attention_bias": True, "logits_scaling": 0.9}
+    ),
+    "mixtral with a window": Case(
+        "mixtral", {"sliding_window": WINDOW, "num_local_experts": 4, "head_dim": 24}
+    ),
+    "qwen2_moe renormalised": Case(
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe with biases": Case(
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "olmoe renormalised": Case(
+        "olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    ),
+    "gpt_oss without biases": Case(
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+        },
     ),
     "glm4 without biases": Case("glm4", {"head_dim": 16, "attention_bias": False}),
     "cohere2 untied, with biases": Case(
