@@ -428,7 +428,8 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
     ),
 }
 
-FAMILIES: Mapping[str, Family] = {**_DENSE_FAMILIES, **_FAMILIES_WITH_EXPERTS}
+# By `model_type`. Programs may add their own, see examples/new_family.py.
+FAMILIES: dict[str, Family] = {**_DENSE_FAMILIES, **_FAMILIES_WITH_EXPERTS}
 
 # Models of which one part is a model of a family: the key of that part's own config.
 PARTS: Mapping[str, tuple[str, str]] = {
