@@ -338,7 +338,7 @@ def test_to_dict_is_read_back_the_same_by_transformers(config):
         ({"embedding_multiplier": 2.0}, "embedding_multiplier must be 1.0"),
         ({"attention_multiplier": 0.5}, "attention_multiplier must be None"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be None"),
-        ({"model_type": "gemma2"}, "embedding_multiplier must be 4.0"),
+        ({"model_type": "gemma2"}, "norm_placement must be 'sandwich'"),
         ({"model_type": "olmo2", "qk_norm": True}, "qk_norm_scope must be 'projection'"),
     ],
 )
