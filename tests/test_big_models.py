@@ -11,6 +11,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.plan import main
 from tests.support import ROOT
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B
+from tests.support.model_shapes import GEMMA_3_27B, GPT_OSS_20B
 
 PAGE = ROOT / "docs" / "big-models.md"
 MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "405B": LLAMA_3_405B}
@@ -23,7 +24,7 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
-def plan_of(config: LlamaConfig, devices: str) -> MemoryPlan:
+def plan_of(config: LlamaConfig, devices: str, **changes: int) -> MemoryPlan:
     num_devices, name = devices.split()
     device = DEVICES[name]
     return make_plan(
@@ -32,9 +33,8 @@ def plan_of(config: LlamaConfig, devices: str) -> MemoryPlan:
         device.platform,
         dtype="bfloat16",
         block_size=128 if device.platform == "tpu" else 16,
-        max_num_seqs=64,
-        max_model_len=8192,
         tensor_parallel_size=int(num_devices),
+        **{"max_num_seqs": 64, "max_model_len": 8192, **changes},
     )
 
 
@@ -77,6 +77,26 @@ def test_what_is_compiled_is_what_is_planned() -> None:
         # Beside weights and pool: the state, and the blocks' records.
         rest = float(arguments.split()[0]) - (plan.footprint.weights + held) / 1e9
         assert 0 < rest < 0.12
+
+
+def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
+    models = {"gemma-3-27b": GEMMA_3_27B, "gpt-oss-20b": GPT_OSS_20B}
+    rows = table("Layers that differ")
+    assert {cells[0] for cells in rows} == set(models)
+    for model, devices, slots, weights, *sizes, part, exchanges in rows:
+        plan = plan_of(models[model], devices, max_num_seqs=int(slots), max_model_len=131072)
+        held = plan.footprint.pool_bytes(plan.num_engine_blocks)
+        assert weights == f"{plan.footprint.weights / 1e9:.2f} GB"
+        arguments, pools, aliased, temporaries = (float(size.split()[0]) for size in sizes)
+        assert f"{pools:.2f}" == f"{held / 1e9:.2f}"
+        # Beside weights and pools: the state, and the blocks' records.
+        assert 0 < arguments - (plan.footprint.weights + held) / 1e9 < 0.12
+        assert 0 < aliased - held / 1e9 < 0.12
+        assert 1e6 * temporaries < plan.footprint.step
+        assert part == f"{temporaries / pools / 10:.2f}%" and float(part[:-1]) < 1
+        sums, gathers, _ = collectives(plan, 1)
+        sent = f"{sums} all-reduces, {gathers} all-gather"
+        assert exchanges == (sent if plan.num_devices > 1 else "none")
 
 
 def test_figures_of_devices_are_those_of_the_planner() -> None:
