@@ -1,0 +1,98 @@
+"""What is done with the weights of every family besides running them, against transformers.
+
+Gradients of the plain forward, checkpoints of Orbax, and new weights for an engine by their names
+in Hugging Face. `tests.support.families.CASES` are the families.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax import Engine
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import load_weights, save_checkpoint
+from tests.support import families
+from tests.support.families import CASES, VOCAB_SIZE, WINDOW
+
+# Importing torch and transformers takes seconds.
+pytestmark = pytest.mark.slow
+
+LENGTH = WINDOW + 4
+TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH + 1), np.int32)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """Transformers' model of a case, and the folder that it has been saved to."""
+    folder = tmp_path_factory.mktemp("theirs")
+    model = families.reference(CASES[request.param])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def load(folder, **options) -> Llama:
+    return load_weights(Llama, folder, LlamaConfig.from_file(folder), **options)
+
+
+def leaves(model: Llama) -> dict[str, np.ndarray]:
+    pairs, _ = jax.tree_util.tree_flatten_with_path(nnx.state(model))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in pairs}
+
+
+@nnx.jit
+def loss_and_gradients(model: Llama, token_ids: jax.Array):
+    def loss(model):
+        logprobs = jax.nn.log_softmax(model(token_ids[:, :-1]))
+        return -jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=-1).mean()
+
+    return nnx.value_and_grad(loss)(model)
+
+
+def test_gradients_are_those_of_transformers(case, tmp_path) -> None:
+    """Theirs are loaded as if they were weights, which are moved but not computed with."""
+    theirs, folder = case
+    torch = families.torch()
+    ours, gradients = loss_and_gradients(load(folder), jnp.asarray(TOKENS))
+    theirs.zero_grad()
+    logits = theirs(torch.from_numpy(TOKENS[:, :-1]).long()).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(TOKENS[0, 1:]).long())
+    loss.backward()
+    assert abs(float(ours) - loss.item()) < 1e-5
+    weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(0 if parameter.grad is None else parameter.grad)
+        theirs.save_pretrained(tmp_path)
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(weights[name])
+    expected = leaves(load(tmp_path))
+    actual, _ = jax.tree_util.tree_flatten_with_path(gradients)
+    assert len(actual) == len(expected)
+    for path, gradient in actual:
+        wanted = expected[jax.tree_util.keystr(path)]
+        scale = np.abs(wanted).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-4 * scale, err_msg=str(path))
+
+
+def test_checkpoint_gives_the_model_back(case, tmp_path) -> None:
+    model = load(case[1])
+    save_checkpoint(model, tmp_path / "checkpoint")
+    same = Llama.from_pretrained(tmp_path / "checkpoint", scan_layers=model.scan_layers)
+    assert same.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, leaves(same), leaves(model))
+
+
+def test_new_weights_come_by_their_names_in_hugging_face(case) -> None:
+    theirs, folder = case
+    model = load(folder)
+    engine = Engine(model, block_size=8, num_blocks=16, max_num_seqs=1)
+    tensors = {name: 2 * x.detach().numpy() for name, x in theirs.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    engine.update_params(tensors, mapping={})
+    for new, (name, old) in zip(engine.weights, leaves(model).items(), strict=True):
+        np.testing.assert_array_equal(new, 2 * old, err_msg=name)
