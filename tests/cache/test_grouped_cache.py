@@ -94,11 +94,13 @@ def swap(cache: GroupedCache, source: jax.Array, target: jax.Array):
     return cache, ok
 
 
+COMPILED = partial(jax.jit, donate_argnums=0)
+
+
 class Operations:
     """The operations under test, with shapes that never change, so that `jit` compiles once."""
 
-    def __init__(self):
-        wrap = partial(jax.jit, donate_argnums=0)
+    def __init__(self, wrap=COMPILED):
         self.append = wrap(append)
         self.append_planned = wrap(append_planned)
         self.swap = wrap(swap)
@@ -311,11 +313,28 @@ TestHistories.settings = settings(
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_histories_like_those_of_an_engine(seed):
-    """Sequences that come, find their beginning, grow by guesses, fork and go, in full pools."""
-    machine, rng = GroupsMachine(), np.random.default_rng(seed)
+    num_found, num_lost, num_refused = run_engine(GroupsMachine(), seed, 150)
+    assert num_found > 20 and num_lost > 100 and num_refused > 5
+
+
+@pytest.mark.slow
+def test_histories_outside_of_jit():
+    machine = GroupsMachine()
+    machine.operations = Operations(wrap=lambda operation: operation)
+    num_found, num_lost, _ = run_engine(machine, 0, 25)
+    assert num_found and num_lost
+
+
+def run_engine(machine: GroupsMachine, seed: int, num_steps: int) -> tuple[int, int, int]:
+    """Sequences that come, find their beginning, grow by guesses, fork and go, in full pools.
+
+    Returns how many blocks were found, how many columns were without a block that had been given
+    back, summed over steps, and how many reservations were refused.
+    """
+    rng = np.random.default_rng(seed)
     machine.start()
     num_found = num_lost = 0
-    for _ in range(150):
+    for _ in range(num_steps):
         slot = int(rng.integers(S))
         if machine.model.tokens[slot] and rng.random() < 0.5:
             machine.release([s == slot for s in range(S)])
@@ -331,4 +350,4 @@ def test_histories_like_those_of_an_engine(seed):
             machine.swap(slot, slot)
         machine.agrees_with_the_model()
         num_lost += sum(row.count(None) for row in machine.model.models[1].blocks)
-    assert num_found > 20 and num_lost > 100 and machine.num_refused > 5
+    return num_found, num_lost, machine.num_refused

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax import Llama, LlamaConfig
+from paged_jax import Llama, LlamaConfig, SamplingParams
 from paged_jax.cache import GroupedCache, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.models.paged_model import create_cache
-from paged_jax.runner import DecodeState, decode_steps
+from paged_jax.runner import DecodeState, decode_steps, verify_steps
+from paged_jax.runner.decode_state import assign
 
 C = 4
 LENGTH = 45
@@ -69,7 +71,7 @@ def poison(cache: GroupedCache) -> GroupedCache:
     return cache.replace_groups(tuple(map(spoil, cache.groups)))
 
 
-def i32(*values: int) -> jax.Array:
+def i32(*values: Any) -> jax.Array:
     return jnp.array(values, jnp.int32)
 
 
@@ -126,6 +128,44 @@ def test_create_cache_makes_pools_as_large_as_slots_can_need() -> None:
     assert cache.layers == ((1, 0), (0, 0), (1, 1))
     few = create_cache(CONFIG, num_slots=3, max_length=4096, block_size=C, num_blocks=9)
     assert [group.num_blocks for group in few.groups] == [9, 9]
+
+
+@pytest.mark.slow
+def test_dispatches_draw_the_tokens_of_one_pool() -> None:
+    """Several steps in one program, and guesses that are verified: half of them right."""
+    verify = jax.jit(verify_steps, donate_argnames="state")
+    decode = jax.jit(decode_steps, donate_argnames="state", static_argnames="max_steps")
+    one = PagedCache.create(
+        num_layers=3, num_blocks=40, num_kv_heads=2, block_size=C, head_dim=8, num_slots=3,
+        max_blocks_per_slot=12,
+    )  # fmt: skip
+    drawn: list[list[list[int]]] = []
+    for cache in (one, make_cache()):
+        state = DecodeState.create(cache, CONFIG.vocab_size)
+        for slot in (0, 2):
+            state = assign(
+                state, slot, SamplingParams(temperature=1.0), token_ids=[slot + 3],
+                num_prompt_tokens=1, seed=slot, max_length=LENGTH,
+            )  # fmt: skip
+        slots, rows = i32(2, 0), [[], []]
+        for turn in range(9):
+            if turn % 3 == 2:
+                known = drawn[0] if drawn else rows
+                guesses = [row[len(rows[b]) :][:3] for b, row in enumerate(known)]
+                guesses = [(guess + [0, 0, 0])[:3] for guess in guesses]
+                tokens, state = verify(make_model(), state, i32(*guesses), i32(3, 2), slots)
+            else:
+                tokens, state = decode(make_model(), state, slots, 5, max_steps=5)
+            assert tokens.ok
+            for b, count in enumerate(tokens.num_new.tolist()):
+                rows[b] += tokens.token_ids[:count, b].tolist()
+        drawn.append(rows)
+        for group in state.cache.groups:
+            check_invariants(group.tables)
+    shortest = [min(map(len, pair)) for pair in zip(*drawn, strict=True)]
+    assert min(shortest) > 30
+    for b, count in enumerate(shortest):
+        assert drawn[0][b][:count] == drawn[1][b][:count]
 
 
 def prefill_step(model: Llama, state: DecodeState, slots: jax.Array):

@@ -60,7 +60,8 @@ class RaggedBatch:
         pages = np.full((P, C, 2 * K, D), 99 if is_integer else np.nan, dtype)
         tables = np.full((S, max(counts) + extra_width), OUT_OF_RANGE, np.int32)
         kv_lens, cu_q_lens = np.full(S, 2**31 - 1, np.int32), np.full(S + 1, -7, np.int32)
-        cu_q_lens[0], free = 0, rng.permutation(P)
+        # Nobody has the first and the last, to which entries out of range may be clipped.
+        cu_q_lens[0], free = 0, 1 + rng.permutation(P - 2)
         for s, (queries, tokens) in enumerate(lengths):
             mine, free = free[: counts[s]], free[counts[s] :]
             tables[s, : counts[s]] = mine
@@ -83,7 +84,20 @@ class RaggedBatch:
 
     def attend(self, **options) -> np.ndarray:
         """The op."""
-        return np.asarray(attend(*self.arrays, **options))
+        batch = self.slid(options.get("sliding_window"))
+        return np.asarray(attend(*batch.arrays, **options))
+
+    def slid(self, window: int | None) -> "RaggedBatch":
+        """The batch without the pages of which no query sees a token, see `PagedBatch.slid`."""
+        if window is None:
+            return self
+        pages, tables, C = self.kv_pages.copy(), self.page_indices.copy(), self.kv_pages.shape[1]
+        for s in range(self.num_seqs[0]):
+            first = self.kv_lens[s] - (self.cu_q_lens[s + 1] - self.cu_q_lens[s]) + 1 - window
+            left = tables[s, : max(first, 0) // C].copy()
+            tables[s, : len(left)] = OUT_OF_RANGE
+            pages[left] = 99 if jnp.issubdtype(pages.dtype, jnp.integer) else np.nan
+        return dataclasses.replace(self, kv_pages=pages, page_indices=tables)
 
     def sequence(self, s: int) -> tuple[slice, np.ndarray, np.ndarray]:
         """Rows of the queries of a sequence that are tokens, and its keys and values, float64."""
