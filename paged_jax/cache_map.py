@@ -1,11 +1,9 @@
 """Describes an engine's cache as data: which samples hold which blocks, and what has changed.
 
-`snapshot` describes one moment, `changes` what happened between two, `block_text` one block. They
-are for pages and tools: `dataclasses.asdict` makes JSON of all that they return. (Drawings of a
-cache without an engine, as text, are in `paged_jax.cache.picture`.)
-
-Call them between two steps, in the thread that runs the engine: through `AsyncEngine.call`, or in
-`on_step`. A beam search is not shown: it holds blocks, but is no request of the engine.
+`snapshot` describes one moment, `changes` what happened between two, `block_text` one block, for
+pages and tools: `dataclasses.asdict` makes JSON of all that they return. Call them between two
+steps, in the thread that runs the engine: through `AsyncEngine.call`, or in `on_step`. A beam
+search is not shown: it holds blocks, but is no request of the engine.
 """
 
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import jax
 import numpy as np
 
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler import Sequence
 from paged_jax.scheduler.outputs import WaitReason
 
@@ -34,7 +33,7 @@ class RunningSample:
       num_computed: tokens that are in the cache.
       num_preemptions: times that the sample lost its slot.
       is_fork: whether the slot began as a copy of that of another sample.
-      block_ids: the sample's blocks, in the order of its tokens.
+      block_ids: the sample's blocks, in the order of its tokens, without those given back.
       state: ``"prefill"`` while its prompt is computed, then ``"decode"``.
     """
 
@@ -72,7 +71,7 @@ class WaitingSample:
 
 @dataclass(frozen=True)
 class CacheMap:
-    """The cache at one moment.
+    """The cache at one moment; where layers keep different tokens, that of the first group.
 
     Attributes:
       block_size: tokens in a block.
@@ -83,15 +82,13 @@ class CacheMap:
       free_order: blocks that no sample holds, in the order in which they will be taken.
       sequences: samples that have a slot, the most senior first.
       waiting: the others that have not finished, the most senior first.
-      num_free: blocks that no sample holds, cached ones included.
-      num_used: blocks that a sample holds.
-      num_shared: blocks that several samples hold.
-      num_cached_only: blocks that no sample holds and that can be found.
+      num_free, num_cached_only: blocks that no sample holds, and those of them that can be found.
+      num_used, num_shared: blocks that a sample holds, and that several do.
       num_preemptions: preemptions since the engine was built.
-      num_queried_tokens: tokens looked up in the prefix cache since then.
-      num_cached_tokens: tokens found there.
+      num_queried_tokens, num_cached_tokens: tokens looked up in the prefix cache since then, found.
       hit_rate: the fraction found, 0 to 1.
       num_cache_resets: times that all that was cached was given up.
+      groups: where layers keep different tokens, the blocks of each group of them, else empty.
     """
 
     block_size: int
@@ -111,6 +108,7 @@ class CacheMap:
     num_cached_tokens: int
     hit_rate: float
     num_cache_resets: int
+    groups: list[GroupUse]
 
 
 @dataclass(frozen=True)
@@ -200,6 +198,7 @@ def snapshot(engine: Engine) -> CacheMap:
         num_cached_tokens=stats.num_cached_tokens,
         hit_rate=stats.num_cached_tokens / max(1, stats.num_queried_tokens),
         num_cache_resets=engine.num_cache_resets,
+        groups=groups if len(groups := engine.cache_groups) > 1 else [],
     )
 
 
@@ -241,7 +240,7 @@ def block_text(engine: Engine, block_id: int) -> list[BlockText]:
     if not entries and is_cached:
         token_ids = all_token_ids[block_id].tolist()
         text = _decode(engine, token_ids, continues_text=True)
-        entries.append(BlockText(None, None, None, token_ids, text, is_cached))
+        entries = [BlockText(None, None, None, token_ids, text, is_cached)]
     return entries
 
 
@@ -258,17 +257,10 @@ def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
       >>> [event.kind for event in changes(before, snapshot(engine))]
       ['admit']
     """
-    comparison = _Comparison(before, after)
-    return [
-        *comparison.preemptions(),
-        *comparison.admissions(),
-        *comparison.evictions(),
-        *comparison.copies_on_write(),
-        *comparison.ends(),
-    ]
+    found = _Comparison(before, after)
+    events = found.preemptions() + found.admissions() + found.evictions()
+    return events + found.copies_on_write() + found.ends()
 
-
-# The parts of a map
 
 _Sample = RunningSample | WaitingSample
 
@@ -314,9 +306,6 @@ def _decode(engine: Engine, token_ids: list[int], *, continues_text: bool) -> st
     )
 
 
-# What has changed
-
-
 class _Comparison:
     """Two maps of one engine, their samples by request and index."""
 
@@ -340,11 +329,11 @@ class _Comparison:
         return events
 
     def admissions(self) -> list[CacheEvent]:
-        events = []
-        for sample in self._newcomers():
+        def event(sample: RunningSample) -> CacheEvent:
             text = f"{_name(sample)} got slot {sample.slot}" + self._origin(sample)
-            events.append(CacheEvent("admit", sample.request_id, sample.block_ids, text))
-        return events
+            return CacheEvent("admit", sample.request_id, sample.block_ids, text)
+
+        return [event(sample) for sample in self._newcomers()]
 
     def evictions(self) -> list[CacheEvent]:
         if self._before.num_cache_resets != self._after.num_cache_resets:
@@ -366,13 +355,12 @@ class _Comparison:
         return [event for request_id in forked for event in self._copies_of(request_id)]
 
     def ends(self) -> list[CacheEvent]:
-        events = []
-        for key, sample in self._old.items():
-            if key not in self._new:
-                block_ids = self._old_blocks(key)
-                text = f"{_name(sample)} has ended" + _counted(block_ids, " and gave {} back")
-                events.append(CacheEvent("finish", sample.request_id, block_ids, text))
-        return events
+        def event(key: tuple[str, int], sample: _Sample) -> CacheEvent:
+            block_ids = self._old_blocks(key)
+            text = f"{_name(sample)} has ended" + _counted(block_ids, " and gave {} back")
+            return CacheEvent("finish", sample.request_id, block_ids, text)
+
+        return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _origin(self, sample: RunningSample) -> str:
         """Where the first blocks of a newcomer came from."""
@@ -397,10 +385,14 @@ class _Comparison:
         column, offset = divmod(writers[0].num_prompt_tokens - 1, self._after.block_size)
         if not offset:
             return []
-        blocks = [writer.block_ids[column] for writer in writers]
+        found = [self._blocks_at(writer, column) for writer in writers]
+        if not all(found):  # given back already
+            return []
+        blocks = [block for [block] in found]
         shared: list[int] = []
         if len(settled) == len(present):
-            shared = self._old_blocks((request_id, 0))[column : column + 1]
+            old = self._old_running.get((request_id, 0))
+            shared = [] if old is None else self._blocks_at(old, column)
             if not shared and len(present) == writers[0].num_samples:
                 shared = blocks[-1:]
         # The others have copies even if the one in the last slot has ended since.
@@ -412,6 +404,12 @@ class _Comparison:
                 text = f"{_name(writer)} got a copy{origin} to write into, block {block}"
                 events.append(CacheEvent("copy_on_write", request_id, [*shared, block], text))
         return events
+
+    def _blocks_at(self, sample: RunningSample, column: int) -> list[int]:
+        """The block in a column of a sample's row; the first ones may have been given back."""
+        num_blocks = -(-sample.num_computed // self._after.block_size)
+        index = column - num_blocks + len(sample.block_ids)
+        return sample.block_ids[index : index + 1] if index >= 0 else []
 
     def _newcomers(self) -> list[RunningSample]:
         """The samples that have a slot, and had none at some time since `before`."""
@@ -446,4 +444,4 @@ def _name(sample: _Sample) -> str:
 def _counted(block_ids: list[int], text: str) -> str:
     """The text with the number of blocks in it, or nothing if there are none."""
     count = len(block_ids)
-    return text.format("1 block" if count == 1 else f"{count} blocks") if count else ""
+    return text.format(f"{count} block{'s' * (count > 1)}") if count else ""

@@ -329,7 +329,13 @@ class _BlockPictures:
         self._print(self._draw("after"))
 
     def _draw(self, title: str) -> str:
-        return draw_tables(self._llm.cache.tables, title)
+        groups, windows = self._llm.cache.groups, self._llm.config.layer_groups
+        if len(groups) == 1:
+            return draw_tables(groups[0].tables, title)
+        return "\n".join(
+            draw_tables(group.tables, f"{title}, {_layers(len(layers), window)}")
+            for group, (window, layers) in zip(groups, windows, strict=True)
+        )
 
     def _print(self, text: str) -> None:
         self._progress.clear()
@@ -379,7 +385,7 @@ class _StatusLine:
 
 def _summary(llm: LLM) -> str:
     stats = llm.stats
-    block_bytes = llm.cache.nbytes / llm.num_blocks
+    used = llm.cache.nbytes * stats.peak_num_blocks / llm.num_blocks
     first = stats.first_token_seconds
     return (
         f"prompt: {stats.num_prompt_tokens} tokens, "
@@ -388,9 +394,13 @@ def _summary(llm: LLM) -> str:
         f"{_rate(stats.num_decode_tokens, stats.decode_seconds)} | "
         f"first token: {first:.2f} s | compiling: {stats.compile_seconds:.1f} s | "
         f"blocks: {stats.peak_num_blocks} of {llm.num_blocks} | "
-        f"cache: {_bytes(stats.peak_num_blocks * block_bytes)} of {_bytes(llm.cache.nbytes)} used "
+        f"cache: {_bytes(used)} of {_bytes(llm.cache.nbytes)} used "
         "at the peak"
     )
+
+
+def _layers(count: int, window: int | None) -> str:
+    return f"{count} layers" + ("" if window is None else f" with a window of {window} tokens")
 
 
 def _rate(num_tokens: int, seconds: float) -> str:

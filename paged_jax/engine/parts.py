@@ -30,7 +30,7 @@ from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.run import PlanRunner
 from paged_jax.engine.sleep import Sleep
-from paged_jax.engine.stats import BlockMeter, EngineStats, StepClock, totals
+from paged_jax.engine.stats import BlockMeter, EngineStats, GroupUse, StepClock, totals
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.kernels import check_backend_runs_on
@@ -162,6 +162,7 @@ class EngineParts:
         if self._is_over_processes:
             preemption = preemption_over_processes("Engine", preemption)
             self.num_blocks = least_of_processes(self.num_blocks)
+        self._group_sizes = taken.group_sizes(self.num_blocks)
         self.grammars = Grammars(self.tokenizer, self.config.vocab_size, self._eos_token_ids)
         self._runner = ModelRunner(
             weights,
@@ -300,6 +301,22 @@ class EngineParts:
         if self._pipeline.is_ahead:
             return self._blocks.num_held / self.num_blocks
         return 1 - self._runner.slots.num_free / self.num_blocks
+
+    @property
+    def cache_groups(self) -> list[GroupUse]:
+        """Blocks of each group of layers that keep the same tokens, that of most tokens first.
+
+        One group, the whole model, unless windows differ. As `cache_use`, it waits for nothing.
+        """
+        num_used = round(self.cache_use * self.num_blocks)
+        is_ahead, slots = self._pipeline.is_ahead, self._runner.slots
+        others_free = self._blocks.others_free if is_ahead else slots.others_free
+        sizes = self._group_sizes
+        free = [self.num_blocks - num_used, *others_free]
+        return [
+            GroupUse(group.window, len(group.layers), size, size - num_free)
+            for group, size, num_free in zip(self.config.layer_groups, sizes, free, strict=True)
+        ]
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -65,6 +65,23 @@ class EngineStats:
     sharing: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupUse:
+    """The blocks of a group of layers that keep the same tokens.
+
+    Attributes:
+      window: tokens of a sequence that these layers attend to; None for all.
+      num_layers: layers of the group.
+      num_blocks: blocks in its pool.
+      num_used: blocks that samples hold.
+    """
+
+    window: int | None
+    num_layers: int
+    num_blocks: int
+    num_used: int
+
+
 def totals(stats: EngineStats, runner: ModelRunner, scheduler: Scheduler) -> EngineStats:
     """A copy of an engine's own counts, completed by those of its runner and its scheduler."""
     scheduled = scheduler.stats
@@ -201,6 +218,7 @@ class BlockMeter:
 
     Attributes:
       num_held: blocks held when they were last counted.
+      others_free: free blocks of each group of layers but the first, at that time.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):
@@ -208,6 +226,7 @@ class BlockMeter:
         self._scheduler = scheduler
         self._runner = runner
         self.num_held = 0
+        self.others_free = runner.slots.others_free
         self._num_saved = 0  # summed over steps, as is the next
         self._num_unshared = 0
 
@@ -229,6 +248,7 @@ class BlockMeter:
     def count(self, num_unshared: int, num_free: int) -> None:
         """Count the blocks that are held, and those that would be if none were shared."""
         self.num_held = self._scheduler.num_blocks - num_free
+        self.others_free = self._runner.slots.others_free
         self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, self.num_held)
         self._num_saved += num_unshared - self.num_held
         self._num_unshared += num_unshared

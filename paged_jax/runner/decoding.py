@@ -49,6 +49,7 @@ class StepTokens(NamedTuple):
     num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
     num_free: jax.Array  # i32 [], free blocks in the pool; in the first group's
     ok: jax.Array  # bool [], false where blocks were too few for a decode step, which was not made
+    others_free: tuple[jax.Array, ...] = ()  # i32 [], free blocks of each further group of layers
 
     @property
     def draws(self) -> Draws:
@@ -343,7 +344,13 @@ class _Batch:
         )
         num_free = cache.tables.pool.num_free
         num_new = self.lengths - starts
-        return StepTokens(self.drawn, num_new, self.num_steps, num_free, ok), new_state
+        others = num_free_in_others(cache)
+        return StepTokens(self.drawn, num_new, self.num_steps, num_free, ok, others), new_state
+
+
+def num_free_in_others(cache: PagedCache | GroupedCache) -> tuple[jax.Array, ...]:
+    """Free blocks of each group of layers but the first, i32 []; none where there is one group."""
+    return tuple(group.tables.pool.num_free for group in cache.groups[1:])
 
 
 def _drop(slots: jax.Array, cache: PagedCache | GroupedCache) -> jax.Array:

@@ -14,6 +14,7 @@ from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import num_free_in_others
 from paged_jax.runner.heap import give_back_freed_memory
 from paged_jax.runner.placement import Division
 from paged_jax.runner.programs import Call, Structure, list_programs
@@ -119,6 +120,7 @@ class Executor:
         if not self.is_asleep:
             self._state = self._new_state()
         self._num_free: int | None = self.num_blocks
+        self._others_free = [] if self._state is None else self._read_others()
         # Whether blocks sufficed for the programs that were queued since the last check.
         self._oks: list[jax.Array] = []
 
@@ -168,7 +170,16 @@ class Executor:
         if self._num_free is None:
             self.check()
             self._num_free = int(self.state.cache.tables.pool.num_free)
+            self._others_free = self._read_others()
         return self._num_free
+
+    @property
+    def others_free(self) -> list[int]:
+        """Free blocks in the pools of the other groups, as of the last `num_free`."""
+        return self._others_free
+
+    def _read_others(self) -> list[int]:
+        return [int(num_free) for num_free in num_free_in_others(self.state.cache)]
 
     def run(self, call: Call) -> Any:
         """Queue a program, and return its result, which the device has yet to compute."""
@@ -208,6 +219,7 @@ class Executor:
             self._ahead = None
         if self._latest is pending:
             self._num_free = int(result.num_free)
+            self._others_free = [int(num_free) for num_free in result.others_free]
         return result
 
     def fetch(self, call: Call) -> Any:

@@ -46,6 +46,7 @@ class BeamTokens(NamedTuple):
     top_logprobs: jax.Array  # f32 [B, N]
     num_free: jax.Array  # i32 [], free blocks in the pool
     ok: jax.Array  # bool [], false where blocks did not suffice
+    others_free: tuple[jax.Array, ...] = ()  # i32 [], free blocks of each further group of layers
 
 
 class Call(NamedTuple):
@@ -259,7 +260,8 @@ def _beam(structure, weights, state, parents, token_ids, slots, *, num_top):
     )
     top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
     num_free = cache.tables.pool.num_free
-    tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots)
+    others = decoding.num_free_in_others(cache)
+    tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots, others)
     return replace(state, cache=cache), tokens
 
 

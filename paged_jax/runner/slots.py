@@ -75,6 +75,11 @@ class Slots:
             self.flush()
         return self._executor.num_free
 
+    @property
+    def others_free(self) -> list[int]:
+        """Free blocks of each group of layers but the first, as of the last `num_free`."""
+        return self._executor.others_free
+
     def attach(self, sequence: Sequence) -> int:
         """Begin the sequence's slot with the blocks of its tokens that are cached."""
         C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot

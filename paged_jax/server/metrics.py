@@ -179,9 +179,24 @@ class Metrics:
                 metric = family(name, text, labels=list(self._labels))
                 metric.add_metric(list(self._labels.values()), value)
                 yield metric
+        if len(reading.groups) > 1:
+            yield self._groups()
         yield from self._waiting()
         yield from self._accepted()
         yield from self._sleep_state()
+
+    def _groups(self) -> Metric:
+        metric = GaugeMetricFamily(
+            "paged_jax:kv_cache_usage_of_group",
+            "Fraction of blocks that samples hold, 0 to 1, of each group of layers that keep the "
+            "same tokens: all, or those of a window.",
+            labels=[*self._labels, "group", "window"],
+        )
+        for number, group in enumerate(self.reading.groups):
+            window = "all" if group.window is None else str(group.window)
+            labels = [*self._labels.values(), str(number), window]
+            metric.add_metric(labels, group.num_used / group.num_blocks)
+        return metric
 
     def _accepted(self) -> Iterator[Metric]:
         accepted = CounterMetricFamily(

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.stats import EngineStats
+from paged_jax.engine.stats import EngineStats, GroupUse
 from paged_jax.scheduler.outputs import WaitReason
 
 
@@ -21,6 +21,7 @@ class Reading:
       num_waiting_for: how many of them wait for what.
       sleep_level: 0 while the engine is awake, else the level of its sleep.
       num_used_blocks: number of blocks that samples hold.
+      groups: blocks of each group of layers that keep the same tokens.
       stats: the engine's totals since it was created.
     """
 
@@ -31,6 +32,7 @@ class Reading:
     num_waiting_for: Counter[WaitReason]
     sleep_level: int
     num_used_blocks: int
+    groups: list[GroupUse]
     stats: EngineStats
 
     @classmethod
@@ -46,5 +48,6 @@ class Reading:
             num_waiting_for=Counter(sequence.waits_for for sequence in waiting),
             sleep_level=engine.sleep_level,
             num_used_blocks=round(engine.cache_use * engine.num_blocks),
+            groups=engine.cache_groups,
             stats=engine.stats,
         )

@@ -15,9 +15,15 @@ import numpy as np
 import pytest
 
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams
+from paged_jax.cache.picture import draw_tables
+from paged_jax.cache_map import block_text, changes, snapshot
+from paged_jax.engine.beam_search import beam_search
+from paged_jax.engine.beams import BeamSearchParams
+from paged_jax.server.metrics import CacheConfig, Metrics
+from paged_jax.server.reading import Reading
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
-from tests.support.workload import Job, check_empty, check_groups, play
+from tests.support.workload import Job, check_empty, check_groups, finish, play
 
 CONTEXT, WINDOW = 160, 24
 SIZES: dict[str, Any] = {
@@ -57,19 +63,16 @@ def models() -> dict[str, Llama]:
 
 
 @pytest.fixture(scope="module")
-def next_tokens() -> Callable[..., list[int]]:
-    """What the plain forward finds most probable after each token of a sequence."""
-    forward = jax.jit(lambda model, token_ids: model(token_ids)[0])
+def forward() -> Callable[[Llama, list[int]], np.ndarray]:
+    """What the plain forward makes of a sequence: log-probabilities ``[N, V]``."""
+    run = jax.jit(lambda model, token_ids: jax.nn.log_softmax(model(token_ids)[0]))
 
-    def find(model: Llama, token_ids: list[int], bias: dict[int, float] | None) -> list[int]:
+    def logprobs(model: Llama, token_ids: list[int]) -> np.ndarray:
         padded = np.zeros((1, CONTEXT), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        logits = np.array(forward(model, jnp.asarray(padded)))
-        for token_id, more in (bias or {}).items():
-            logits[:, token_id] += more
-        return np.argmax(logits, axis=-1).tolist()[: len(token_ids)]
+        return np.array(run(model, jnp.asarray(padded)))[: len(token_ids)]
 
-    return find
+    return logprobs
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +100,16 @@ def jobs() -> list[Job]:
     ]
 
 
-def check_tokens(find: Callable[..., list[int]], model: Llama, job: Job, output: Any) -> None:
+def check_tokens(forward: Callable[..., np.ndarray], model: Llama, job: Job, output: Any) -> None:
     """All samples have the tokens that are most probable after those before them."""
     assert len(output.outputs) == job.params.n
     for sample in output.outputs:
         assert len(sample.token_ids) == job.params.max_tokens
         token_ids = [*output.prompt_token_ids, *sample.token_ids]
-        expected = find(model, token_ids, job.params.logit_bias)
-        assert sample.token_ids == expected[len(output.prompt_token_ids) - 1 : -1], job.name
+        scores = forward(model, token_ids)[len(output.prompt_token_ids) - 1 : -1]
+        for token_id, bias in (job.params.logit_bias or {}).items():
+            scores[:, token_id] += bias
+        assert sample.token_ids == np.argmax(scores, axis=-1).tolist(), job.name
 
 
 SWAPPED, RECOMPUTED = {"preemption": "swap"}, {"preemption": "recompute"}
@@ -116,7 +121,7 @@ VARIANTS = [
     ("mixed", SWAPPED, (MOVED, CACHED)),
     ("mixed", RECOMPUTED | UNCACHED, (PREEMPTED,)),
     ("mixed", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
-    ("mixed", RECOMPUTED | {"max_chunk": 64, "block_size": 4, "num_blocks": 38}, (PREEMPTED,)),
+    ("mixed", RECOMPUTED | {"max_chunk": 32, "block_size": 4, "num_blocks": 38}, (PREEMPTED,)),
     ("two windows", SWAPPED | UNCACHED, (MOVED,)),
     ("two windows", RECOMPUTED, (PREEMPTED, CACHED)),
     ("window only", RECOMPUTED, (PREEMPTED, CACHED)),
@@ -128,14 +133,80 @@ VARIANTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options", "happens"), VARIANTS)
 def test_tokens_are_those_of_the_plain_forward(
-    models, next_tokens, jobs, kind, options, happens
+    models, forward, jobs, kind, options, happens
 ) -> None:
     model = models[kind]
     engine = Engine(model, **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | options)
     for _ in range(2):
         outputs = play(engine, jobs, on_step=lambda _: check_groups(engine.cache))
         for job in jobs:
-            check_tokens(next_tokens, model, job, outputs[job.name])
+            check_tokens(forward, model, job, outputs[job.name])
         check_empty(engine)
     for name in happens:
         assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "window only"])
+def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kind) -> None:
+    """Counts, the map and pictures in every step; then searches, sleep and an emptied cache."""
+    model = models[kind]
+    # Enough for a window and a chunk of each of three beams.
+    engine = Engine(model, **SIZES | {"num_blocks": max(18, NUM_BLOCKS[kind])})
+    maps, most_used, pictures = [snapshot(engine)], [0, 0], set()
+
+    def look(num_steps: int) -> None:
+        groups = engine.cache.groups
+        free = [int(group.tables.pool.num_free) for group in groups]
+        for number, use in enumerate(engine.cache_groups):
+            assert (use.num_blocks, use.window) == (
+                groups[number].num_blocks, groups[number].tables.window,
+            )  # fmt: skip
+            if not engine._pipeline.is_ahead:  # else they are those of the last step
+                assert use.num_used == use.num_blocks - free[number]
+            most_used[number] = max(most_used[number], use.num_used)
+        maps.append(snapshot(engine))
+        assert [each.num_used for each in maps[-1].groups] == (
+            [] if len(groups) == 1 else [use.num_used for use in engine.cache_groups]
+        )
+        changes(maps[-2], maps[-1])
+        for block in maps[-1].sequences[0].block_ids if maps[-1].sequences else ():
+            block_text(engine, block)
+        pictures.update(draw_tables(groups[-1].tables, "").splitlines())
+
+    outputs = play(engine, jobs, on_step=look)
+    assert all(most_used[: len(engine.cache.groups)])
+    assert "    logical   0 to 1 were given back: no window reaches them any more" in pictures
+    if kind == "mixed":
+        lines = [line for line in metrics_of(engine) if "kv_cache_usage_of_group{" in line]
+        assert [line.split('window="')[1].split('"')[0] for line in lines] == ["all", str(WINDOW)]
+
+    # Beam search finds a prompt in the cache, and what it finds is as probable as it says.
+    [found] = beam_search(engine, [jobs[0].prompt], BeamSearchParams(beam_width=3, max_tokens=9))
+    for sequence in found.sequences:
+        logprobs = forward(model, sequence.tokens)
+        each = [logprobs[i - 1, sequence.tokens[i]] for i in range(90, 99)]
+        np.testing.assert_allclose(sequence.cum_logprob, sum(each), atol=1e-4)
+    check_empty(engine)
+
+    num_cached = engine.stats.num_cached_tokens
+    engine.reset_prefix_cache()
+    for round in ("empty", "asleep"):
+        if round == "asleep":
+            engine.add_request(jobs[0].prompt, jobs[0].params)
+            for _ in range(3):
+                engine.step()
+            engine.sleep()
+            engine.wake_up()
+            [output] = finish(engine).values()
+            assert output == outputs["long"].outputs[0].token_ids
+            num_cached = engine.stats.num_cached_tokens
+        again = play(engine, jobs[:1])["long"]
+        check_tokens(forward, model, jobs[0], again)
+        assert (engine.stats.num_cached_tokens > num_cached) == (round == "asleep")
+
+
+def metrics_of(engine: Engine) -> list[str]:
+    config = CacheConfig(engine.block_size, engine.num_blocks, "float32", True)
+    reading = Reading.of(engine)
+    return Metrics("model", config, reading).text().decode().splitlines()

@@ -157,7 +157,14 @@ function list() {
   const used = state.ref_counts.filter((n) => n > 0).length;
   byId("totals").textContent =
     `${state.sequences.length} in slots, ${state.waiting.length} waiting; ` +
-    `${used} of ${state.num_blocks} blocks of ${state.block_size} tokens`;
+    `${used} of ${state.num_blocks} blocks of ${state.block_size} tokens` +
+    state.groups.map(groupText).join("");
+}
+
+// Where layers keep different tokens: the map shows the first group's blocks, this all of them.
+function groupText(group) {
+  const kept = group.window === null ? "all tokens" : `a window of ${group.window} tokens`;
+  return `; ${group.num_layers} layers with ${kept}: ${group.num_used} of ${group.num_blocks}`;
 }
 
 // The curves
