@@ -49,6 +49,9 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     max_position_embeddings = _integer(config, "max_position_embeddings")
     num_hidden_layers = _integer(config, "num_hidden_layers")
     sliding_window, layer_types = _attention(config, family, num_hidden_layers)
+    rope = read_rope(config, family, num_hidden_layers, layer_types)
+    if rope["rope_scaling"] is not None:
+        max_position_embeddings = rope["rope_scaling"].longest_sequence(max_position_embeddings)
     kv_heads = _integer(config, "num_key_value_heads", None)
     return dict(
         vocab_size=_integer(config, "vocab_size"),
@@ -60,7 +63,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         head_dim=_integer(config, "head_dim", None) or 0,
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=_number(config, family.key("rms_norm_eps"), 1e-6),
-        **read_rope(config, family, num_hidden_layers, layer_types),
+        **rope,
         tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
         hidden_act="silu" if hidden_act == "swish" else hidden_act,
         sliding_window=sliding_window,

@@ -145,6 +145,16 @@ class RopeScaling:
             del fields["original_max_position_embeddings"]
         return cls(rope_type, **fields)
 
+    def longest_sequence(self, length: int) -> int:
+        """Tokens of the longest sequence of a model whose config says `length`.
+
+        Qwen's cards add ``"yarn"`` to a config, whose length stays that of the training: there the
+        product of factor and original context counts if it is more, as in vLLM.
+        """
+        if self.rope_type != "yarn":
+            return length
+        return max(length, int(self.factor * self.original_max_position_embeddings))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the ``rope_scaling`` that `from_dict` and transformers read."""
         written: dict[str, Any] = {"rope_type": self.rope_type}

@@ -214,6 +214,18 @@ def test_longrope_follows_from_the_longest_sequence_of_the_model():
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
 
+def test_yarn_makes_sequences_as_long_as_it_says():
+    qwen = {"model_type": "llama", **_SIZES, "max_position_embeddings": 40960}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = LlamaConfig.from_dict({**qwen, "rope_scaling": yarn})
+    assert config.max_position_embeddings == 131072
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+    long = LlamaConfig.from_dict({**qwen, "rope_scaling": yarn, "max_position_embeddings": 200000})
+    assert long.max_position_embeddings == 200000
+    linear = {"rope_type": "linear", "factor": 8.0}  # of Gemma 3, whose length counts it already
+    assert LlamaConfig.from_dict({**qwen, "rope_scaling": linear}).max_position_embeddings == 40960
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
