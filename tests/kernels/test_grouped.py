@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import grouped_linear
+from paged_jax.kernels.triton.grouped_linear import find_tile
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 
@@ -72,6 +73,22 @@ def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
     assert out.dtype == jnp.float32
     want, scale = oracle(x, w, group_sizes)
     assert (np.abs(np.asarray(out) - want) <= TOLERANCE[dtype] * scale).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_find_tile_of_the_kernel_for_gpus_gives_each_row_to_one_tile(sizes) -> None:
+    """In the interpreter a tile that took a row of the next group would be written over."""
+    group_sizes, _ = SIZES[sizes]
+    padded = jnp.asarray([*group_sizes, *[0] * (8 - len(group_sizes))], jnp.int32)
+    found = []
+    for tile in range(sum(group_sizes) // 16 + len(group_sizes) + 1):
+        is_there, group, rows, is_row = find_tile(padded, jnp.int32(tile), 16)
+        if is_there:
+            found += [(int(group), row) for row in rows[is_row].tolist()]
+        else:
+            assert not is_row.any()
+    owners = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    assert found == [(owner, row) for row, owner in enumerate(owners)]
 
 
 @pytest.mark.parametrize("form", ["default", "triton"])

@@ -175,6 +175,15 @@ def test_apply_experts_of_several_devices_add_up() -> None:
     np.testing.assert_allclose(sum(parts), want, rtol=1e-5, atol=1e-5)
 
 
+def test_clamped_swiglu_is_the_activation_of_gpt_oss() -> None:
+    gate, up = np.meshgrid(np.linspace(-9, 9, 37), np.linspace(-9, 9, 37))
+    out = clamped_swiglu(
+        jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32), alpha=1.702, limit=7.0
+    )
+    gate, up = np.where(gate > 7, 7, gate), np.where(np.abs(up) > 7, 7 * np.sign(up), up)
+    np.testing.assert_allclose(out, (up + 1) * gate / (1 + np.exp(-1.702 * gate)), rtol=1e-5)
+
+
 def test_route_chooses_the_largest_and_the_first_of_equal_ones() -> None:
     routes = route(jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf]]), 2,
                    renormalise=True)  # fmt: skip

@@ -2,9 +2,11 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.models.config import LlamaConfig
@@ -106,6 +108,19 @@ def test_from_pretrained_expands_experts_of_4_bits_one_at_a_time(tmp_path, monke
         layer.experts_down_proj[...].astype(jnp.float32),
         numbers[EXPERTS.format(1) + "down_proj"].swapaxes(1, 2),
     )
+
+
+def test_gpt_oss_is_saved_as_it_is_read(tmp_path) -> None:
+    """Its tensors lie transposed."""
+    model = random_llama(CONFIG, dtype="bfloat16")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gate_up = model.layers[0].experts_gate_up_proj[...]  # [X, 2, F, E]
+    for half in (0, 1):
+        stored = tensors[EXPERTS.format(0) + "gate_up_proj"][..., half::2]
+        np.testing.assert_array_equal(stored, gate_up[:, half].swapaxes(1, 2))
+    loaded = Llama.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
 
 
 @pytest.mark.parametrize(

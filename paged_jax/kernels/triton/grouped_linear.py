@@ -110,7 +110,10 @@ def grouped_linear(
 
 def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Tiling) -> None:
     (R, K), (_, N, _) = x_ref.shape, w_ref.shape
-    group, rows, is_row = _find_tile(sizes_ref, pl.program_id(0), tiling.rows)
+    X = sizes_ref.shape[0]
+    groups = jnp.arange(pl.next_power_of_2(X), dtype=jnp.int32)
+    sizes = plgpu.load(sizes_ref.at[groups], mask=groups < X, other=0)
+    is_there, group, rows, is_row = find_tile(sizes, pl.program_id(0), tiling.rows)
     outputs = pl.program_id(1) * tiling.outputs + jnp.arange(tiling.outputs, dtype=jnp.int32)
     is_row, is_output = is_row & (rows < R), outputs < N
 
@@ -125,7 +128,7 @@ def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Til
         w = load(w_ref, (group, outputs[:, None]), is_output[:, None], step)
         return total + tiles.dot(x, w.T)
 
-    @pl.when(group < w_ref.shape[0])
+    @pl.when(is_there)
     def _():
         total = jnp.zeros((tiling.rows, tiling.outputs), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(K, tiling.inputs), multiply, total)
@@ -133,16 +136,26 @@ def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Til
         plgpu.store(out_ref.at[rows[:, None], outputs[None]], total, mask=mask)
 
 
-def _find_tile(
-    sizes_ref: Any, tile: jax.Array, tile_rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The group of a tile, its rows i32 ``[tile_rows]``, and which of them are the group's.
+def find_tile(
+    sizes: jax.Array, tile: jax.Array, tile_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A tile of rows.
 
-    Where there is no such tile, the group is past the last one.
+    Args:
+      sizes: i32 ``[X]``, rows of each group.
+      tile: i32 ``[]``, its number.
+      tile_rows: rows of a tile.
+
+    Returns:
+      Whether there is such a tile, its group, its rows i32 ``[tile_rows]``, and which of them are
+      the group's.
+
+    Example:
+      >>> [bool(is_row.sum()) and rows[is_row].tolist() for _, _, rows, is_row in (
+      ...     find_tile(jnp.array([3, 0, 2, 0]), jnp.int32(tile), 2) for tile in range(4))]
+      [[0, 1], [2], [3, 4], False]
     """
-    X = sizes_ref.shape[0]
-    groups = jnp.arange(pl.next_power_of_2(X), dtype=jnp.int32)
-    sizes = plgpu.load(sizes_ref.at[groups], mask=groups < X, other=0)
+    groups = jnp.arange(sizes.size, dtype=jnp.int32)
     ends = jnp.cumsum(tiles.divide(sizes + tile_rows - 1, tile_rows), dtype=jnp.int32)
     is_before = ends <= tile
     group = jnp.sum(is_before, dtype=jnp.int32)
@@ -150,5 +163,4 @@ def _find_tile(
     end = begin + jnp.sum(jnp.where(groups == group, sizes, 0), dtype=jnp.int32)
     index = tile - jnp.max(jnp.where(is_before, ends, 0))
     rows = begin + index * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
-    # Past the last group there may be groups that only pad the vector: then X is no group either.
-    return jnp.where(tile < jnp.max(ends), group, X), rows, rows < end
+    return tile < jnp.max(ends), group, rows, rows < end
