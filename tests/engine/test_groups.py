@@ -210,3 +210,22 @@ def metrics_of(engine: Engine) -> list[str]:
     config = CacheConfig(engine.block_size, engine.num_blocks, "float32", True)
     reading = Reading.of(engine)
     return Metrics("model", config, reading).text().decode().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "window only"])
+def test_prompts_are_found_where_their_last_windows_are_left(models, forward, jobs, kind) -> None:
+    model, most = models[kind], {"mixed": 20, "window only": 13}[kind]
+    engine = Engine(model, **SIZES | {"num_blocks": most})
+    long, longest = jobs[0], jobs[3]
+    beginning = {"prompt_token_ids": long.prompt["prompt_token_ids"][:41]}
+    short = dataclasses.replace(long, name="short", prompt=beginning)
+    num_found = []
+    for job in (long, short, long, longest, short):
+        before = engine.stats.num_cached_tokens
+        output = play(engine, [job])[job.name]
+        check_tokens(forward, model, job, output)
+        check_empty(engine)
+        num_found.append(engine.stats.num_cached_tokens - before)
+    # The blocks before columns 2 and 8 have left the window, and some were reused; at last, all.
+    assert num_found == [0, 40, 88, 0, 0]

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from paged_jax import Engine, RequestOutput, SamplingParams
-from paged_jax.cache.blocks import check_invariants
 from paged_jax.scheduler.request import Sequence
+from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
-from tests.support.workload import Job, check_empty, play
+from tests.support.workload import Job, check_empty, check_groups, play
 
 pytestmark = pytest.mark.optimised
 
@@ -114,7 +114,7 @@ def soak(
         waiting = engine._scheduler.waiting
         preempted.update(s.request.request_id for s in waiting if s.num_preemptions)
         if num_steps % 100 == 0:
-            check_invariants(engine.cache.tables)
+            check_groups(engine.cache)
 
     clock.now = 0.0
     outputs = play(engine, jobs, on_step=on_step)
@@ -225,6 +225,26 @@ def test_guesses_and_a_quantised_cache_leave_nothing_behind(tiny_model, data_dir
     assert engine.stats.num_accepted_tokens > 20
     assert engine.stats.num_swap_preemptions > 10
     check_alone(Engine(tiny_model, **options), jobs, outputs, preempted)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layers", [("sliding_attention", "full_attention"), ()])
+def test_windows_leave_nothing_behind(data_dir, clock, layers) -> None:
+    """A window beside a layer that keeps all tokens, and a window alone in fewer blocks."""
+    config = dataclasses.replace(
+        CONFIG, layer_types=layers, sliding_window=12, model_type="qwen3" if layers else "mistral"
+    )
+    model = random_llama(config, scale=0.4)
+    jobs = requests_of_trace(data_dir, 300, steps_per_second=9)
+    num_alive = num_sequences_alive()
+    sizes = SIZES if layers else {**SIZES, "num_blocks": 10}
+    engine = Engine(model, **sizes, preemption="swap")
+    engine._scheduler.costs.max_swapped_blocks = 8
+    outputs, preempted = soak(engine, jobs, clock)
+    assert num_sequences_alive() == num_alive
+    assert engine.stats.num_preemptions > 5 and engine.stats.num_cached_tokens > 60
+    check_alone(Engine(model, **sizes), jobs, outputs, preempted)
 
 
 def babbling(job: Job) -> Job:
