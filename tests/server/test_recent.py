@@ -10,7 +10,7 @@ from paged_jax.server.recent import Recent, Sample
 
 def reading(time: float, generated: int) -> Reading:
     stats = EngineStats(num_generated_tokens=generated)
-    return Reading(time, True, 1, 2, Counter(), 0, 3, stats)
+    return Reading(time, True, 1, 2, Counter(), 0, 3, [], stats)
 
 
 def rates(samples: list[Sample]) -> list[tuple[float, float]]:
