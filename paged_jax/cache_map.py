@@ -12,6 +12,7 @@ from typing import Literal
 import jax
 import numpy as np
 
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler import Sequence
@@ -407,7 +408,7 @@ class _Comparison:
 
     def _blocks_at(self, sample: RunningSample, column: int) -> list[int]:
         """The block in a column of a sample's row; the first ones may have been given back."""
-        num_blocks = -(-sample.num_computed // self._after.block_size)
+        num_blocks = num_blocks_needed(sample.num_computed, self._after.block_size)
         index = column - num_blocks + len(sample.block_ids)
         return sample.block_ids[index : index + 1] if index >= 0 else []
 

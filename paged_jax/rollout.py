@@ -22,7 +22,7 @@ from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sizes import max_blocks_in_window, num_blocks_needed, num_cached_tokens_at
+from paged_jax.cache.sizes import max_blocks_in_slot, num_blocks_needed, num_cached_tokens_at
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
@@ -133,10 +133,11 @@ def rollout(
     num_rows = B * num_samples
     most_at_once = _most_at_once(model.config.windows, max(T - 1, max_tokens))
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
+    most_in_row = _most_in_row(model, T + max_tokens, most_at_once, block_size)
     cache = model.create_cache(
         num_slots=num_rows,
         max_length=num_cached_tokens_at(T + max_tokens),
-        num_blocks=min(num_blocks, num_rows * _most_held(model, most_at_once, block_size)),
+        num_blocks=min(num_blocks, num_rows * most_in_row),
         block_size=block_size,
         max_tokens=most_at_once,
         dtype=cache_dtype,
@@ -170,12 +171,6 @@ def _most_at_once(windows: Sequence[int | None], num_tokens: int) -> int:
     return num_tokens if set(windows) == {None} else min(num_tokens, _MOST_AT_ONCE)
 
 
-def _most_held(model: PagedModel, most_at_once: int, block_size: int) -> int:
-    """Most blocks that a row can hold of the layers that keep most."""
-    window = model.config.layer_groups[0].window
-    return 2**30 if window is None else max_blocks_in_window(window, most_at_once, block_size)
-
-
 def _decode(
     model: PagedModel,
     state: DecodeState,
@@ -206,6 +201,12 @@ def _decode(
     carry = state, drawn, num_new, jnp.int32(0)
     _, drawn, num_new, _ = lax.while_loop(lambda carry: carry[3] < max_tokens, go_on, carry)
     return Draws.unpack(drawn[:max_tokens]), num_new
+
+
+def _most_in_row(model: PagedModel, length: int, most_at_once: int, block_size: int) -> int:
+    """Most blocks that a row of so many tokens can hold of the layers that keep most."""
+    window, num_cached = model.config.layer_groups[0].window, num_cached_tokens_at(length)
+    return max_blocks_in_slot(window, num_cached, most_at_once, block_size)
 
 
 def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> int:

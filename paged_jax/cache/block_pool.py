@@ -225,11 +225,11 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
     is_cached = pool.is_cached & ~is_forgotten
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
     queued = pool.free_queue[(pool.head + index) % pool.num_blocks]
-    is_last = is_cached[queued] & (index < pool.num_free)
-    is_first = ~is_last & (index < pool.num_free)
+    is_free = index < pool.num_free
+    is_last, is_first = is_free & is_cached[queued], is_free & ~is_cached[queued]
     first_rank, last_rank = (jnp.cumsum(x, dtype=jnp.int32) for x in (is_first, is_last))
     rank = jnp.where(is_last, first_rank[-1] + last_rank, first_rank) - 1
-    place = jnp.where(index < pool.num_free, (pool.head + rank) % pool.num_blocks, pool.num_blocks)
+    place = jnp.where(is_free, (pool.head + rank) % pool.num_blocks, pool.num_blocks)
     free_queue = pool.free_queue.at[place].set(queued, mode="drop")
     return replace(pool, is_cached=is_cached, free_queue=free_queue)
 

@@ -55,6 +55,23 @@ def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
     return num_blocks_needed(window - 1, block_size) + 1 + num_further
 
 
+def max_blocks_in_slot(
+    window: int | None, max_length: int, max_tokens: int, block_size: int
+) -> int:
+    """Return the most blocks that a slot of up to `max_length` tokens holds of some layers.
+
+    All of them where `window` is None, else see `max_blocks_in_window`.
+
+    Example:
+      >>> [max_blocks_in_slot(window, 32768, 512, 16) for window in (None, 1024, 65536)]
+      [2048, 97, 2048]
+    """
+    width = num_blocks_needed(max_length, block_size)
+    if window is None:
+        return width
+    return min(width, max_blocks_in_window(window, max_tokens, block_size))
+
+
 def num_cached_tokens_at(length: int) -> int:
     """Return how many tokens of a sequence are in the cache once it has `length` tokens.
 

@@ -54,7 +54,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
-from paged_jax.cache.sizes import max_blocks_in_window, num_blocks_needed
+from paged_jax.cache.sizes import max_blocks_in_slot, num_blocks_needed
 from paged_jax.kernels import cpu, padded_head_dim
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
@@ -267,13 +267,11 @@ def footprint(
 def _group_footprints(
     config: LlamaConfig, sizes: Sizes, kv_dtype: DTypeLike, platform: str
 ) -> tuple[GroupFootprint, ...]:
-    groups, width = [], sizes.max_blocks_per_slot
+    groups, block_size = [], sizes.block_size
     for window, layers in config.layer_groups:
-        held = width
-        if window is not None:
-            held = min(width, max_blocks_in_window(window, sizes.most_tokens, sizes.block_size))
-        block = block_bytes(config, sizes.block_size, kv_dtype, platform, len(layers))
-        overhead = record_bytes(sizes.block_size) + _SEARCH_BYTES
+        held = max_blocks_in_slot(window, sizes.max_model_len, sizes.most_tokens, block_size)
+        block = block_bytes(config, block_size, kv_dtype, platform, len(layers))
+        overhead = record_bytes(block_size) + _SEARCH_BYTES
         if platform == "cpu" and jnp.dtype(kv_dtype) in _COPIED_ON_CPU:
             overhead += block * 3 // 2
         most = sizes.num_slots * held

@@ -6,6 +6,7 @@ chooses the size of its pool.
 
 import dataclasses
 
+from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine.arguments import check_arguments, program_sizes
 from paged_jax.engine.footprint import (
     Footprint,
@@ -82,7 +83,7 @@ class MemoryPlan:
 
     def uniform_bytes(self, length: int) -> int:
         """What `sequence_bytes` would be if all layers kept all tokens."""
-        return self.footprint.block * -(-length // self.sizes.block_size)
+        return self.footprint.block * num_blocks_needed(length, self.sizes.block_size)
 
     def read_bytes(self, length: int) -> int:
         """Bytes of K and V that a token of a sequence attends to, with so many tokens in it."""

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import AnyCache, PagedCache
-from paged_jax.cache.sizes import max_blocks_in_window, num_blocks_needed
+from paged_jax.cache.sizes import max_blocks_in_slot, num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.models.arguments import Rows, as_rows
@@ -375,8 +375,7 @@ def create_cache(
     width = num_blocks_needed(max_length, block_size)
     groups: list[PagedCache] = []
     for window, layers in config.layer_groups:
-        held = width if window is None else max_blocks_in_window(window, max_tokens, block_size)
-        most = num_slots * min(width, held)
+        most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
         if groups:
             num_blocks = min(groups[0].num_blocks, most)
         elif num_blocks is None:
