@@ -378,6 +378,11 @@ class RopeWritingOps(WritingOps, Protocol):
 class PallasBackend(Backend, Protocol):
     """A backend written in Pallas, whose kernels can be run without their device."""
 
+    @property
+    def interpret(self) -> Interpret:
+        """How its kernels are interpreted, if at all: those of experts, too."""
+        ...
+
     def interpreted(self, interpret: Interpret) -> Backend:
         """The same backend, with its kernels run in Pallas' interpreter on any platform."""
         ...

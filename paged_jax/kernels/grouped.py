@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels import cpu
-from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.backend import Interpret, PallasBackend
+from paged_jax.kernels.dispatch import BACKENDS
 from paged_jax.kernels.mosaic_tpu import grouped_linear as mosaic_tpu
 from paged_jax.kernels.triton import grouped_linear as triton
 from paged_jax.kernels.xla import grouped_linear as xla
@@ -41,7 +42,8 @@ def grouped_linear(
         of that: ``[L, X, out, in]``, and i32 ``[]``, the part of it (static).
       backend: None for the best one of the platform, or the name of one: ``"cpu"``, ``"triton"`` or
         ``"mosaic_tpu"``; others stand for XLA's (static).
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
+      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static). So
+        it is run, too, where the backend of that name is one whose kernels are interpreted.
 
     Returns:
       float32 ``[R, out]``, accumulated in float32; 0 in rows of no group.
@@ -74,6 +76,8 @@ def grouped_linear(
     if stack is None:
         stack = w[None], jnp.int32(0)
     stack = lax.stop_gradient(stack)
+    if isinstance(own := BACKENDS.get(backend or ""), PallasBackend):
+        interpret = interpret or own.interpret
     return _grouped_linear(_Choice(backend, interpret), x, w, group_sizes.astype(jnp.int32), stack)
 
 

@@ -1,9 +1,9 @@
 """Each family of models against Hugging Face transformers, on small random weights.
 
 Entries of `tests.support.families.CASES` go through all of these tests: the plain forward, prefill
-in chunks and decode through a paged cache, and an engine whose pool is so small that it preempts.
-Of two backends a case has one in the cache and the other in the engine, and every second pair of
-cases swaps where the others compute again. Entries of `VARIANTS` are read, computed, and saved.
+in chunks and decode through a paged cache, and an engine whose pool is so small that it preempts,
+in both ways. Of two backends a case has one in the cache and the other in the engine. Entries of
+`VARIANTS` are read, computed, and saved.
 """
 
 import jax
@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.kernels import dispatch
+from paged_jax.kernels import dispatch, grouped
+from paged_jax.kernels.backend import Interpret
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import take_rows
 from paged_jax.models.llama import Llama, _table
@@ -51,11 +52,31 @@ def model(case) -> Llama:
     return Llama.from_pretrained(case[2])
 
 
+@pytest.fixture(scope="module")
+def products(case) -> list[Interpret]:
+    """How each product of rows with experts was traced that Triton's kernel computes."""
+    return []
+
+
 @pytest.fixture
-def backends(case, monkeypatch) -> tuple[str, str]:
-    """That of the cache and that of the engine."""
+def backends(case, products, monkeypatch) -> tuple[str, str]:
+    """That of the cache and that of the engine. The kernels of ``"triton"`` are interpreted."""
+    grouped_linear = grouped.triton.grouped_linear
+
+    def traced(*args, interpret=False):
+        products.append(interpret)
+        return grouped_linear(*args, interpret=interpret)
+
+    monkeypatch.setattr(grouped.triton, "grouped_linear", traced)
     monkeypatch.setitem(dispatch.BACKENDS, "triton", families.InterpretedTriton())
     return ("xla", "triton") if case[0] % 2 else ("triton", "xla")
+
+
+def check_products(model: Llama, backend: str, products: list[Interpret]) -> None:
+    """Experts were computed by the backend that attention has."""
+    if backend == "triton":
+        assert bool(products) == bool(model.config.num_experts)
+        assert all(products) or jax.default_backend() == "gpu"
 
 
 def varied_logits(theirs) -> np.ndarray:
@@ -92,7 +113,9 @@ def test_forward_of_a_variant_computes_what_transformers_computes(tmp_path, vari
     check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 
-def test_chunks_and_steps_compute_what_transformers_computes(model, expected, backends) -> None:
+def test_chunks_and_steps_compute_what_transformers_computes(
+    model, expected, backends, products
+) -> None:
     cache = model.create_cache(num_slots=1, max_length=LENGTH)
     slots, num_tokens = jnp.array([0]), jnp.array([CHUNK])
     logits = []
@@ -106,24 +129,26 @@ def test_chunks_and_steps_compute_what_transformers_computes(model, expected, ba
         assert ok
         logits.append(rows[0])
     np.testing.assert_allclose(np.stack(logits), expected, rtol=0, atol=1e-4)
+    check_products(model, backends[0], products)
 
 
-def test_engine_gives_the_tokens_of_transformers(case, model, backends, monkeypatch) -> None:
-    """Prompts in chunks, some of them cached, samples that share blocks, and too few blocks."""
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_engine_gives_the_tokens_of_transformers(
+    case, model, backends, products, monkeypatch, preemption
+) -> None:
+    """Prompts in chunks, one of which is cached, samples that share blocks, and too few blocks."""
     # One row is padded to four, which saves a program a case.
     monkeypatch.setattr(runner, "row_bucket", lambda count, num_slots: num_slots)
-    number, theirs, _ = case
-    swaps = number // 2 % 2 == 1
-    has_full_layers = None in model.config.windows
+    theirs = case[1]
     engine = Engine(
         model,
         block_size=8,
-        num_blocks=24 if has_full_layers else 13,
+        num_blocks=24 if None in model.config.windows else 11,
         max_num_seqs=4,
         max_model_len=128,
         max_chunk=16,
         max_num_batched_tokens=32,
-        preemption="swap" if swaps else "recompute",
+        preemption=preemption,
         backend=backends[1],
     )
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -131,8 +156,9 @@ def test_engine_gives_the_tokens_of_transformers(case, model, backends, monkeypa
     first, second, third = (TOKENS[0, start : start + 40].tolist() for start in (0, 40, 80))
     jobs = [
         Job("alone", {"prompt_token_ids": first}, greedy),
-        Job("two samples", {"prompt_token_ids": second}, drawn),
-        Job("same beginning", {"prompt_token_ids": first[:25] + third[:9]}, greedy, at=4),
+        Job("same beginning", {"prompt_token_ids": first[:25] + third[:9]}, greedy),
+        # Where all layers have a window, a sequence needs more blocks only until it is as long.
+        Job("two samples", {"prompt_token_ids": second[:3]}, drawn, at=3),
         Job("again", {"prompt_token_ids": first}, greedy, at=40),
     ]
     outputs = play(engine, jobs)
@@ -142,10 +168,10 @@ def test_engine_gives_the_tokens_of_transformers(case, model, backends, monkeypa
             check_sample(theirs, output.prompt_token_ids, sample)
     stats = engine.stats
     assert stats.num_cached_tokens > 0, "make it happen"
-    # Where all layers have a window, a sequence is bounded: it waits, and is never preempted.
-    assert (stats.num_preemptions > 0) == has_full_layers
-    assert (stats.num_swap_preemptions > 0) == (has_full_layers and swaps)
-    assert (stats.num_recomputed_tokens > 0) == (has_full_layers and not swaps)
+    assert stats.num_preemptions > 0
+    assert (stats.num_swap_preemptions > 0) == (preemption == "swap")
+    assert (stats.num_recomputed_tokens > 0) == (preemption == "recompute")
+    check_products(model, backends[1], products)
 
 
 def check_sample(theirs, prompt: list[int], sample) -> None:
