@@ -235,12 +235,14 @@ class BlockMeter:
         num_new: dict[Sequence, int] = {}
         if tokens is not None:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
+        # What has ended since the program began, in one that ran ahead, had its blocks there.
+        ended = [sequence for sequence in plan.decodes if sequence.slot is None]
         # A sequence that has drawn tokens holds what it had when that program began.
         row, starts = self._scheduler.holdings.num_in_row, []
-        for sequence in self._scheduler.running:
-            length = sequence.num_computed + num_new.get(sequence, 0)
-            start = sequence.num_computed if sequence in num_new else sequence.program_start
-            starts.append((length, start))
+        for sequence in [*self._scheduler.running, *ended]:
+            num_drawn = num_new.get(sequence, 0)
+            start = sequence.num_computed if num_drawn else sequence.program_start
+            starts.append((sequence.num_computed + num_drawn, start))
         # Not those of now, which the device may still work on.
         num_free = self._runner.slots.num_free if tokens is None else int(tokens.num_free)
         self.count(sum(row(length, start) for length, start in starts), num_free)

@@ -144,6 +144,12 @@ class WindowHoldings(Holdings):
     blocks cannot be refused. The price: sequences that share a prompt wait for as many blocks as
     those that do not, which are no more than w for each.
 
+    To count what is shared would take the references of each block, which the device has: a copy
+    on the host, kept through forks, copies of blocks and what is found in the cache, or a wait for
+    the device in every step. What that gains would not last: once samples of a prompt have drawn W
+    tokens, no window reaches the prompt, each has a row alone, and those that had been let in for
+    what they shared would be preempted.
+
     Args:
       num_blocks, block_size, groups: see `Holdings`.
       window: W, the largest window of the model, that of the first group.

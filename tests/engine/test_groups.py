@@ -6,6 +6,7 @@ smaller than prompts.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from paged_jax import Engine, Llama, LlamaConfig, SamplingParams
+from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.cache.picture import draw_tables
 from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import beam_search
 from paged_jax.engine.beams import BeamSearchParams
+from paged_jax.kernels import cascade, num_shared_blocks
 from paged_jax.server.metrics import CacheConfig, Metrics
 from paged_jax.server.reading import Reading
 from tests.support.random_model import random_llama
-from tests.support.tiny_model import CONFIG
+from tests.support.tiny_model import CONFIG, EOS, save_tokenizer_for_forms
 from tests.support.workload import Job, check_empty, check_groups, finish, play
 
 CONTEXT, WINDOW = 160, 24
@@ -142,8 +146,158 @@ def test_tokens_are_those_of_the_plain_forward(
         for job in jobs:
             check_tokens(forward, model, job, outputs[job.name])
         check_empty(engine)
+    assert engine.stats.sharing > 0
     for name in happens:
         assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "window only"])
+def test_requests_with_nothing_in_common_save_no_blocks(models, jobs, kind) -> None:
+    """In no step, those that run ahead of what is known to have ended included."""
+    engine = Engine(models[kind], **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | UNCACHED)
+    unrelated = [
+        dataclasses.replace(job, params=dataclasses.replace(job.params, n=1)) for job in jobs[:5]
+    ]
+    saved = []
+    play(engine, unrelated, on_step=lambda _: saved.append(engine.stats.sharing))
+    assert len(saved) > 20 and set(saved) == {0.0}
+
+
+# What requests begin with in turn; a window of the first reaches into the second, and so on.
+BEGINNINGS = [tuple(range(3 + i, 40, 2)) for i in range(3)]
+
+
+@st.composite
+def drawn_jobs(draw: st.DrawFn) -> list[Job]:
+    """Requests that begin as others do, and come while those run."""
+
+    def job(number: int) -> Job:
+        beginning = draw(st.lists(st.sampled_from(BEGINNINGS), max_size=4))
+        ending = draw(st.lists(st.integers(3, 40), min_size=1, max_size=9))
+        count, max_tokens = draw(st.sampled_from([1, 1, 3])), draw(st.integers(1, 30))
+        params = SamplingParams(
+            **GREEDY | {"temperature": float(count > 1)}, seed=7, n=count, max_tokens=max_tokens
+        )
+        return Job(
+            str(number),
+            {"prompt_token_ids": [*itertools.chain(*beginning), *ending]},
+            params,
+            draw(st.sampled_from([0, 0, -1])),
+            at=draw(st.integers(0, 25)),
+        )
+
+    return [job(number) for number in range(draw(st.integers(2, 7)))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "window only"])
+def test_tokens_do_not_depend_on_the_prefix_cache(models, kind) -> None:
+    """Where requests find each other's blocks, of which pools that are too small keep a part."""
+    sizes = SIZES | {"num_blocks": NUM_BLOCKS[kind]}
+    cached, uncached = (Engine(models[kind], **sizes | switch) for switch in ({}, UNCACHED))
+
+    @settings(max_examples=20)
+    @given(drawn_jobs())
+    def compare(jobs: list[Job]) -> None:
+        expected = play(uncached, jobs)
+        outputs = play(cached, jobs, on_step=lambda _: check_groups(cached.cache))
+        for name, output in outputs.items():
+            pairs = zip(output.outputs, expected[name].outputs, strict=True)
+            assert all(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
+        check_empty(cached)
+
+    compare()
+    for engine in (cached, uncached):
+        assert (engine.stats.num_cached_tokens > 100) == (engine is cached), "make it happen"
+        assert engine.stats.num_preemptions > 10, "make it happen"
+
+
+# Animals after a colour: all texts of a form of which each letter is a token.
+FORM = "(red|green|blue)( (dog|cat|fox)){2,5}"
+TEXTS = {
+    " ".join((colour, *animals))
+    for colour in ("red", "green", "blue")
+    for count in range(2, 6)
+    for animals in itertools.product(("dog", "cat", "fox"), repeat=count)
+}
+
+
+def check_text(
+    forward: Callable[..., np.ndarray], model: Llama, tokenizer: Tokenizer, output: Any
+) -> None:
+    """Each token is the most probable one of those with which the text can still have its form."""
+    [sample] = output.outputs
+    assert sample.finish_reason == "stop" and sample.text in TEXTS
+    scores = forward(model, [*output.prompt_token_ids, *sample.token_ids])
+    rows, text = scores[len(output.prompt_token_ids) - 1 : -1], ""
+    for row, token_id in zip(rows, sample.token_ids, strict=True):
+        longer = [known for known in TEXTS if known.startswith(text) and known != text]
+        letters = {known[len(text)] for known in longer}
+        allowed = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in letters]
+        allowed += [EOS] if text in TEXTS else []
+        assert token_id == allowed[int(np.argmax(row[allowed]))], text
+        text += "" if token_id == EOS else tokenizer.decode([token_id])
+    assert text == sample.text
+
+
+@pytest.mark.slow
+def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
+    models, forward, tiny_folder, tmp_path, monkeypatch
+) -> None:
+    """Cascade attention in the layer that keeps all tokens, where all begin with the same blocks,
+    grammars, and too few blocks for all who begin so."""
+    pytest.importorskip("llguidance")
+    traced = []
+    cascade_attention = cascade.cascade_attention
+
+    def trace(*args: Any, **options: Any) -> jax.Array:
+        traced.append(options["layer"])
+        return cascade_attention(*args, **options)
+
+    # On contexts this short, which are not worth it by themselves.
+    monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
+    monkeypatch.setattr(cascade, "cascade_attention", trace)
+    tokenizer = Tokenizer.from_folder(save_tokenizer_for_forms(tiny_folder, tmp_path / "tokenizer"))
+    model = models["mixed"]
+    beginning = [int(token) for token in np.random.default_rng(3).integers(3, 40, 66)]
+    form = StructuredOutputsParams(regex=FORM)
+    of_form = {"temperature": 0.0, "max_tokens": 40, "structured_outputs": form}
+    jobs = [
+        Job(
+            str(number),
+            {"prompt_token_ids": [*beginning, 3 + number]},
+            SamplingParams(**of_form if number % 2 else GREEDY | {"max_tokens": 25}),
+        )
+        for number in range(6)
+    ]
+    num_shared = []
+
+    def look(_: int) -> None:
+        check_groups(engine.cache)
+        tables = engine.cache.groups[0].tables
+        count = num_shared_blocks(tables.block_tables, tables.lengths, engine.block_size)
+        num_shared.append(int(count))
+
+    for preemption in ("swap", "recompute"):
+        engine = Engine(
+            model,
+            tokenizer=tokenizer,
+            preemption=preemption,
+            # No other engine shares the programs that are traced here.
+            **SIZES | {"num_blocks": 17, "cascade_attention": True, "backend": "xla"},
+        )
+        outputs = play(engine, jobs, on_step=look)
+        check_empty(engine)
+        assert engine.stats.num_preemptions and engine.stats.num_cached_tokens, "make it happen"
+        assert bool(engine.stats.num_swap_preemptions) == (preemption == "swap")
+        for job in jobs:
+            if job.params.structured_outputs:
+                check_text(forward, model, tokenizer, outputs[job.name])
+            else:
+                check_tokens(forward, model, job, outputs[job.name])
+    assert max(num_shared) == len(beginning) // engine.block_size, "make it happen"
+    assert set(traced) == {0}, "the first layer of the first group"
 
 
 @pytest.mark.slow

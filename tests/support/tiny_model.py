@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -53,6 +54,15 @@ def save_tiny_model(
     if chat_template is not None:
         config["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_tokenizer_for_forms(tiny_folder: Path, folder: Path) -> Path:
+    """Copy the folder of the tiny model, with a decoder that llguidance knows; the same result."""
+    shutil.copytree(tiny_folder, folder)
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
     return folder
 
 
