@@ -1,11 +1,9 @@
 """`Engine` on several devices of a CPU: the tokens of one device, and what each of them holds."""
 
-import json
-import shutil
-
 import pytest
 
 from tests.support.processes import run_on_devices
+from tests.support.tiny_model import save_tokenizer_for_forms
 
 # What an engine can do, on every number of devices, each pair of values in one engine: types of
 # pools and weights, preemption, layers in a scan, guesses. Each of them runs all kinds of requests.
@@ -145,25 +143,32 @@ assert features(LLM(checkpoint + "/saved", tokenizer=folder, **options))[0] == w
 """
 
 # Layers that differ have pools of their own, which are divided too: those of a model with what
-# Gemma 3 and gpt-oss have, on devices that are as many as KV heads, and more.
+# Gemma 3 and gpt-oss have, and of one with what Cohere 2 and MoEs of Qwen have. On devices that are
+# as many as KV heads, and more.
 _KINDS_OF_LAYERS = """
 from paged_jax import Engine
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
-model = make_model(
-    layer_types=("sliding_attention", "full_attention"), sliding_window=6,
+GROUPS = dict(layer_types=("sliding_attention", "full_attention"), sliding_window=6,
+              num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
+SANDWICH = dict(
     norm_placement="sandwich", norm_offset=1.0, qk_norm=True, embedding_multiplier=32**0.5,
-    rope_local_base_freq=100.0, tie_word_embeddings=True, attention_sinks=True, num_experts=8,
-    num_experts_per_tok=2, moe_intermediate_size=12, expert_bias=True, swiglu_limit=0.5)
-wanted = generate(Engine(model, **SIZES))
-for num_devices, preemption in ((2, "swap"), (4, "recompute")):
-    engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
-    assert generate(engine) == wanted, num_devices
-    for group in engine.cache.groups:
-        assert group.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
-    stats = engine.stats
-    assert stats.num_preemptions and stats.num_cached_tokens
-    assert bool(stats.num_swap_preemptions) == (preemption == "swap")
+    rope_local_base_freq=100.0, tie_word_embeddings=True, attention_sinks=True, expert_bias=True,
+    swiglu_limit=0.5)
+PARALLEL = dict(
+    norm_placement="parallel", norm_type="layer", rope_interleaved=True, logit_scale=0.7,
+    qk_norm=True, norm_topk_prob=True, shared_expert_intermediate_size=24)
+for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, "swap"),))):
+    model = make_model(**GROUPS, **kind)
+    wanted = generate(Engine(model, **SIZES))
+    for num_devices, preemption in ways:
+        engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
+        assert generate(engine) == wanted, num_devices
+        for group in engine.cache.groups:
+            assert group.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
+        stats = engine.stats
+        assert stats.num_preemptions and stats.num_cached_tokens
+        assert bool(stats.num_swap_preemptions) == (preemption == "swap")
 """
 
 _WEIGHTS = """
@@ -258,11 +263,7 @@ def num_compiled(engine):
 def test_tokens_are_those_of_one_device(tiny_folder, tmp_path) -> None:
     """With forks, prefix hits, preemption, and more devices than KV heads."""
     pytest.importorskip("llguidance")
-    tokenizer = shutil.copytree(tiny_folder, tmp_path / "tokenizer")
-    fields = json.loads((tokenizer / "tokenizer.json").read_text())
-    # A decoder that llguidance knows, with the same result.
-    fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
-    (tokenizer / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = save_tokenizer_for_forms(tiny_folder, tmp_path / "tokenizer")
     run_on_devices(_HEAD + _SAME_TOKENS, tokenizer, tmp_path / "model", num_devices=8)
 
 
