@@ -14,7 +14,8 @@ and several devices need no line of their own.
 import argparse
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.models.families import FAMILIES, Family, Scale
+from paged_jax.models.families import FAMILIES
+from paged_jax.models.family import Family, Scale
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",

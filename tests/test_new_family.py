@@ -10,7 +10,7 @@ from flax import nnx
 
 from paged_jax import LLM, LlamaConfig, SamplingParams
 from paged_jax.models import families
-from paged_jax.models.families import UnsupportedConfigError
+from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.llama import Llama
 from tests.support import ROOT
 

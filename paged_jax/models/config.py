@@ -10,7 +10,7 @@ from typing import Any
 from paged_jax.checks import check_positive
 from paged_jax.models.config_json import read_fields
 from paged_jax.models.config_writing import write_fields
-from paged_jax.models.families import UnsupportedConfigError
+from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.json_file import read_json
 from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING, LayerGroup, group_layers
 from paged_jax.models.rope import Rope

@@ -6,7 +6,8 @@ from typing import Any
 
 from paged_jax.checks import check_positive, is_int
 from paged_jax.models.experts_json import read_experts
-from paged_jax.models.families import FAMILIES, PARTS, Family, UnsupportedConfigError
+from paged_jax.models.families import FAMILIES, PARTS
+from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_types import FULL, SLIDING
 from paged_jax.models.rope_json import read_rope, read_rope_layers
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from paged_jax.models.experts_json import write_experts
-from paged_jax.models.families import FAMILIES, Family
+from paged_jax.models.families import FAMILIES
+from paged_jax.models.family import Family
 from paged_jax.models.layer_types import FULL, SLIDING
 from paged_jax.models.rope_json import write_rope
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.checks import is_int, is_real
-from paged_jax.models.families import Family, UnsupportedConfigError
+from paged_jax.models.family import Family, UnsupportedConfigError
 
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # transformers writes that of a family under either name.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.checks import is_int, is_real
-from paged_jax.models.families import Family, UnsupportedConfigError
+from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING
 from paged_jax.models.rope_scaling import RopeScaling
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.checks import is_int, is_real
-from paged_jax.models.families import UnsupportedConfigError
+from paged_jax.models.family import UnsupportedConfigError
 
 # The fields that each kind reads, beside its own name.
 _FIELDS: Mapping[str, tuple[str, ...]] = {

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.families import FAMILIES, UnsupportedConfigError
+from paged_jax.models.families import FAMILIES
+from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.rope_scaling import RopeScaling
 
 _SIZES = {

@@ -4,8 +4,7 @@
 says, the names of its tensors and its `total_size` in bytes, each as its source has it. In names,
 ``{32}`` stands for each number below 32. "seen" says of which names the source is a witness: "all",
 a "part" of the layers, which are alike, or only the "totals", the bytes and perhaps the number of
-tensors; the rest of the names are those of transformers' modules. Of cohere2 no such facts were
-found: its names are compared where `test_families.py` reads what transformers writes.
+tensors; the rest of the names are those of transformers' modules.
 """
 
 import dataclasses
