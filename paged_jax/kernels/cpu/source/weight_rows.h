@@ -33,8 +33,11 @@ constexpr bool ROUNDS<Bfloat16> = true;
 // Rows of weights and of x that meet in registers: their sums fill most of what there are.
 constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
-// With a single row of x the sums of one row of weights would wait for each other.
-constexpr int ROWS_OF_ONE = 4;
+// With a single row of x the sums of one row of weights would wait for each other, and memory is read
+// the faster the fewer rows are read at a time.
+constexpr int ROWS_OF_ONE = LANES == 16 ? 2 : 4;
+// How many rows of weights are fetched ahead.
+constexpr int AHEAD = 8;
 // Rows of x that weights meet before the next weights do: these rows stay in a cache.
 constexpr int CHUNK = 16;
 constexpr int64_t PART_BYTES = 64 * 1024;
@@ -68,7 +71,7 @@ struct Product {
     const Form::Weight* rows[R];
     for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
     float sums[M_][R];
-    const char* next = (const char*)(w + (n + 2 * R) * K) + m / INPUTS * (K / STEP) * LINES * 64;
+    const char* next = (const char*)(w + (n + AHEAD) * K) + m / INPUTS * (K / STEP) * LINES * 64;
     multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
     for (int j = 0; j < M_; j++)
       for (int r = 0; r < R; r++)
