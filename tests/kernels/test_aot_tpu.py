@@ -112,9 +112,8 @@ def test_step_of_layers_that_differ_fills_a_tpu(results, generation) -> None:
         assert program["multiplied_types"] == ["bf16"]
         assert program["collectives"] == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
         assert program["aliased_bytes"] > 0.99 * pool_bytes
-        # For gpt-oss most of it is the embedding, in another layout: its rows fill no whole
-        # registers of lanes.
-        assert program["temporary_bytes"] < 0.01 * pool_bytes, name
+        # A copy of gpt-oss' embedding, whose rows fill no whole registers of lanes, would be more.
+        assert program["temporary_bytes"] < 0.005 * pool_bytes, name
 
 
 def test_plan_of_several_devices_is_what_is_compiled() -> None:
