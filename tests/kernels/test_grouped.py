@@ -4,13 +4,16 @@ Weights of groups without rows, and rows of no group, are NaN throughout.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from paged_jax.kernels import grouped_linear
+from paged_jax.kernels.mosaic_tpu.grouped_linear import choose_tiling
 from paged_jax.kernels.triton.grouped_linear import find_tile
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
@@ -89,6 +92,28 @@ def test_find_tile_of_the_kernel_for_gpus_gives_each_row_to_one_tile(sizes) -> N
             assert not is_row.any()
     owners = np.repeat(np.arange(len(group_sizes)), group_sizes)
     assert found == [(owner, row) for row, owner in enumerate(owners)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("shape", [(2880, 5760), (2048, 768), (4096, 28672)])
+def test_kernel_for_tpus_fetches_each_weight_that_has_rows_once(sizes, shape) -> None:
+    """By the steps that megablox makes of sizes of groups: a block that the next step needs as
+    well is not fetched again."""
+    sizes, others = SIZES[sizes]
+    num_rows = sum(sizes) + others
+    rows, inputs, outputs = choose_tiling(num_rows, *shape, jnp.bfloat16)
+    assert 2 * 2 * inputs * (rows + outputs) + 3 * 4 * rows * outputs < 16 << 20, "bytes of VMEM"
+    (_, groups, _), num_steps = make_group_metadata(
+        group_sizes=jnp.asarray(sizes, jnp.int32),
+        m=-(-num_rows // rows) * rows,
+        tm=rows,
+        start_group=jnp.int32(0),
+        num_nonzero_groups=len(sizes),
+        visit_empty_groups=False,
+    )
+    steps = [(int(group), k) for group in groups[:num_steps] for k in range(-(-shape[0] // inputs))]
+    fetched = [step for step, _ in itertools.groupby(steps)]
+    assert fetched == [(group, 0) for group, size in enumerate(sizes) if size]
 
 
 @pytest.mark.parametrize("form", ["default", "triton"])

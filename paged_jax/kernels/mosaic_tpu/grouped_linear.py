@@ -23,7 +23,7 @@ except (ImportError, AttributeError):
 
 # Rows of a register of the narrowest type, and of a tile at most.
 _ROWS, _MAX_ROWS = 16, 128
-# Bytes of a tile of weights, of which there are two in VMEM, which has 16 MB.
+# Bytes of a tile of weights, and of whole rows of x: two of each are in VMEM, which has 16 MB.
 _TILE_BYTES = 2 << 20
 _LANES = 128
 
@@ -43,9 +43,8 @@ def grouped_linear(
 ) -> jax.Array:
     """See `paged_jax.kernels.grouped_linear`; what is in rows of no group is not defined."""
     R, (_, N, K) = x.shape[0], w.shape
-    tile_rows = min(_MAX_ROWS, math.ceil(R / _ROWS) * _ROWS)
-    padding = -R % tile_rows
-    side = math.isqrt(_TILE_BYTES // w.dtype.itemsize) // _LANES * _LANES
+    tiling = choose_tiling(R, K, N, w.dtype)
+    padding = -R % tiling[0]
     # HIGHEST keeps float32 from being multiplied in bfloat16 passes.
     with jax.default_matmul_precision("highest" if w.dtype == jnp.float32 else "default"):
         out = _gmm(
@@ -53,8 +52,35 @@ def grouped_linear(
             w,
             group_sizes,
             preferred_element_type=jnp.float32,
-            tiling=(tile_rows, min(K, side), min(N, side)),
+            tiling=tiling,
             transpose_rhs=True,
             interpret=bool(interpret),
         )
     return out[:R]
+
+
+def choose_tiling(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: Any
+) -> tuple[int, int, int]:
+    """Rows of x, numbers of a row and rows of a weight that one step of the grid multiplies.
+
+    The steps of a group follow each other for each tile of rows of its weight. If these rows are
+    whole, the kernel fetches them once, however many tiles of rows of x the group has; else once
+    for each of those. Weights of groups without rows are in no step.
+
+    Args:
+      num_rows: of x.
+      num_inputs, num_outputs: of a weight.
+      dtype: type of the weights.
+
+    Example:
+      >>> choose_tiling(64, 2880, 5760, jnp.bfloat16), choose_tiling(512, 14336, 4096, jnp.bfloat16)
+      ((64, 2880, 256), (128, 1024, 1024))
+    """
+    tile_rows = min(_MAX_ROWS, math.ceil(num_rows / _ROWS) * _ROWS)
+    numbers = _TILE_BYTES // jnp.dtype(dtype).itemsize
+    whole_rows = numbers // num_inputs // _LANES * _LANES
+    if whole_rows and tile_rows * num_inputs <= numbers:
+        return tile_rows, num_inputs, min(num_outputs, whole_rows)
+    side = math.isqrt(numbers) // _LANES * _LANES
+    return tile_rows, min(num_inputs, side), min(num_outputs, side)
