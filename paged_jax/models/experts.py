@@ -13,6 +13,7 @@ come last and belong to nobody.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from paged_jax.models.linear import linear
 from paged_jax.models.mlp import ACTIVATIONS
 from paged_jax.models.part import Part
 from paged_jax.models.weight import Weight
+
+# Up to so many comparisons take the place of a sort: for 64 tokens 128 experts, or 16 choices each.
+_MAX_COMPARISONS = 1 << 20
 
 
 class ExpertWeights(NamedTuple):
@@ -46,10 +50,10 @@ class ExpertWeights(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Which experts tokens pass through.
+    """Which of X experts tokens pass through.
 
     Attributes:
-      experts: i32 ``[N, k]``, of each token distinct ones.
+      experts: i32 ``[N, k]``, of each token distinct ones; X for what passes through none of them.
       weights: float32 ``[N, k]``, of what they give.
     """
 
@@ -134,15 +138,15 @@ def experts(
         logits = logits + layer.router_bias[...].astype(jnp.float32)[None]
         biases = layer.experts_gate_up_bias[...], layer.experts_down_bias[...]
     weights = ExpertWeights(weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases)
-    out = apply_experts(
-        rows,
-        route(logits, config.num_experts_per_tok, renormalise=config.norm_topk_prob),
-        weights,
-        activation=_activation(config),
-        first_expert=0 if part is None else part.index * weights.down_proj.values.shape[0],
+    num_here = weights.down_proj.values.shape[0]
+    routes = route(
+        logits,
+        config.num_experts_per_tok,
+        renormalise=config.norm_topk_prob,
         is_token=None if is_token is None else is_token.reshape(-1),
-        backend=backend,
+        here=None if part is None else (part.index * num_here, num_here),
     )
+    out = apply_experts(rows, routes, weights, activation=_activation(config), backend=backend)
     return out.reshape(x.shape)
 
 
@@ -152,29 +156,57 @@ def _activation(config: LlamaConfig) -> Callable[[jax.Array, jax.Array], jax.Arr
     return functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
 
 
-def route(logits: jax.Array, num_chosen: int, *, renormalise: bool) -> Routes:
-    """Choose the experts with the largest logits, and weigh them by a softmax.
+def route(
+    logits: jax.Array,
+    num_chosen: int,
+    *,
+    renormalise: bool,
+    is_token: jax.Array | None = None,
+    here: tuple[jax.Array | int, int] | None = None,
+) -> Routes:
+    """Choose the experts with the largest logits, of equal ones the first, and weigh them.
+
+    Of few tokens each expert is compared with all others and its rank is counted, so that XLA can
+    fuse what comes before and after; into a sort, which `jax.lax.top_k` is, it fuses nothing.
 
     Args:
       logits: float32 ``[N, X]``, of each token for each expert.
       num_chosen: k, experts of a token.
-      renormalise: whether the weights of the chosen add up to 1, which is the softmax over them,
-        or are their parts of the softmax over all.
+      renormalise: whether the weights are a softmax over the chosen, or over all.
+      is_token: None, or bool ``[N]``; the other rows pass through no expert.
+      here: None, or which expert is the first of those that are here, and how many these are. They
+        are counted from 0 then, and what passes through others through none.
 
     Example:
       >>> routes = route(jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]])), 2, renormalise=False)
       >>> routes.experts.tolist(), routes.weights.round(3).tolist()
       ([[1, 2]], [[0.4000000059604645, 0.30000001192092896]])
     """
-    top, experts = lax.top_k(logits, num_chosen)
-    # Added up in an order that does not depend on the number of rows, see `cpu.sum_rows`.
+    N, X = logits.shape
+    first, num_here = (0, X) if here is None else here
+    index = jnp.arange(X, dtype=jnp.int32)
+    numbers = index - first
+    numbers = jnp.where((numbers >= 0) & (numbers < num_here), numbers, num_here)[None]
+    if is_token is not None:
+        numbers = jnp.where(is_token[:, None], numbers, num_here)
+
+    if N * X * X <= _MAX_COMPARISONS:
+        this, other = logits[:, :, None], logits[:, None]
+        is_before = (other > this) | ((other == this) & (index[None] < index[:, None])[None])
+        ranks = jnp.sum(is_before, axis=2, dtype=jnp.int32)
+        is_choice = ranks[:, None] == jnp.arange(num_chosen, dtype=jnp.int32)[None, :, None]
+        experts = jnp.sum(jnp.where(is_choice, numbers[:, None], 0), axis=2)
+        top = jnp.sum(jnp.where(is_choice, logits[:, None], 0), axis=2)
+    else:
+        top, choices = lax.top_k(logits, num_chosen)
+        experts = jnp.take_along_axis(jnp.broadcast_to(numbers, (N, X)), choices, axis=1)
+
     shifted = jnp.exp(top - top[:, :1])
     if renormalise:
-        total = sum(shifted[:, i : i + 1] for i in range(1, num_chosen)) + shifted[:, :1]
+        total = _sum_in_order(shifted[..., None])
     else:
         all_shifted = jnp.exp(logits - top[:, :1])
-        is_few = cpu.is_few(logits.shape[0])
-        total = cpu.sum_rows(all_shifted) if is_few else all_shifted.sum(-1, keepdims=True)
+        total = cpu.sum_rows(all_shifted) if cpu.is_few(N) else all_shifted.sum(-1, keepdims=True)
     return Routes(experts, shifted / total)
 
 
@@ -184,8 +216,6 @@ def apply_experts(
     weights: ExpertWeights,
     *,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
-    first_expert: jax.Array | int = 0,
-    is_token: jax.Array | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """What the chosen experts make of each token, weighed and added up.
@@ -193,41 +223,61 @@ def apply_experts(
     Args:
       x: float32 ``[N, E]``.
       routes: of `route`.
-      weights: of the experts `first_expert` and following.
+      weights: of X experts.
       activation: from gates and ups float32 ``[..., F]`` to what is projected down.
-      first_expert: which expert the first of the weights is. Others than those that are here add
-        nothing.
-      is_token: None, or bool ``[N]``; the other rows add nothing, cost no expert, and give 0.
       backend: see `grouped_linear`.
 
     Returns:
-      float32 ``[N, E]``.
+      float32 ``[N, E]``, 0 for tokens that pass through none of these experts, which cost nothing.
     """
-    N, k = routes.experts.shape
+    k = routes.experts.shape[1]
     X = weights.gate_up_proj.values.shape[0]
-    owner = routes.experts - first_expert
-    is_here = (owner >= 0) & (owner < X)
-    if is_token is not None:
-        is_here &= is_token[:, None]
-    owner = jnp.where(is_here, owner, X).reshape(-1)
-    order = jnp.argsort(owner)  # stable
-    all_experts = jnp.arange(X, dtype=jnp.int32)[None]
-    sizes = jnp.sum(owner[:, None] == all_experts, axis=0, dtype=jnp.int32)
-    sorted_owner = jnp.minimum(owner[order], X - 1)
+    order, places = sort_rows(routes.experts)
+    numbers = jnp.arange(X, dtype=jnp.int32)[:, None, None]
+    sizes = jnp.sum(routes.experts[None] == numbers, axis=(1, 2), dtype=jnp.int32)
+    expert = jnp.minimum(routes.experts.reshape(-1)[order], X - 1)
 
     def product(rows: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
         out = _grouped_product(rows, w, sizes, backend)
-        return out if bias is None else out + bias[sorted_owner].astype(jnp.float32)
+        return out if bias is None else out + bias[expert].astype(jnp.float32)
 
     hidden = product(x[order // k], weights.gate_up_proj, weights.gate_up_bias)
     hidden = activation(hidden[:, 0], hidden[:, 1])
     out = product(hidden, weights.down_proj, weights.down_bias)
+    of_tokens = jnp.where((routes.experts < X)[..., None], out[places], 0)
+    return _sum_in_order(of_tokens * routes.weights[..., None])
 
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(N * k, dtype=order.dtype))
-    of_tokens = jnp.where(is_here[..., None], out[place.reshape(N, k)], 0)
-    weighed = of_tokens * routes.weights[..., None]
-    # One after the other, so that the order does not depend on N.
-    return sum((weighed[:, i] for i in range(1, k)), weighed[:, 0])
+
+def sort_rows(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How choices are sorted by expert, those of an expert in their own order.
+
+    Args:
+      experts: i32 ``[N, k]``.
+
+    Returns:
+      The choices in that order, i32 ``[N k]``, and the place of each in it, i32 ``[N, k]``.
+
+    Few are compared with each other, which for a GPU is two launches in place of five.
+
+    Example:
+      >>> [array.tolist() for array in sort_rows(jnp.array([[3, 0], [1, 3], [0, 1]]))]
+      [[1, 4, 2, 5, 0, 3], [[4, 0], [2, 5], [1, 3]]]
+    """
+    index, flat = jnp.arange(experts.size, dtype=jnp.int32), experts.reshape(-1)
+    if experts.size**2 > _MAX_COMPARISONS:
+        order = jnp.argsort(flat)  # stable
+        return order, jnp.zeros_like(index).at[order].set(index).reshape(experts.shape)
+    this, other = flat[:, None], flat[None]
+    # XLA makes one kernel for GPUs of this and the sum, and two of an "or" of conditions.
+    is_before = jnp.where(index[None] < index[:, None], other <= this, other < this)
+    places = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(places[None] == index[:, None], index[None], 0), axis=1)
+    return order, places.reshape(experts.shape)
+
+
+def _sum_in_order(x: jax.Array) -> jax.Array:
+    """The sum over the second dimension, in an order that does not depend on the first."""
+    return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:

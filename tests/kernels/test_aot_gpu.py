@@ -172,8 +172,9 @@ def test_experts_are_two_products_of_what_was_chosen_on_h200(results, name) -> N
     launches = Counter(launch["name"] for launch in program["launches"])
     assert sum(n for launch, n in launches.items() if launch.startswith("grouped_linear")) == 2
     assert not [launch for launch in launches if "gemm" in launch or "dot" in launch]
-    # Sorting and adding up beside them.
-    assert launches.total() <= 16, launches
+    # Choosing, sorting and adding up beside them; of many rows XLA's sort.
+    is_sorted = case.num_tokens * case.num_chosen > 1024
+    assert launches.total() <= (14 if is_sorted else 11), launches
     assert_fits(program)
     for kernel in program["kernels"]:
         assert (kernel["tensor_core_products"] > 0) == (case.dtype != "float32"), kernel
@@ -234,6 +235,11 @@ def test_step_of_layers_that_differ_fills_an_h200(results, name) -> None:
     products = [name for name in launches if "gemm" in name]
     has_experts = step.config.num_experts > 0
     assert len(products) == (3 if has_experts else 4) * len(layers) + 1, products
+    if has_experts:
+        # From one layer's write to the next one's. The router is a product that XLA, without a GPU
+        # to time it on, divides: two paddings, and a sum of its parts.
+        begin, end = (launches.index(variant("paged_rope_write", number)) for number in (0, 1))
+        assert end - begin <= 24, launches[begin:end]
     # The experts' weights are multiplied by the rows that chose them, and nowhere else.
     grouped = [x for x in program["kernels"] if x["name"].startswith("grouped_linear")]
     assert len([x for x in launches if x.startswith("grouped_linear")]) == (

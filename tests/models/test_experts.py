@@ -71,15 +71,15 @@ def problem(dtype, with_biases):
     return x, logits, arrays
 
 
-def run(x, logits, arrays, *, renormalise, activation, **options):
+def run(x, logits, arrays, *, renormalise, activation, backend=None, **options):
     weights = ExpertWeights(
         Weight(arrays["gate_up"]),
         Weight(arrays["down"]),
         arrays.get("gate_up_bias"),
         arrays.get("down_bias"),
     )
-    routes = route(logits, K, renormalise=renormalise)
-    return apply_experts(x, routes, weights, activation=activation, **options)
+    routes = route(logits, K, renormalise=renormalise, **options)
+    return apply_experts(x, routes, weights, activation=activation, backend=backend)
 
 
 def dense_oracle(x, logits, arrays, *, renormalise, activation):
@@ -169,7 +169,7 @@ def test_apply_experts_of_several_devices_add_up() -> None:
     switches = {"renormalise": False, "activation": silu_product}
     want = run(x, logits, arrays, **switches)
     parts = [
-        run(x, logits, {k: a[i : i + 2] for k, a in arrays.items()}, first_expert=i, **switches)
+        run(x, logits, {k: a[i : i + 2] for k, a in arrays.items()}, here=(i, 2), **switches)
         for i in range(0, X, 2)
     ]
     np.testing.assert_allclose(sum(parts), want, rtol=1e-5, atol=1e-5)
@@ -184,13 +184,33 @@ def test_clamped_swiglu_is_the_activation_of_gpt_oss() -> None:
     np.testing.assert_allclose(out, (up + 1) * gate / (1 + np.exp(-1.702 * gate)), rtol=1e-5)
 
 
-def test_route_chooses_the_largest_and_the_first_of_equal_ones() -> None:
-    routes = route(jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf]]), 2,
-                   renormalise=True)  # fmt: skip
+sorts = pytest.mark.parametrize("most_comparisons", [0, 1 << 20], ids=["sorted", "compared"])
+
+
+@sorts
+def test_route_chooses_the_largest_and_the_first_of_equal_ones(
+    monkeypatch, most_comparisons
+) -> None:
+    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
+    logits = jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf], [3.0, 0, 1, 3]])
+    routes = route(logits, 2, renormalise=True)
     assert isinstance(routes, Routes)
-    assert routes.experts.tolist() == [[1, 2], [1, 2]]
+    assert routes.experts.tolist() == [[1, 2], [1, 2], [0, 3]]
     np.testing.assert_allclose(routes.weights[0], [0.5, 0.5])
     np.testing.assert_allclose(routes.weights.sum(-1), 1, rtol=1e-6)
+    is_token = jnp.array([True, False, True])
+    routes = route(logits, 2, renormalise=True, is_token=is_token, here=(2, 2))
+    # Experts 2 and 3 are here, and the second row is no token.
+    assert routes.experts.tolist() == [[2, 0], [2, 2], [2, 1]]
+
+
+@sorts
+def test_sort_rows_is_stable(monkeypatch, most_comparisons) -> None:
+    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
+    chosen = np.random.default_rng(0).integers(0, 5, (13, 3)).astype(np.int32)
+    order, places = experts.sort_rows(jnp.asarray(chosen))
+    np.testing.assert_array_equal(order, np.argsort(chosen.ravel(), kind="stable"))
+    np.testing.assert_array_equal(np.asarray(order)[places].ravel(), np.arange(chosen.size))
 
 
 def switched(**switches) -> LlamaConfig:

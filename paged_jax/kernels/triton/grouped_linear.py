@@ -89,12 +89,12 @@ def grouped_linear(
     tiling: Tiling | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
-    """See `paged_jax.kernels.grouped_linear`; what is in rows of no group is not defined."""
+    """See `paged_jax.kernels.grouped_linear`."""
     (R, _), (X, N, _) = x.shape, w.shape
     if tiling is None:
         tiling = choose_tiling(R, X, N, w.dtype)
-    # Each group but R / rows of them has a short tile at most.
-    num_tiles = R // tiling.rows + min(R, X)
+    # Each group but R / rows of them has a short tile at most, and rows of no group are one more.
+    num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
         functools.partial(_kernel, tiling=tiling),
         out_shape=jax.ShapeDtypeStruct((R, N), jnp.float32),
@@ -111,11 +111,13 @@ def grouped_linear(
 def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Tiling) -> None:
     (R, K), (_, N, _) = x_ref.shape, w_ref.shape
     X = sizes_ref.shape[0]
-    groups = jnp.arange(pl.next_power_of_2(X), dtype=jnp.int32)
+    groups = jnp.arange(pl.next_power_of_2(X + 1), dtype=jnp.int32)
     sizes = plgpu.load(sizes_ref.at[groups], mask=groups < X, other=0)
+    sizes = jnp.where(groups == X, R - jnp.sum(sizes), sizes)
     is_there, group, rows, is_row = find_tile(sizes, pl.program_id(0), tiling.rows)
     outputs = pl.program_id(1) * tiling.outputs + jnp.arange(tiling.outputs, dtype=jnp.int32)
     is_row, is_output = is_row & (rows < R), outputs < N
+    num_steps = jnp.where(group < X, jnp.int32(pl.cdiv(K, tiling.inputs)), jnp.int32(0))
 
     def load(ref: Any, place: tuple[jax.Array, ...], mask: jax.Array, step: jax.Array) -> jax.Array:
         inputs = step * tiling.inputs + jnp.arange(tiling.inputs, dtype=jnp.int32)
@@ -131,7 +133,7 @@ def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Til
     @pl.when(is_there)
     def _():
         total = jnp.zeros((tiling.rows, tiling.outputs), jnp.float32)
-        total = lax.fori_loop(0, pl.cdiv(K, tiling.inputs), multiply, total)
+        total = lax.fori_loop(0, num_steps, multiply, total)
         mask = is_row[:, None] & is_output[None]
         plgpu.store(out_ref.at[rows[:, None], outputs[None]], total, mask=mask)
 
