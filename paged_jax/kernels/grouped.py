@@ -96,7 +96,7 @@ def _grouped_linear(
 ) -> jax.Array:
     if choice.interpret:
         op = {"triton": triton, "mosaic_tpu": mosaic_tpu}[str(choice.backend)].grouped_linear
-        return _without_others(group_sizes, op(x, w, group_sizes, interpret=choice.interpret))
+        return op(x, w, group_sizes, interpret=choice.interpret)
     branches = {}
     if choice.takes("triton") and triton.refusal(x, w) is None:
         branches["cuda"] = _triton
@@ -141,7 +141,7 @@ def _triton(x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any) -> j
 
 def _mosaic_tpu(x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any) -> jax.Array:
     del stack
-    return _without_others(group_sizes, mosaic_tpu.grouped_linear(x, w, group_sizes))
+    return mosaic_tpu.grouped_linear(x, w, group_sizes)
 
 
 def _cpu(x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any) -> jax.Array:
@@ -154,6 +154,6 @@ def _xla(x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any) -> jax.
 
 
 def _without_others(group_sizes: jax.Array, out: jax.Array) -> jax.Array:
-    """0 where a kernel leaves memory as it was, in rows of no group."""
+    """0 in rows of no group."""
     rows = jnp.arange(out.shape[0], dtype=jnp.int32)
     return jnp.where((rows < jnp.sum(group_sizes))[:, None], out, 0)

@@ -41,7 +41,7 @@ def refusal(x: Any, w: Any) -> str | None:
 def grouped_linear(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, interpret: Interpret = False
 ) -> jax.Array:
-    """See `paged_jax.kernels.grouped_linear`; what is in rows of no group is not defined."""
+    """See `paged_jax.kernels.grouped_linear`."""
     R, (_, N, K) = x.shape[0], w.shape
     tiling = choose_tiling(R, K, N, w.dtype)
     padding = -R % tiling[0]
@@ -56,7 +56,9 @@ def grouped_linear(
             transpose_rhs=True,
             interpret=bool(interpret),
         )
-    return out[:R]
+    # The kernel leaves memory as it was in rows of no group.
+    is_of_group = jnp.arange(R, dtype=jnp.int32) < jnp.sum(group_sizes)
+    return jnp.where(is_of_group[:, None], out[:R], 0)
 
 
 def choose_tiling(
