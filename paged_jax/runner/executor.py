@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
@@ -126,31 +128,20 @@ class Executor:
 
     def _new_state(self) -> DecodeState:
         division = self.weights.division
+        make = functools.partial(
+            _empty_state,
+            self.weights.config,
+            self.sizes,
+            self.num_blocks,
+            self._cache_dtype,
+            self._device.platform,
+        )
         if division is None:
             with jax.default_device(self._device):
-                return jax.device_put(self._empty_state(), self._device)
-        # One program: what is made on one device would have to fit there.
-        places = division.shardings(jax.eval_shape(self._empty_state))
-        return jax.jit(self._empty_state, out_shardings=places)()
-
-    def _empty_state(self) -> DecodeState:
-        cache = create_cache(
-            self.weights.config,
-            num_slots=self.sizes.num_slots,
-            max_length=self.sizes.max_model_len,
-            num_blocks=self.num_blocks,
-            block_size=self.sizes.block_size,
-            max_tokens=self.sizes.most_tokens,
-            dtype=self._cache_dtype,
-            platform=self._device.platform,
-        )
-        return DecodeState.create(
-            cache,
-            self.vocab_size,
-            max_logit_bias=self.sizes.max_logit_bias,
-            max_stop_ids=self.sizes.max_stop_ids,
-            max_forced=self.sizes.max_forced,
-        )
+                return jax.device_put(make(), self._device)
+        # What is made on one device would have to fit there.
+        places = division.shardings(jax.eval_shape(make))
+        return jax.jit(make, out_shardings=places)()
 
     @property
     def state(self) -> DecodeState:
@@ -322,6 +313,30 @@ class Executor:
         give_back_freed_memory()
         self._compiled.add(program)
         self.compile_seconds += time.perf_counter() - start
+
+
+# One program: made one by one, arrays leave a program each behind, with what it was compiled from.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty_state(
+    config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
+) -> DecodeState:
+    cache = create_cache(
+        config,
+        num_slots=sizes.num_slots,
+        max_length=sizes.max_model_len,
+        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        max_tokens=sizes.most_tokens,
+        dtype=cache_dtype,
+        platform=platform,
+    )
+    return DecodeState.create(
+        cache,
+        config.vocab_size,
+        max_logit_bias=sizes.max_logit_bias,
+        max_stop_ids=sizes.max_stop_ids,
+        max_forced=sizes.max_forced,
+    )
 
 
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
