@@ -48,8 +48,8 @@ def grouped_linear(
     Returns:
       float32 ``[R, out]``, accumulated in float32; 0 in rows of no group.
 
-    Differentiable in `x` and `w`. The tangents are `jax.lax.ragged_dot_general`'s, for which XLA
-    multiplies all rows by the weights of all groups on CPUs and GPUs.
+    Differentiable in `x` and `w`, in reverse mode: each weight meets the rows of its own group
+    there as well.
 
     Raises:
       ValueError: shapes do not fit together, or the weights are of another type.
@@ -90,7 +90,7 @@ class _Choice:
         return self.backend in (None, name)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_linear(
     choice: _Choice, x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any
 ) -> jax.Array:
@@ -107,14 +107,30 @@ def _grouped_linear(
     return lax.platform_dependent(x, w, group_sizes, stack, default=_xla, **branches)
 
 
-@_grouped_linear.defjvp
-def _grouped_linear_jvp(choice, primals, tangents):
-    x, w, group_sizes, stack = primals
-    dx, dw, *_ = tangents
-    out = _grouped_linear(choice, x, w, group_sizes, stack)
+def _forward(
+    choice: _Choice, x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any
+) -> tuple[jax.Array, Any]:
+    return _grouped_linear(choice, x, w, group_sizes, stack), (x, w, group_sizes)
+
+
+def _backward(choice: _Choice, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    del choice
+    gradients = lax.platform_dependent(
+        *saved, cotangent, tpu=_ragged_gradients, default=xla.grouped_gradients
+    )
+    return *gradients, None, None
+
+
+_grouped_linear.defvjp(_forward, _backward)
+
+
+def _ragged_gradients(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `xla.grouped_gradients`, where XLA's grouped product multiplies by no other weights."""
     plain = functools.partial(_ragged_dot, group_sizes=group_sizes)
-    _, tangent = jax.jvp(plain, (x, w), (dx, dw))
-    return out, _without_others(group_sizes, tangent)
+    _, transpose = jax.vjp(plain, x, w)
+    return transpose(_without_others(group_sizes, cotangent))
 
 
 def _ragged_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
