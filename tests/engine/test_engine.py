@@ -265,6 +265,18 @@ def test_samples_share_blocks_and_the_savings_are_counted(engine) -> None:
     assert Engine(engine.model, **SIZES).stats.sharing == 0
 
 
+def test_requests_with_nothing_in_common_save_no_blocks(tiny_model) -> None:
+    """In no step, those that run ahead of what is known to have ended included."""
+    engine = Engine(tiny_model, **SIZES)
+    for number in range(6):
+        prompt = {"prompt_token_ids": [BOS, *range(5 + number, 9 + 2 * number)]}
+        params = SamplingParams(max_tokens=4 + 5 * number, ignore_eos=True)
+        engine.add_request(prompt, params)
+    while engine.has_unfinished:
+        engine.step()
+        assert engine.stats.sharing == 0
+
+
 # Other weights
 
 

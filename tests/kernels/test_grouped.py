@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from paged_jax.kernels import grouped_linear
+from paged_jax.kernels import dispatch, grouped, grouped_linear
 from paged_jax.kernels.mosaic_tpu.grouped_linear import choose_tiling
+from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.triton.grouped_linear import find_tile
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
@@ -76,6 +77,26 @@ def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
     assert out.dtype == jnp.float32
     want, scale = oracle(x, w, group_sizes)
     assert (np.abs(np.asarray(out) - want) <= TOLERANCE[dtype] * scale).all()
+
+
+def test_grouped_linear_interprets_the_kernel_of_a_backend_that_is_interpreted(monkeypatch) -> None:
+    """As attention does: so a model's whole step can be run on a CPU as it is on a GPU."""
+    x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
+    want, scale = oracle(x, w, group_sizes)
+    calls = []
+    kernel = grouped.triton.grouped_linear
+
+    def called(*args, interpret=False):
+        calls.append(interpret)
+        return kernel(*args, interpret=interpret)
+
+    monkeypatch.setattr(grouped.triton, "grouped_linear", called)
+    monkeypatch.setitem(dispatch.BACKENDS, "triton", Triton(interpret=True))
+    for backend in (None, "xla", "triton"):
+        calls.clear()
+        out = jax.jit(functools.partial(grouped_linear, backend=backend))(x, w, group_sizes)
+        assert (np.abs(np.asarray(out) - want) <= TOLERANCE["float32"] * scale).all()
+        assert (True in calls) == (backend == "triton")
 
 
 @pytest.mark.parametrize("sizes", SIZES)
