@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
 from paged_jax.checks import ArgumentError
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured import StructuredOutputsParams
@@ -109,17 +107,17 @@ class Answer(ABC):
         return {name: value for name, value in given.items() if value is not None}
 
     @abstractmethod
-    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+    def answer(self, outputs: Sequence[RequestOutput]) -> schemas.Piece:
         """The whole answer, from the finished outputs of all prompts."""
 
-    def opening(self) -> list[BaseModel]:
+    def opening(self) -> list[schemas.Piece]:
         """The first events of a stream, before any text."""
         return []
 
     @abstractmethod
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
-    ) -> list[BaseModel]:
+    ) -> list[schemas.Piece]:
         """The events of a stream that hold new text.
 
         Args:
@@ -132,7 +130,7 @@ class Answer(ABC):
         """As `chunks`, ready to be sent."""
         return b"".join(map(encode_event, self.chunks(prompt, output, deltas)))
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[schemas.Piece]:
         """The last events of a stream, after all text."""
         del outputs
         return []

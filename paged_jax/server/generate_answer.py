@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import Answer, by_token_id, finite, usage
@@ -37,20 +35,21 @@ class GenerateAnswer(Answer):
         asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
         return super().params() | {k: v for k, v in asked.items() if v is not None}
 
-    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+    def answer(self, outputs: Sequence[RequestOutput]) -> schemas.Piece:
         """The whole answer, from the output of the one prompt."""
         [output] = outputs
         return self._generated(output, whole(output))
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
-    ) -> list[BaseModel]:
+    ) -> list[schemas.Piece]:
         """One event that holds what is new in all samples."""
         return [self._generated(output, deltas)] if deltas else []
 
-    def _generated(self, output: RequestOutput, deltas: list[SampleDelta]) -> schemas.Generated:
+    def _generated(self, output: RequestOutput, deltas: list[SampleDelta]) -> schemas.Piece:
         is_end = output.finished
-        return schemas.Generated.model_construct(
+        return schemas.piece(
+            schemas.Generated,
             request_id=self.id,
             text=[each.text for each in deltas],
             outputs=[_sample(each) for each in deltas],

@@ -79,14 +79,17 @@ class OpenAiAnswer(Answer):
             return None
         return usage([dataclasses.replace(output, outputs=[delta.sample])])
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> list[BaseModel]:
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[schemas.Piece]:
         """An event with the usage and the explanations, if either was asked for."""
         end: dict[str, Any] = {}
         if self._has_usage:
             end["usage"] = usage(outputs)
         if self.body.explain:
             end["explanations"] = [explanation(output) for output in outputs]
-        return [self.chunk_type(**self.head, choices=[], **end)] if end else []
+        return [self._event([], **end)] if end else []
+
+    def _event(self, choices: list[schemas.Piece], **fields: Any) -> schemas.Piece:
+        return schemas.piece(self.chunk_type, **self.head, choices=choices, **fields)
 
     def _end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         explanations = [explanation(output) for output in outputs] if self.body.explain else None
@@ -161,7 +164,7 @@ class CompletionAnswer(OpenAiAnswer):
                 params["prompt_logprobs"] = most
         return params
 
-    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+    def answer(self, outputs: Sequence[RequestOutput]) -> schemas.Piece:
         """The whole answer: the samples of the first prompt, then those of the next."""
         kept = [_best(output, self.body.n or 1) for output in outputs]
         choices = [
@@ -169,24 +172,20 @@ class CompletionAnswer(OpenAiAnswer):
             for prompt, output in enumerate(kept)
             for delta in whole(output)
         ]
-        return schemas.Completion(**self.head, choices=choices, **self._end(outputs))
+        return schemas.piece(schemas.Completion, **self.head, choices=choices, **self._end(outputs))
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
-    ) -> list[BaseModel]:
+    ) -> list[schemas.Piece]:
         """One event for each sample that has new text."""
         return [
-            schemas.Completion(
-                **self.head,
-                choices=[self._choice(prompt, output, each)],
-                usage=self._usage_so_far(output, each),
+            self._event(
+                [self._choice(prompt, output, each)], usage=self._usage_so_far(output, each)
             )
             for each in deltas
         ]
 
-    def _choice(
-        self, prompt: int, output: RequestOutput, delta: SampleDelta
-    ) -> schemas.CompletionChoice:
+    def _choice(self, prompt: int, output: RequestOutput, delta: SampleDelta) -> schemas.Piece:
         text, key = delta.text, (prompt, delta.sample.index)
         offset, is_first = self._offsets.get(key, 0), key not in self._offsets
         echoed = self._prompt_text(prompt, output) if self.body.echo and is_first else ""
@@ -208,7 +207,8 @@ class CompletionAnswer(OpenAiAnswer):
             if delta.sample.finish_reason is not None and logprobs["tokens"]:
                 logprobs["tokens"][-1] += texts.finish()
         self._offsets[key] = offset
-        return schemas.CompletionChoice.model_construct(
+        return schemas.piece(
+            schemas.CompletionChoice,
             index=self._index(prompt, output, delta),
             text=echoed + text,
             logprobs=logprobs,
@@ -321,20 +321,21 @@ class ChatAnswer(OpenAiAnswer):
             params["structured_outputs"] = self._tool_use.form()
         return params
 
-    def answer(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+    def answer(self, outputs: Sequence[RequestOutput]) -> schemas.Piece:
         """The whole answer: one message for each sample."""
         [output] = outputs
         choices = [self._choice(delta) for delta in whole(output)]
         end = self._end(outputs) | self._prompt(output)
-        return schemas.ChatCompletion.model_construct(**self.head, choices=choices, **end)
+        return schemas.piece(schemas.ChatCompletion, **self.head, choices=choices, **end)
 
-    def _choice(self, delta: SampleDelta) -> schemas.ChatChoice:
+    def _choice(self, delta: SampleDelta) -> schemas.Piece:
         message = schemas.ChatMessage(content=delta.text)
         finish_reason = delta.sample.finish_reason
         if self._tool_use is not None:
             message = self._tool_use.message(delta)
             finish_reason = self._tool_use.finish_reason(delta, bool(message.tool_calls))
-        return schemas.ChatChoice.model_construct(
+        return schemas.piece(
+            schemas.ChatChoice,
             index=delta.sample.index,
             message=message,
             logprobs=_chat_logprobs(delta, self.body.top_logprobs or 0),
@@ -343,19 +344,21 @@ class ChatAnswer(OpenAiAnswer):
             token_ids=self._token_ids(delta),
         )
 
-    def opening(self) -> list[BaseModel]:
+    def opening(self) -> list[schemas.Piece]:
         """One event for each sample, which says that the assistant speaks."""
-        delta = schemas.ChatDelta(role="assistant", content="")
+        delta = schemas.piece(schemas.ChatDelta, role="assistant", content="")
         return [self._chunk(index, delta) for index in range(self.body.n or 1)]
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
-    ) -> list[BaseModel]:
+    ) -> list[schemas.Piece]:
         """One event for each sample that has new text."""
         return [self._next(output, each) for each in deltas]
 
-    def _next(self, output: RequestOutput, each: SampleDelta) -> BaseModel:
-        delta, finish_reason = schemas.ChatDelta(content=each.text), each.sample.finish_reason
+    def _next(self, output: RequestOutput, each: SampleDelta) -> schemas.Piece:
+        delta: schemas.Piece | schemas.ChatDelta
+        delta = schemas.piece(schemas.ChatDelta, content=each.text)
+        finish_reason = each.sample.finish_reason
         if self._tool_use is not None:
             delta = self._tool_use.delta(each)
             finish_reason = self._tool_use.finish_reason(each, self._tool_use.has_called(each))
@@ -373,16 +376,14 @@ class ChatAnswer(OpenAiAnswer):
     def _chunk(
         self,
         index: int,
-        delta: schemas.ChatDelta,
+        delta: schemas.Piece | schemas.ChatDelta,
         *,
         usage: schemas.Usage | None = None,
         prompt_token_ids: list[int] | None = None,
         **fields: Any,
-    ) -> BaseModel:
-        choice = schemas.ChatChunkChoice.model_construct(index=index, delta=delta, **fields)
-        return schemas.ChatCompletionChunk(
-            **self.head, choices=[choice], usage=usage, prompt_token_ids=prompt_token_ids
-        )
+    ) -> schemas.Piece:
+        choice = schemas.piece(schemas.ChatChunkChoice, index=index, delta=delta, **fields)
+        return self._event([choice], usage=usage, prompt_token_ids=prompt_token_ids)
 
 
 def _best(output: RequestOutput, count: int) -> RequestOutput:

@@ -1,14 +1,14 @@
-"""How models are sent: `json_response` at once, `EventStream` as server-sent events."""
+"""How answers are sent: `json_response` at once, `EventStream` as server-sent events."""
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paged_jax.server import schemas
 from paged_jax.server.connected import ClientGone
 from paged_jax.server.errors import ApiError
 from paged_jax.server.records import RECORD
@@ -18,18 +18,14 @@ DONE = b"data: [DONE]\n\n"
 """The event that ends a stream."""
 
 
-def json_response(model: BaseModel, status: int = 200) -> Response:
-    """A model as an answer."""
-    return Response(model.model_dump_json(), status, media_type="application/json")
+def json_response(answer: BaseModel | schemas.Piece, status: int = 200) -> Response:
+    """A model as an answer, or a dict that is written as one."""
+    return Response(to_json(answer), status, media_type="application/json")
 
 
-def encode_event(piece: BaseModel | dict[str, Any]) -> bytes:
-    """A model as an event of a stream."""
-    if isinstance(piece, BaseModel):
-        text = piece.model_dump_json()
-    else:
-        text = json.dumps(piece)
-    return f"data: {text}\n\n".encode()
+def encode_event(piece: schemas.Piece) -> bytes:
+    """A dict as an event of a stream."""
+    return b"data: %b\n\n" % to_json(piece)
 
 
 class EventStream(Response):

@@ -3,6 +3,7 @@
 Fields have OpenAI's names, or vLLM's where OpenAI has none.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Literal, NotRequired
 
@@ -10,7 +11,11 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 # Answers. OpenAI sends null for some fields that do not apply, and leaves others out. Objects of
-# which an answer may hold thousands are dicts, as models would take ten times as long.
+# which an answer may hold thousands are dicts, as models would take ten times as long; and so are
+# generated texts, whole and as events: what `piece` returns.
+
+Piece = dict[str, Any]
+"""What is written as a model is, without being one."""
 
 
 def _is_none(value: object) -> bool:
@@ -18,6 +23,37 @@ def _is_none(value: object) -> bool:
 
 
 _LEFT_OUT: Any = Field(default=None, exclude_if=_is_none)
+
+
+def piece(model: type[BaseModel], /, **fields: Any) -> Piece:
+    """What a model with these fields is written as, for a fifth of what it costs.
+
+    Args:
+      model: the model; nothing is checked against it.
+      **fields: its fields; those with a default may be missing.
+
+    Example:
+      >>> piece(ChatDelta, content="It", role=None)
+      {'content': 'It'}
+      >>> piece(ChatChunkChoice, index=0, delta={}, finish_reason="stop")
+      {'finish_reason': 'stop', 'logprobs': None, 'index': 0, 'delta': {}}
+    """
+    defaults, left_out = _unstated(model)
+    given = {k: value for k, value in fields.items() if value is not None or k not in left_out}
+    return defaults | given
+
+
+@functools.cache
+def _unstated(model: type[BaseModel]) -> tuple[Piece, frozenset[str]]:
+    """The defaults that are written, and the names of fields that are left out if None."""
+    fields = model.model_fields.items()
+    left_out = frozenset(name for name, field in fields if field.exclude_if is not None)
+    defaults = {
+        name: field.default
+        for name, field in fields
+        if name not in left_out and not field.is_required()
+    }
+    return defaults, left_out
 
 
 class PromptTokensDetails(BaseModel):
