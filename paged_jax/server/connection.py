@@ -32,6 +32,7 @@ class Connection(H11Protocol):
 
     def __init__(self, limits: Limits, on_refusal: Callable[[int], None], **options: Any):
         super().__init__(**options)
+        self.conn = _Framing(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
         self._on_refusal = on_refusal
         self._deadline: asyncio.TimerHandle | None = None
@@ -201,6 +202,23 @@ class Connection(H11Protocol):
             self._watch_reader()
         else:
             self.transport.abort()
+
+
+class _Framing(h11.Connection):
+    """h11's connection, which takes less time for each piece of an answer's body.
+
+    A piece changes no state, so the state machine is not asked. A stream has thousands of pieces.
+    """
+
+    def send(self, event: Any) -> Any:
+        """The bytes of an event."""
+        if type(event) is not h11.Data or self.our_state is not h11.SEND_BODY:
+            return super().send(event)
+        parts: list[bytes] = []
+        writer = self._writer
+        assert writer is not None, "there is one in this state"
+        writer(event, parts.append)
+        return b"".join(parts)
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

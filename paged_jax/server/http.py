@@ -51,7 +51,6 @@ class Server(uvicorn.Server):
                 http=make_connection,
                 ws="none",
                 lifespan="on",
-                h11_max_incomplete_event_size=limits.max_header_bytes,
                 server_header=False,
                 # A proxy's headers must not decide which client this is.
                 proxy_headers=False,
