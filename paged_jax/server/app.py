@@ -42,6 +42,10 @@ def create_app(service: Service) -> Starlette:
         return route(path, functools.partial(complete, body_type=body, answer_type=answer), "POST")
 
     routes = [
+        # Requests are compared with them one by one, so the most frequent ones are the first.
+        text("/generate", bodies.GenerateBody, GenerateAnswer),
+        text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
+        text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
         route("/live", _live),
         route("/ready", _ready),
         route("/health", _health),
@@ -49,9 +53,6 @@ def create_app(service: Service) -> Starlette:
         route("/openapi.json", _openapi),
         route("/v1/models", _models),
         route("/v1/models/{model:path}", _model),
-        text("/generate", bodies.GenerateBody, GenerateAnswer),
-        text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
-        text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
         route("/tokenize", tokenize, "POST"),
         route("/detokenize", detokenize, "POST"),
         route("/tokenizer_info", tokenizer_info),

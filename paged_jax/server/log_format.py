@@ -3,12 +3,15 @@
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
+# Visible ASCII without the quotation mark and the equals sign.
+_PLAIN = re.compile(r"[!#-<>-~]*")
 
 
 @contextlib.contextmanager
@@ -92,5 +95,4 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     text = str(value)
-    is_plain = text.isprintable() and text.isascii() and not set(text) & set(' "=')
-    return text if is_plain else json.dumps(text)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
