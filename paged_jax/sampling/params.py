@@ -10,6 +10,8 @@ from paged_jax.sampling.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 """Most candidates that are reported with a token."""
+MAX_N = 2**14
+"""Most samples of a prompt, as in vLLM: all of them are on the host from the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class SamplingParams:
     """How the tokens of one request are chosen, with vLLM's names and meanings.
 
     Attributes:
-      n: samples to draw from the prompt. Each has its own random stream.
+      n: samples to draw from the prompt, 16384 at most. Each has its own random stream.
       temperature: divides the logits; 0 (and anything below 1e-5) always takes the largest.
       top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
       top_k: keep the k most probable tokens; 0 or -1 keeps all.
@@ -168,7 +170,13 @@ class SamplingParams:
             _require(number.allows(value), name, number.rule, value, number.advice)
 
     def _check_lengths(self) -> None:
-        _require(is_int(self.n) and self.n >= 1, "n", "be an integer >= 1", self.n, "Use 1.")
+        _require(
+            is_int(self.n) and 1 <= self.n <= MAX_N,
+            "n",
+            f"be an integer in [1, {MAX_N}]",
+            self.n,
+            "Send several requests for more.",
+        )
         most = self.max_tokens
         _require(
             most is None or (is_int(most) and most >= 0),

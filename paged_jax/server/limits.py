@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from paged_jax.sampling.params import MAX_LOGPROBS
+from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
 from paged_jax.server.errors import ApiError
 
 # A bound in the schema itself, which refuses a list of a million prompts without reading them all.
@@ -56,7 +56,8 @@ class Limits:
             if not (0 < value < math.inf if is_time else value >= 0):
                 rule = "be finite seconds > 0" if is_time else "be >= 0"
                 raise ValueError(f"Limits: {name} must {rule}, got {value}.")
-        for name, most in (("max_logprobs", MAX_LOGPROBS), ("max_prompts", MAX_PROMPTS)):
+        highest = {"max_n": MAX_N, "max_logprobs": MAX_LOGPROBS, "max_prompts": MAX_PROMPTS}
+        for name, most in highest.items():
             if getattr(self, name) > most:
                 raise ValueError(
                     f"Limits: {name} must be at most {most}, got {getattr(self, name)}."

@@ -716,7 +716,7 @@ def test_create_without_room_for_bias_still_samples():
 
 NAN, INF = math.nan, math.inf
 BAD_PARAMS = {
-    "n": [0, -1, 1.0, True],
+    "n": [0, -1, 1.0, True, 2**14 + 1, 10**9],
     "temperature": [-0.1, NAN, INF, 10**400, "1", True, None],
     "top_p": [0.0, -0.5, 1.0001, NAN, 10**400, None],
     "top_k": [-2, 1.5, True, 2**31],
@@ -759,7 +759,7 @@ def test_sampling_params_refuses(name, value):
     [
         {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 1},
         {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
-        {"seed": 2**63 - 1, "logprobs": 20, "n": 5, "max_tokens": 1},
+        {"seed": 2**63 - 1, "logprobs": 20, "n": 2**14, "max_tokens": 1},
         {"seed": 0, "logprobs": 0, "max_tokens": None, "min_tokens": 10_000},
         {"min_tokens": 16, "max_tokens": 16},
         {"temperature": np.float32(0.5), "top_k": np.int32(4), "seed": np.int64(3)},
