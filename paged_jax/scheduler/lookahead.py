@@ -44,7 +44,8 @@ class Lookahead:
         """
         queue = self._queue
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
-        # What a grammar allows depends on the tokens.
+        # What a grammar allows depends on the tokens: the host has to read them to make the mask
+        # of the next ones, and a program that is queued draws what it computes.
         is_free = all(sequence.followed_grammar() is None for sequence in plan.decodes)
         # What a prompt leaves in the prefix cache may let others in that lack blocks.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
