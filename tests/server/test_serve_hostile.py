@@ -600,7 +600,7 @@ def test_everybody_hears_of_an_engine_that_died(own_server, monkeypatch) -> None
         rest = b""
         while not rest.endswith(b"0\r\n\r\n"):
             rest += connection.recv(2**16)
-    assert b'"code": "engine_stopped"' in rest and b"[DONE]" not in rest
+    assert b'"code":"engine_stopped"' in rest and b"[DONE]" not in rest
     assert own_server.get("/health").status_code == 503
     for response in (own_server.post("/generate", {"prompt": "a"}), own_server.get("/cache/state")):
         error = check_error(response.status_code, response.content, {503})
