@@ -117,7 +117,7 @@ def _run_ours(
     from paged_jax import Llama
 
     before, _ = resident_bytes()
-    model = Llama.from_pretrained(job["folder"], dtype=job["dtype"], scan_layers=False)
+    model = Llama.from_pretrained(job["folder"], dtype=job["dtype"])
     engine = make_engine(model, EngineSizes(**job["sizes"]), "paged, prefix cache")
     warm_up(engine, warmup)
     outcome = serve(engine, requests)

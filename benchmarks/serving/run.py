@@ -151,15 +151,20 @@ def make_runs(
     modes: list[str],
     sizes: EngineSizes,
     draw_round: Callable[[int], list[Request]],
+    unrolled: Llama | None = None,
 ) -> dict[str, Serve]:
-    """What the modes run, compiled for requests like those of `draw_round`."""
+    """What the modes run, compiled for requests like those of `draw_round`.
+
+    Baselines, whose K and V are a pair of arrays a layer, run `unrolled`, the same model with one
+    module a layer; by default `model` itself.
+    """
     runs: dict[str, Serve] = {}
     # As many rows as fit the memory of the pools, were each as long as a sequence may be.
     rows = max(1, min(sizes.max_num_seqs, sizes.pool_tokens // sizes.max_model_len))
     for mode, name, batch in (("naive", NAIVE, 1), ("static", STATIC, rows)):
         if mode in modes:
             _say(f"compiling: {name}, {batch} at a time")
-            baseline = ContiguousBatches(model, batch=batch)
+            baseline = ContiguousBatches(unrolled or model, batch=batch)
             baseline.warm_up(draw_round(_WARMUP_ROUND))
             runs[name] = baseline.run
     engines: dict[str, Serve] = {}
@@ -296,7 +301,7 @@ def _write_trace(folder: Path, run: Serve, requests: list[Request]) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure what is asked for; returns the report."""
-    model = Llama.from_pretrained(folder, dtype=options.dtype, scan_layers=False)
+    model = Llama.from_pretrained(folder, dtype=options.dtype)
     config = model.config
     sizes = Sizes(
         options.num_requests,
@@ -345,7 +350,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if "peers" in options.modes:
         # First, while this process holds little memory.
         report["peers"] = measure_peers(folder, options.dtype, engine_sizes, draw_round)
-    runs = make_runs(model, options.modes, engine_sizes, draw_round)
+    unrolled = Llama.from_pretrained(folder, dtype=options.dtype, scan_layers=False)
+    runs = make_runs(model, options.modes, engine_sizes, draw_round, unrolled)
     outcomes, rate = measure_all(
         runs,
         draw_round,
