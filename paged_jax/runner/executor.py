@@ -93,6 +93,7 @@ class Executor:
             backend,
             weights.division,
             self._device.platform,
+            getattr(weights.layout_model, "scan_layers", False),
         )
         self.sizes = sizes
         self.num_blocks = num_blocks
