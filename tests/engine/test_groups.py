@@ -146,7 +146,8 @@ def test_tokens_are_those_of_the_plain_forward(
         for job in jobs:
             check_tokens(forward, model, job, outputs[job.name])
         check_empty(engine)
-    assert engine.stats.sharing > 0
+    # Where all layers have a window, so few blocks are not enough for a second sample beside one.
+    assert (engine.stats.sharing > 0) == (kind != "window only")
     for name in happens:
         assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
 
