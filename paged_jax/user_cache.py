@@ -1,11 +1,15 @@
 """A folder of the user's own for what can be made again: compiled programs and kernels."""
 
+import logging
 import os
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
+
+_logger = logging.getLogger(__name__)
 
 
 def cache_folder(*names: str) -> Path | None:
@@ -33,12 +37,36 @@ def cache_folder(*names: str) -> Path | None:
     return folder.joinpath(*names)
 
 
-def _is_own(folder: Path) -> bool:
+def _is_own(path: Path) -> bool:
     if not hasattr(os, "getuid"):  # Windows, where a user's folders are closed to others
         return True
-    status = folder.stat()
+    status = path.stat()
     writers = stat.S_IWGRP | stat.S_IWOTH
     return status.st_uid == os.getuid() and not status.st_mode & writers
+
+
+def read(path: Path) -> bytes | None:
+    """What a file holds that `write` has written; None if it is not there, or not this user's."""
+    try:
+        return path.read_bytes() if _is_own(path) else None
+    except OSError:
+        return None
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file in one step: other processes see all of it or nothing. It may fail, in silence.
+
+    Args:
+      path: file in a `cache_folder`.
+      content: what it is to hold.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(content)
+            os.replace(whole, path)
+    except OSError as error:  # a disk that is full, or read-only
+        _logger.info("%s is not kept: %s", path.name, error)
 
 
 def keep_compiled_programs() -> None:
@@ -58,3 +86,15 @@ def keep_compiled_programs() -> None:
     # However small a program is: there are dozens of them, and each costs the time of loading.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def folder_beside_programs(name: str) -> Path | None:
+    """A `cache_folder` for what belongs to the programs that `keep_compiled_programs` keeps.
+
+    Returns:
+      The folder; None where JAX keeps nothing, or what it has been told elsewhere.
+    """
+    kept_in = jax.config.jax_compilation_cache_dir  # pyright: ignore
+    if kept_in is None or not getattr(jax.config, "jax_enable_compilation_cache", True):
+        return None
+    return cache_folder(name) if kept_in == str(cache_folder("programs")) else None

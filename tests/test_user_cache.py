@@ -1,6 +1,7 @@
 """What is kept for the next process, and where it is not."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -52,6 +53,25 @@ def test_what_jax_has_been_told_stays(home) -> None:
     assert jax.config.jax_compilation_cache_dir == before
 
 
+def test_other_things_are_kept_where_programs_are(home, monkeypatch) -> None:
+    """Not where JAX has been told to keep those elsewhere, or none."""
+    before = jax.config.jax_compilation_cache_dir
+    assert user_cache.folder_beside_programs("lowered") is None
+    programs = str(user_cache.cache_folder("programs"))
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        shutil.rmtree(home)
+        assert user_cache.folder_beside_programs("lowered") is None
+        assert not home.exists()
+        jax.config.update("jax_compilation_cache_dir", programs)
+        assert user_cache.folder_beside_programs("lowered") == home / "paged_jax" / "lowered"
+        jax.config.update("jax_enable_compilation_cache", False)
+        assert user_cache.folder_beside_programs("lowered") is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.mark.slow
 def test_the_second_start_compiles_nothing(home) -> None:
     """As a user sees it: the command line, with none of JAX's variables."""
@@ -72,6 +92,9 @@ def test_the_second_start_compiles_nothing(home) -> None:
     text, hits = run()
     assert text == first and hits < 5  # one program twice in a process
     kept = {path.name for path in programs.iterdir()}
+    lowered = {path: path.stat().st_mtime_ns for path in (home / "paged_jax" / "lowered").iterdir()}
     again, hits = run()
-    assert again == first and hits > 10
+    assert again == first and hits > 5
     assert {path.name for path in programs.iterdir() if path.name.endswith("-cache")} <= kept
+    # What is lowered anew is written anew.
+    assert lowered == {path: path.stat().st_mtime_ns for path in lowered} and lowered

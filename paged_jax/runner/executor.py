@@ -18,6 +18,7 @@ from paged_jax.runner.caller import Caller
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import num_free_in_others
 from paged_jax.runner.heap import give_back_freed_memory
+from paged_jax.runner.lowered import LoweredPrograms
 from paged_jax.runner.placement import Division
 from paged_jax.runner.programs import Call, Structure, list_programs
 from paged_jax.runner.replicas import ReplicaError
@@ -86,7 +87,7 @@ class Executor:
     ):
         self.weights = weights
         self._device = weights.device
-        structure = Structure(
+        self._structure = Structure(
             weights.graphdef,
             weights.treedef,
             cascade,
@@ -100,7 +101,8 @@ class Executor:
         self.vocab_size = weights.config.vocab_size
         num_top = min(MAX_LOGPROBS, self.vocab_size)
         self.groups = weights.config.layer_groups
-        self.programs = list_programs(structure, sizes, num_top, num_groups=len(self.groups))
+        self.programs = list_programs(self._structure, sizes, num_top, num_groups=len(self.groups))
+        self._lowered = LoweredPrograms(self._structure, weights.layout_model)
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile or (lambda line: None)
         self._compiled: set[str] = set()
@@ -219,10 +221,11 @@ class Executor:
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:
+        weights = self.weights.arrays
+        assert self._state is not None
         with self._compiling(call.name), jax.profiler.TraceAnnotation(call.name):
-            self._state, result = call.program(
-                self.weights.arrays, self._state, *call.args, **call.static
-            )
+            call = self._lowered.bind(call, weights, self._state)
+            self._state, result = call.program(weights, self._state, *call.args, **call.static)
         division = self.weights.division
         return result if division is None else _check_replicas(division, call.name, result)
 
@@ -292,7 +295,8 @@ class Executor:
         pools = self.state.cache.pools
         calls = warmup.list_calls(self.programs, self.sizes, pools, has_swap=has_swap)
         new = [call for call in calls if call.name not in self._compiled]
-        warmup.compile_calls(new, self.weights.arrays, self.state, report or (lambda *args: None))
+        weights, bind = self.weights.arrays, self._lowered.bind
+        warmup.compile_calls(new, weights, self.state, bind, report or (lambda *args: None))
         give_back_freed_memory()
         self._compiled |= {call.name for call in new}
         self.compile_seconds += time.perf_counter() - start

@@ -209,19 +209,19 @@ def _jit(
         program,
         donate_argnums=1,
         static_argnames=("max_steps", "num_top", "width", "group"),
-        compiler_options=_compiler_options(structure, function),
+        compiler_options=compiler_options(structure, program.__name__),
     )
 
 
-def _compiler_options(structure: Structure, function: Callable[..., Any]) -> Any:
-    """What the compiler is asked for.
+def compiler_options(structure: Structure, name: str) -> Any:
+    """What the compiler is asked for, of a program of this name.
 
     What chooses tokens is 190 small kernels. XLA's fusion emitters keep more than 1 MB for each
     while they compile for CPUs, 230 MB in all; the older ones take 30 MB and a sixth less time, and
     the step 0.98 to 1.04 of the time. Of prompts they would make slower code, of unrolled layers
     they take longer to make it; and jax 0.11 no longer has them.
     """
-    chooses = function in (_decode, _verify, _beam)
+    chooses = name in ("decode", "verify", "beam")
     if structure.platform == "cpu" and structure.is_scanned and chooses and _HAS_OLDER_EMITTERS:
         return {"xla_cpu_use_fusion_emitters": False}
     return COMPILER_OPTIONS.get(structure.platform)

@@ -94,6 +94,7 @@ def compile_calls(
     calls: list[Call],
     weights: list[jax.Array],
     state: DecodeState,
+    bind: Callable[[Call, list[jax.Array], DecodeState], Call],
     report: Callable[[int, int, str], None],
 ) -> None:
     """Compile programs, several at a time. The first call of each finds what was compiled.
@@ -102,6 +103,7 @@ def compile_calls(
       calls: the programs and the shapes to compile them for.
       weights: the arrays of the model.
       state: the state; nothing runs on it here.
+      bind: function that says which program a call is of, see `LoweredPrograms.bind`.
       report: function that is called with the number of programs done, their total, and the name
         of the one just done.
     """
@@ -110,6 +112,7 @@ def compile_calls(
     num_threads = min(os.cpu_count() or 1, _MAX_COMPILERS)
 
     def compile_call(call: Call) -> None:
+        call = bind(call, weights, state)
         # What is lowered from the same shapes later finds the executable that belongs to it.
         call.program.lower(weights, state, *call.args, **call.static).compile()
 

@@ -230,6 +230,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forgetful = functools.cache(library._load.__wrapped__)
     monkeypatch.setattr(library, "_load", forgetful)
+    monkeypatch.setattr(library, "_MISSING", set())
     library._warn.cache_clear()
     return tmp_path
 

@@ -5,7 +5,9 @@ custom call of XLA's foreign function interface, where that can be had; anywhere
 that are exported, and in those that XLA divides over devices, it is the plain form.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -87,9 +89,23 @@ def _lower_for_cpu(
     return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
 
 
+# Whether what is exported will be compiled on this machine.
+_IS_FOR_HERE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_for_here", default=False)
+
+
+@contextlib.contextmanager
+def exporting_for_here() -> Iterator[None]:
+    """A context in which programs that are exported call kernels, as only this machine has them."""
+    token = _IS_FOR_HERE.set(True)
+    try:
+        yield
+    finally:
+        _IS_FOR_HERE.reset(token)
+
+
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
     """Whether XLA will neither divide the program over devices nor is it for another process."""
-    if context.lowering_parameters.for_export:
+    if context.lowering_parameters.for_export and not _IS_FOR_HERE.get():
         return False
     axes = context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):  # within jax.shard_map

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,9 @@ ELEMENTS: dict[Any, str] = {
 }
 
 
+Op = Literal["decode", "linear", "grouped_linear"]
+
+
 class Kernel(NamedTuple):
     """One kernel.
 
@@ -53,7 +57,7 @@ class Kernel(NamedTuple):
       dtype: type of the numbers that it reads: of the pools, or of the weights.
     """
 
-    op: Literal["decode", "linear", "grouped_linear"]
+    op: Op
     dtype: Any
 
 
@@ -79,8 +83,41 @@ def load(kernel: Kernel) -> Loaded:
         return _load(kernel)
 
 
+def targets() -> list[str]:
+    """The names by which programs of this machine may call kernels, there or not."""
+    kernels = (Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS)
+    return [_prefix(kernel) + _digest(_command(kernel)) for kernel in kernels]
+
+
+def find_targets(program: bytes) -> set[str]:
+    """The names by which a serialised program calls kernels, of this machine or another."""
+    name = rb"paged_jax_(?:" + "|".join(get_args(Op)).encode() + rb")_\w+?_[0-9a-f]{16}\b"
+    return {target.decode() for target in re.findall(name, program)}
+
+
+def is_any_missing() -> bool:
+    """Whether a kernel that a program of this process would call could not be had."""
+    return bool(_MISSING)
+
+
+def load_target(target: str) -> bool:
+    """Make a kernel known to XLA by the target that it had in another process, if it has it here.
+
+    Returns:
+      Whether it has: its source, the compiler's options, the processor and jaxlib are the same.
+    """
+    kernels = (Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS)
+    asked = (kernel for kernel in kernels if target.startswith(_prefix(kernel)))
+    return any(load(kernel).target == target for kernel in asked)
+
+
+def _prefix(kernel: Kernel) -> str:
+    return f"paged_jax_{kernel.op}_{kernel.dtype}_"
+
+
 _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()  # targets, which XLA never forgets
+_MISSING: set[Kernel] = set()  # that a program would call if they were there
 
 
 @functools.cache
@@ -90,6 +127,7 @@ def _load(kernel: Kernel) -> Loaded:
     try:
         return Loaded(_find_or_compile(kernel), None)
     except _Unavailable as error:
+        _MISSING.add(kernel)
         _warn(str(error))
         return Loaded(None, str(error))
 
@@ -103,7 +141,7 @@ def _warn(reason: str) -> None:
 def _find_or_compile(kernel: Kernel) -> str:
     command = _command(kernel)
     # Programs that are kept call what they were compiled with, or nothing.
-    target = f"paged_jax_{kernel.op}_{kernel.dtype}_{_digest(command)}"
+    target = _prefix(kernel) + _digest(command)
     folder = user_cache.cache_folder("kernels")
     with tempfile.TemporaryDirectory(prefix="paged_jax") as temporary:
         path = (folder or Path(temporary)) / f"{target}.so"
@@ -116,7 +154,7 @@ def _find_or_compile(kernel: Kernel) -> str:
         if (failure := _in_a_thread(test)) is not None:
             raise _Unavailable(failure)
         if folder is not None and not is_kept:
-            _keep(path, folder)
+            user_cache.write(folder / path.name, path.read_bytes())
     return target
 
 
@@ -182,16 +220,6 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         raise _Unavailable(f"it could not be loaded: {error}") from error
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     _REGISTERED.add(target)
-
-
-def _keep(path: Path, folder: Path) -> None:
-    """Move a file to the cache in one step: other processes see all of it or nothing."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(path.read_bytes())
-        os.replace(file.name, folder / path.name)
-    except OSError as error:
-        _logger.info("A compiled kernel is not kept: %s", error)
 
 
 def _in_a_thread(function: Any) -> Any:
