@@ -253,7 +253,7 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
         (["--prompt", "ab", "--top-k", "-2"], "top_k must be an integer >= -1"),
         (["--prompt", "ab", "--min-p", "2"], r"min_p must be in \[0, 1\], got 2"),
         (["--prompt", "ab", "--seed", "-2"], r"seed must be an integer in \[0, .*got -2"),
-        (["--prompt", "ab", "--n", "0"], "n must be an integer >= 1, got 0"),
+        (["--prompt", "ab", "--n", "0"], r"n must be an integer in \[1, 16384\], got 0"),
         (["--prompt", "ab", "--stop", ""], "stop must be a non-empty string"),
         (["--prompts-file", "/nowhere/prompts.txt"], "readable text file.*No such file"),
         (["--prompt", "ab", "--contiguous", "--num-blocks", "4"], "without --num-blocks"),

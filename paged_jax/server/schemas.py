@@ -36,11 +36,11 @@ def piece(model: type[BaseModel], /, **fields: Any) -> Piece:
       >>> piece(ChatDelta, content="It", role=None)
       {'content': 'It'}
       >>> piece(ChatChunkChoice, index=0, delta={}, finish_reason="stop")
-      {'finish_reason': 'stop', 'logprobs': None, 'index': 0, 'delta': {}}
+      {'index': 0, 'delta': {}, 'finish_reason': 'stop', 'logprobs': None}
     """
     defaults, left_out = _unstated(model)
     given = {k: value for k, value in fields.items() if value is not None or k not in left_out}
-    return defaults | given
+    return given | defaults | given  # in the order in which they were given
 
 
 @functools.cache
