@@ -85,8 +85,7 @@ def load(kernel: Kernel) -> Loaded:
 
 def targets() -> list[str]:
     """The names by which programs of this machine may call kernels, there or not."""
-    kernels = (Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS)
-    return [_prefix(kernel) + _digest(_command(kernel)) for kernel in kernels]
+    return [_prefix(kernel) + _digest(_command(kernel)) for kernel in _kernels()]
 
 
 def find_targets(program: bytes) -> set[str]:
@@ -106,9 +105,12 @@ def load_target(target: str) -> bool:
     Returns:
       Whether it has: its source, the compiler's options, the processor and jaxlib are the same.
     """
-    kernels = (Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS)
-    asked = (kernel for kernel in kernels if target.startswith(_prefix(kernel)))
+    asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
+
+
+def _kernels() -> list[Kernel]:
+    return [Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS]
 
 
 def _prefix(kernel: Kernel) -> str:
