@@ -4,7 +4,9 @@
 says, the names of its tensors and its `total_size` in bytes, each as its source has it. In names,
 ``{32}`` stands for each number below 32. "seen" says of which names the source is a witness: "all",
 a "part" of the layers, which are alike, or only the "totals", the bytes and perhaps the number of
-tensors; the rest of the names are those of transformers' modules.
+tensors; the rest of the names are those of transformers' modules. Of an index that was seen whole
+its length is kept: pages of each were compared, and a file of these names has as many characters.
+"stored" is the type of tensors that a config says wrongly.
 """
 
 import dataclasses
@@ -14,9 +16,11 @@ import math
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.families import FAMILIES
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import mxfp4
 from paged_jax.models.loading.parameters import parameter_shapes
@@ -29,13 +33,14 @@ _CHECKPOINTS = {
         (Path(__file__).parent / "data" / "real_checkpoints.json").read_text(encoding="utf-8")
     )
 }
-_ITEM_BYTES = 2  # all are of bfloat16, but for the experts of gpt_oss
+_WHOLE = [model for model, checkpoint in _CHECKPOINTS.items() if checkpoint["seen"] == "all"]
 
 
 @pytest.mark.parametrize("model", _CHECKPOINTS)
 def test_every_tensor_of_a_real_checkpoint_is_read_once(model):
     checkpoint = _CHECKPOINTS[model]
     config = LlamaConfig.from_dict(checkpoint["config"])
+    item_bytes = jnp.dtype(checkpoint.get("stored", config.dtype)).itemsize
     others = {
         name: shape
         for pattern, shape in checkpoint.get("others", {}).items()
@@ -56,9 +61,35 @@ def test_every_tensor_of_a_real_checkpoint_is_read_once(model):
         assert [start for start, _ in sorted(parts)] == ends[:-1], tensor
         assert ends[-1] == shapes[tensor][0], tensor
     assert in_blocks <= _paired({x: shapes[x] for x in in_blocks})
-    total = sum(_num_bytes(shape, tensor in in_blocks) for tensor, shape in shapes.items())
-    total += sum(_num_bytes(shape) for shape in others.values())
+    total = sum(
+        _num_bytes_in_blocks(shape) if tensor in in_blocks else math.prod(shape) * item_bytes
+        for tensor, shape in shapes.items()
+    )
+    total += sum(math.prod(shape) for shape in others.values()) * item_bytes
     assert total == checkpoint["total_size"]
+
+
+@pytest.mark.parametrize("model", _WHOLE)
+def test_a_whole_index_is_as_long_as_its_names_make_it(model):
+    checkpoint = _CHECKPOINTS[model]
+    index = checkpoint["index"]
+    patterns = [*checkpoint["weights"], *checkpoint.get("others", {})]
+    file = f"model-00001-of-{index['num_files']:05}.safetensors"
+    indent = index.get("indent", 2)
+    text = json.dumps(
+        {
+            "metadata": {**index.get("metadata", {}), "total_size": checkpoint["total_size"]},
+            "weight_map": {name: file for pattern in patterns for name in _expand(pattern)},
+        },
+        indent=indent,
+    )
+    # Transformers ends its files with a newline; those of one line have none.
+    assert len(text) + (indent is not None) == index["num_chars"]
+
+
+def test_the_families_without_a_whole_index_are_these():
+    whole = {_CHECKPOINTS[model]["family"] for model in _WHOLE}
+    assert FAMILIES.keys() - whole == {"smollm3", "qwen2_moe", "olmo3", "glm4", "cohere2"}
 
 
 def _read_rows(config):
@@ -75,9 +106,8 @@ def _read_rows(config):
     return rows, shapes
 
 
-def _num_bytes(shape, is_in_blocks=False):
-    num_blocks = math.prod(shape) // mxfp4.BLOCK
-    return num_blocks * (mxfp4.BLOCK_BYTES + 1) if is_in_blocks else math.prod(shape) * _ITEM_BYTES
+def _num_bytes_in_blocks(shape):
+    return math.prod(shape) // mxfp4.BLOCK * (mxfp4.BLOCK_BYTES + 1)
 
 
 def _paired(shapes):
