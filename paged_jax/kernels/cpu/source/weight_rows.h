@@ -69,6 +69,7 @@ struct Product {
   template <int R, int M_, int LINES>
   void block(int64_t n, int64_t m) const {
     const Form::Weight* rows[R];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
     float sums[M_][R];
     const char* next = (const char*)(w + (n + AHEAD) * K) + m / INPUTS * (K / STEP) * LINES * 64;
@@ -136,9 +137,11 @@ void prepare(Input* to, const float* from, int count) {
   }
 }
 
-// All rows of x so; freed by whoever asks. None if there is no memory.
+// All rows of x so, where no vector of theirs crosses a cache's lines; freed by whoever asks. None if
+// there is no memory.
 Form::Input* prepare_all(const float* from, int64_t M, int K, ptrdiff_t stride) {
-  auto* to = (Form::Input*)malloc(M * stride * sizeof(Form::Input));
+  size_t lines = (M * stride * sizeof(Form::Input) + 63) / 64;
+  auto* to = (Form::Input*)aligned_alloc(64, lines * 64);
   for (int64_t m = 0; to && m < M; m++) prepare(to + m * stride, from + m * K, K);
   return to;
 }
