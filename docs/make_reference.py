@@ -231,7 +231,8 @@ def _arguments(args: ast.arguments) -> list[str]:
     elif args.kwonlyargs:
         texts.append("*")
     texts += [_argument(*pair) for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    if args.kwarg:
+    # Never: there are none; they are taken to be refused with a hint.
+    if args.kwarg and ast.unparse(args.kwarg.annotation or args.kwarg) != "Never":
         texts.append("**" + _argument(args.kwarg, None))
     return texts
 

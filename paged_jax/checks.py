@@ -75,5 +75,7 @@ def check_positive(function: str, **sizes: Any) -> None:
     """
     for name, size in sizes.items():
         if not is_int(size) or size < 1:
-            rule = f"must be a positive integer, got {size!r}. Pass at least 1."
+            # An array that `jax.jit` traces, known by its abstract value: sizes shape the program.
+            advice = "Name it in static_argnames" if hasattr(size, "aval") else "Pass at least 1"
+            rule = f"must be a positive integer, got {size!r}. {advice}."
             raise ArgumentError(function, rule, name)

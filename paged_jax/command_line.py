@@ -11,6 +11,7 @@ from typing import Any, NoReturn, get_args
 import jax
 
 from paged_jax import distributed
+from paged_jax.engine.arguments import VLLM_NAMES
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
@@ -81,6 +82,8 @@ class Parser(argparse.ArgumentParser):
         if unknown == message:
             return ""
         wanted = unknown.split()[0].partition("=")[0].replace("_", "-")
+        name = wanted.removeprefix("--").replace("-", "_")
+        wanted = f"--{VLLM_NAMES[name].replace('_', '-')}" if name in VLLM_NAMES else wanted
         close = difflib.get_close_matches(wanted, self._option_string_actions, n=1)
         return f". Did you mean {close[0]}?" if close else ""
 
@@ -286,7 +289,15 @@ def join_processes(args: argparse.Namespace) -> None:
             "--coordinator-address, --num-processes and --process-id must be given together, or "
             "--distributed, which finds them."
         )
-    distributed.initialize(*by_hand, heartbeat_timeout=args.heartbeat_timeout)
+    try:
+        distributed.initialize(*by_hand, heartbeat_timeout=args.heartbeat_timeout)
+    except ValueError as error:
+        if not args.distributed:
+            raise
+        raise ValueError(
+            "--distributed must be given on a cluster that JAX knows: Cloud TPU, Slurm, Open MPI "
+            f"or Kubernetes. Here name the processes by --coordinator-address. ({one_line(error)})"
+        ) from None
     if args.tensor_parallel_size is None:
         args.tensor_parallel_size = jax.device_count()
 

@@ -180,7 +180,10 @@ class LLM(Engine):
             some are given, or it refuses the messages or the variables.
         """
         if self.tokenizer is None:
-            raise ValueError("LLM.chat: the model must have a tokenizer, got none.")
+            raise ValueError(
+                "LLM.chat: the model must have a tokenizer, got none. Put a tokenizer.json into "
+                "its folder, or pass tokenizer=."
+            )
         token_ids = self.tokenizer.encode_chat(messages, chat_template_kwargs, tools=tools)
         return {"prompt_token_ids": token_ids}
 

@@ -77,6 +77,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--device",
+        type=str.lower,
         choices=tuple(DEVICES),
         help="plan for this device, and show the least time of a decode step there",
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paged_jax import LLM, SamplingParams
+from paged_jax import LLM, SamplingParams, distributed
 from paged_jax.generate import _StatusLine, main
 from tests.support import ROOT
 from tests.support.tiny_model import SIZES, save_tiny_model
@@ -258,6 +258,10 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
         (["--prompts-file", "/nowhere/prompts.txt"], "readable text file.*No such file"),
         (["--prompt", "ab", "--contiguous", "--num-blocks", "4"], "without --num-blocks"),
         (["--prompt", "ab", "--profile", "/dev/null/x"], "--profile must be a folder"),
+        (
+            ["--prompt", "ab", "--repetition-penalty", "0"],
+            "repetition_penalty must be finite and > 0",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -282,6 +286,15 @@ def test_bad_usage_is_one_line(run, args, message) -> None:
     result = run(*args)
     check_mistake(result, message, status=2)
     assert len(result[2].splitlines()) == 1
+
+
+def test_without_a_cluster_the_processes_must_be_named(run, monkeypatch) -> None:
+    def initialize(*args, **kwargs):  # as JAX does; it may be asked only before it is used
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(distributed, "initialize", initialize)
+    message = "cluster that JAX knows.*by --coordinator-address.*should be defined"
+    check_mistake(run("--prompt", "ab", "--distributed"), message)
 
 
 def test_a_backend_for_other_devices_is_refused(run) -> None:
@@ -351,7 +364,8 @@ def test_damaged_models_are_refused(run, tmp_path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     check_mistake(run("--prompt", "ab", model=folder), "not a tokenizer")
     (folder / "tokenizer.json").unlink()
-    check_mistake(run("--prompt", "ab", model=folder), "tokenizer for text prompts, got none")
+    got = run("--prompt", "ab", model=folder)
+    check_mistake(got, "tokenizer for text prompts, got none. Put a tokenizer.json into its folder")
     (folder / "config.json").write_text("{")
     check_mistake(run("--prompt", "ab", model=folder), "config.json")
 

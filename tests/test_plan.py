@@ -351,7 +351,7 @@ def test_main_prints_what_fits(capsys) -> None:
 
 
 def test_main_plans_for_one_of_several_devices(capsys, data_dir) -> None:
-    options = ("--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"), "--device", "v5e")
+    options = ("--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"), "--device", "V5e")
     options += ("--tensor-parallel-size", "16", "--lengths", "4096", "--max-num-seqs", "64")
     status, out, _ = run(capsys, *options, "--json")
     plan = json.loads(out)
@@ -379,10 +379,14 @@ def test_main_says_when_sequences_wait(capsys) -> None:
 
 
 def test_main_knows_what_was_meant(capsys) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--max_num_seqs", "3"])
-    assert exit_info.value.code == 2
-    assert capsys.readouterr().err.endswith("Did you mean --max-num-seqs?\n")
+    for flag, meant in {
+        "--max_num_seqs": "--max-num-seqs",
+        "--kv-cache-dtype": "--kv-dtype",
+    }.items():
+        with pytest.raises(SystemExit) as exit_info:
+            main([flag, "3"])
+        assert exit_info.value.code == 2
+        assert capsys.readouterr().err.endswith(f"Did you mean {meant}?\n")
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"paged_jax {paged_jax.__version__}\n"
@@ -409,7 +413,10 @@ def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:
         (["--max-model-len", "513"], "max_model_len must be at most the model's context of 512"),
         (["--memory-fraction", "2"], "--memory-fraction must be above 0"),
         (["--block-size", "0"], "block_size must be a positive integer"),
-        (["--num-speculative-tokens", "-1"], "num_speculative_tokens must be a positive integer"),
+        (
+            ["--num-speculative-tokens", "-1"],
+            "num_speculative_tokens must be an integer, at least 0",
+        ),
         (["--tensor-parallel-size", "3"], "must divide the model's num_attention_heads of 4"),
         (["--model", "/nowhere"], "/nowhere"),
     ],

@@ -212,6 +212,11 @@ def test_mistakes_are_refused(model, changes, message) -> None:
         jax.eval_shape(lambda: rollout(model, **{**arguments, **changes}))
 
 
+def test_a_size_that_jit_traces_is_refused(model) -> None:
+    with pytest.raises(ValueError, match="max_tokens must be .* got .*Name it in static_argnames"):
+        jax.jit(rollout)(model, PROMPTS, NUM_TOKENS, max_tokens=4)
+
+
 # Samples of a prompt
 
 

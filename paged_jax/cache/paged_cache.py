@@ -39,7 +39,7 @@ from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.quantisation import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
 
 # The kind of cache that a function is given, and returns.
@@ -98,8 +98,10 @@ class PagedCache:
         no token to come attends to, see `BlockTables`.
 
         Raises:
-          ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
+          ValueError: a size is not a positive integer, the pool has more rows than int32 counts, or
+            `dtype` is neither floating point nor one of the two.
         """
+        check_pool_dtype("PagedCache.create", "dtype", dtype)
         check_positive(
             "PagedCache.create",
             num_layers=num_layers,

@@ -162,7 +162,8 @@ class Inputs:
     def _encode_text(self, text: Any) -> list[int]:
         if self.tokenizer is None:
             raise _refusal(
-                "the model must have a tokenizer for text prompts, got none. Pass prompt_token_ids."
+                "the model must have a tokenizer for text prompts, got none. Put a tokenizer.json "
+                "into its folder, or pass tokenizer= or prompt_token_ids."
             )
         if not isinstance(text, str) or not text:
             raise _refusal(f"must be a text of at least one character, got {text!r}.", "prompt")

@@ -75,8 +75,8 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
         raise ValueError(
-            f"Engine: tensor_parallel_size must be at most the {len(devices)} devices of "
-            f"{devices[0].platform} that JAX finds, got {tensor_parallel_size}."
+            f"Engine: tensor_parallel_size must be at most {len(devices)}, the number of devices "
+            f"of {devices[0].platform} that JAX finds, got {tensor_parallel_size}."
         )
     # All of them, so that JAX orders them by their links; of fewer, as they are numbered.
     is_all = tensor_parallel_size == len(devices)

@@ -1,7 +1,9 @@
 """Makes the parts of an engine from its arguments, and shows their state."""
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import Never
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from paged_jax.engine.arguments import (
     choose_cascade,
     preemption_over_processes,
     program_sizes,
+    refuse_unknown,
 )
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter
@@ -90,7 +93,9 @@ class EngineParts:
         tensor_parallel_size: int = 1,
         check_replicas: bool = False,
         on_compile: Callable[[str], None] | None = None,
+        **unknown: Never,
     ):
+        refuse_unknown("Engine", signature(EngineParts).parameters, unknown)
         check_arguments(
             "Engine",
             kv_dtype=kv_dtype,
@@ -308,11 +313,10 @@ class EngineParts:
 
         One group, the whole model, unless windows differ. As `cache_use`, it waits for nothing.
         """
-        num_used = round(self.cache_use * self.num_blocks)
         is_ahead, slots = self._pipeline.is_ahead, self._runner.slots
         others_free = self._blocks.others_free if is_ahead else slots.others_free
         sizes = self._group_sizes
-        free = [self.num_blocks - num_used, *others_free]
+        free = [self.num_blocks - round(self.cache_use * self.num_blocks), *others_free]
         return [
             GroupUse(group.window, len(group.layers), size, size - num_free)
             for group, size, num_free in zip(self.config.layer_groups, sizes, free, strict=True)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.layout import in_whole_lanes
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.quantisation import check_pool_dtype, is_quantised
 
 
 def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
@@ -32,11 +32,7 @@ def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
 def check_pools(function: str, pools: Pools, layer: Any) -> None:
     """Refuse pools whose types or scales do not fit, and a layer that they do not have."""
     for name, pool in {"k_pool": pools.k, "v_pool": pools.v}.items():
-        if not (jnp.issubdtype(pool.dtype, jnp.floating) or is_quantised(pool.dtype)):
-            raise ValueError(
-                f"{function}: {name} must be floating point, int8 or float8_e4m3fn, "
-                f"got {pool.dtype}."
-            )
+        check_pool_dtype(function, name, pool.dtype)
     if pools.k.dtype != pools.v.dtype:
         raise ValueError(
             f"{function}: v_pool must have the dtype of k_pool, {pools.k.dtype}, "

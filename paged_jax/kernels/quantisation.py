@@ -18,6 +18,19 @@ def is_quantised(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) in QUANTISED
 
 
+def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
+    """Refuse a type that no pool can have.
+
+    Raises:
+      ValueError: it is neither floating point nor one of the quantised types.
+    """
+    if not (jnp.issubdtype(dtype, jnp.floating) or is_quantised(dtype)):
+        raise ValueError(
+            f"{function}: {name} must be floating point, int8 or float8_e4m3fn, "
+            f"got {jnp.dtype(dtype)}."
+        )
+
+
 def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
     """The type in which queries meet keys.
 

@@ -77,10 +77,19 @@ NUMBERS: Mapping[str, Number] = {
         help="drop tokens less probable than X times the most probable one",
         is_recommended=True,
     ),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
+    "presence_penalty": dataclasses.replace(
+        _PENALTY, help="subtract X from the logits of tokens that were generated before"
+    ),
+    "frequency_penalty": dataclasses.replace(
+        _PENALTY, help="subtract X from the logit of a token for each time it was generated before"
+    ),
     "repetition_penalty": Number(
-        float, {"gt": 0}, "be finite and > 0", "Use 1.0 for none.", is_recommended=True
+        float,
+        {"gt": 0},
+        "be finite and > 0",
+        "Use 1.0 for none.",
+        help="divide the positive logits of tokens that came before by X, multiply the negative",
+        is_recommended=True,
     ),
 }
 """The numbers that shape the distribution: also what the server and the command line take."""

@@ -177,7 +177,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     # Without request.url, which would parse the Host header, an arbitrary text.
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
-        404: f"There is no {place}.",
+        404: f"There is no {place}. See /openapi.json for what there is.",
         405: f"{place} is not allowed.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None

@@ -26,6 +26,9 @@ UNKNOWN_FIELD = "extra_forbidden"
 # A field that clients send without meaning it: null or an empty list.
 Nothing = Annotated[list[Any] | None, Field(max_length=0)]
 
+# How vLLM named the fields of structured outputs before they were one: guided_json and so on.
+_OLD_FORMS = "guided_"
+
 
 class Body(BaseModel):
     """A JSON object of a request. A field that does not exist is an error, unless it is null."""
@@ -53,9 +56,10 @@ class Body(BaseModel):
     def _unknown(cls, name: str) -> dict[str, str]:
         """What the error of an unknown field says."""
         name = name[:100]
-        near = difflib.get_close_matches(name, cls.model_fields, n=1)
-        hint = f". Did you mean {near[0]}?" if near else ""
-        return {"name": name, "rule": neutral.refusal(name) + hint}
+        wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
+        near = difflib.get_close_matches(wanted, cls.model_fields, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return {"name": name, "rule": f"{neutral.refusal(name)}.{hint}"}
 
 
 def _optional(number: Number) -> Any:

@@ -50,7 +50,7 @@ def _unknown_field(error: ErrorDetails) -> ApiError:
     """The answer to a field that does not exist, or not with such a value."""
     facts = error.get("ctx", {})
     place = ".".join(map(str, filter(_is_place, (*error["loc"], facts["name"]))))
-    return ApiError(400, f"{facts['rule']}.", param=place, code=UNKNOWN_FIELD)
+    return ApiError(400, facts["rule"], param=place, code=UNKNOWN_FIELD)
 
 
 def _unsupported(place: list[int | str]) -> str | None:

@@ -145,6 +145,12 @@ def test_create_refuses_sizes_that_are_not_positive(name):
         PagedCache.create(**sizes)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "int32", "bool"])
+def test_create_refuses_types_that_no_pool_has(dtype):
+    with pytest.raises(ValueError, match=f"dtype must be floating point, int8 .* got {dtype}"):
+        make_cache(dtype)
+
+
 def test_create_refuses_more_rows_than_int32_counts():
     sizes = dict(num_blocks=2**20, num_kv_heads=8, block_size=16, head_dim=1)
     create = partial(PagedCache.create, **sizes, num_slots=1, max_blocks_per_slot=1)

@@ -470,7 +470,10 @@ def test_automatic_ids_step_aside(engine) -> None:
     [
         ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
         ({"max_num_batched_tokens": None}, "max_num_batched_tokens must be a positive .* got None"),
-        ({"num_speculative_tokens": None}, "num_speculative_tokens must be a positive .* got None"),
+        (
+            {"num_speculative_tokens": None},
+            "num_speculative_tokens must be .* at least 0, got None",
+        ),
         ({"preemption": "drop"}, "preemption must be auto, recompute or swap, got 'drop'"),
         ({"seed": -1}, "seed must be an integer in 0..2\\*\\*63 - 1, got -1"),
         ({"seed": 1.5}, "seed must be an integer"),
@@ -487,6 +490,15 @@ def test_automatic_ids_step_aside(engine) -> None:
 def test_bad_options_are_refused(tiny_model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(tiny_model, **SIZES, **options)
+
+
+def test_unknown_arguments_are_refused_with_a_guess(tiny_model) -> None:
+    guesses = {"gpu_memory_utilization": "memory_fraction", "num_block": "num_blocks"}
+    for name, meant in guesses.items():
+        with pytest.raises(TypeError, match=f"Engine: {name} is no argument. Did you mean {meant}"):
+            Engine(tiny_model, **{name: 1})
+    with pytest.raises(TypeError, match="enforce_eager is no argument.$"):
+        Engine(tiny_model, **{"enforce_eager": True})
 
 
 def test_warmup_waits_for_nobody(engine) -> None:
@@ -525,7 +537,7 @@ def test_a_narrow_cache_changes_log_probabilities_a_little(tiny_model, engine) -
 
 
 def test_unknown_kv_dtypes_are_refused(tiny_model) -> None:
-    with pytest.raises(ValueError, match="kv_dtype must be auto, float32.*got 'int4'"):
+    with pytest.raises(ValueError, match="kv_dtype must be one of auto, float32.*got 'int4'"):
         Engine(tiny_model, **SIZES, kv_dtype="int4")
 
 

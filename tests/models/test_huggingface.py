@@ -237,7 +237,9 @@ def test_load_weights_refuses_other_dtypes(folder):
 def test_load_weights_refuses_folders_without_safetensors(tmp_path):
     with pytest.raises(WeightsError, match="no such folder"):
         load_weights(Llama, tmp_path / "none", _CONFIG)
-    with pytest.raises(WeightsError, match="neither model.safetensors nor"):
+    with pytest.raises(
+        WeightsError, match="neither model.safetensors nor .*. Fetch the weights, too."
+    ):
         load_weights(Llama, tmp_path, _CONFIG)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(WeightsError, match="pytorch_model.bin, which can run code"):

@@ -117,7 +117,10 @@ def test_refusals_have_a_line_with_the_reason(server, lines) -> None:
     server.wait_until_idle()
     [refused], [missing] = lines.of("/generate"), lines.of("/nothing")
     assert (refused["status"], refused["error_code"]) == (400, "max_n_exceeded")
-    assert missing["status"] == 404 and "There is no GET /nothing" in missing["error"]
+    assert (
+        missing["status"] == 404
+        and "There is no GET /nothing. See /openapi.json" in missing["error"]
+    )
     assert any(line["status"] == 400 and "path" not in line for line in lines)
 
 

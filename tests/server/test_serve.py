@@ -336,8 +336,12 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
     ("change", "param", "message"),
     [
         ({"no_stop_trim": True}, "no_stop_trim", "only as null or false."),
-        ({"guided_json": {}}, "guided_json", "guided_json is not supported here."),
-        ({"max_token": 5}, "max_token", "Did you mean max_tokens?."),
+        ({"guided_json": {}}, "guided_json", "supported here. Did you mean structured_outputs?"),
+        (
+            {"max_token": 5},
+            "max_token",
+            "max_token is not supported here. Did you mean max_tokens?",
+        ),
         (
             {"messages": [{"role": "user", "content": "ab", "thinking": "x"}]},
             "messages.0.thinking",

@@ -128,10 +128,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         return None
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".pt"))
-        found = f", only {pickled[0]}, which can run code when read" if pickled else ""
-        raise WeightsError(
-            f"{folder}: neither {SINGLE} nor {INDEX} there{found}. Convert to safetensors."
-        )
+        rest = ". Fetch the weights, too."
+        if pickled:
+            rest = f", only {pickled[0]}, which can run code when read. Convert it to safetensors."
+        raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX} there{rest}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{folder / INDEX}: weight_map must map tensors to files.")

@@ -148,7 +148,9 @@ def _with_text(message: Any) -> Mapping[str, Any]:
     """The message with one text for content, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(
-            "apply_chat_template", f"each message must have a role, got {message!r}."
+            "apply_chat_template",
+            f'each message must be a dict such as {{"role": "user", "content": TEXT}}, got '
+            f"{message!r}.",
         )
     content = message.get("content", "")
     if isinstance(content, str):
