@@ -54,6 +54,8 @@ def write_rope(config: Any, family: Family) -> dict[str, Any]:
       ValueError: the family cannot have them.
     """
     scaling = None if config.rope_scaling is None else config.rope_scaling.to_dict()
+    if scaling is None and "rope_parameters" in family.defaults:  # which null would stand for
+        scaling = {"rope_type": "default"}
     written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
     _check_expressible(config, family)
     if family.partial_rope:

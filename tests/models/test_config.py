@@ -307,6 +307,8 @@ _OF_ALL_FAMILIES = pytest.mark.parametrize(
         dataclasses.replace(_SMALL, model_type="qwen2", qkv_bias=True, sliding_window=5),
         dataclasses.replace(_SMALL, model_type="qwen3", qk_norm=True, eos_token_ids=(3, 4)),
         *[LlamaConfig.from_dict(_of_family(model_type)) for model_type in FAMILIES],
+        # Whose family has a scaling of its own, which null would stand for.
+        dataclasses.replace(LlamaConfig.from_dict(_of_family("gpt_oss")), rope_scaling=None),
     ],
 )
 
