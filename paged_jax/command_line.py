@@ -298,8 +298,16 @@ def join_processes(args: argparse.Namespace) -> None:
             "--distributed must be given on a cluster that JAX knows: Cloud TPU, Slurm, Open MPI "
             f"or Kubernetes. Here name the processes by --coordinator-address. ({one_line(error)})"
         ) from None
+    _keep_stdout_for_answers()
     if args.tensor_parallel_size is None:
         args.tensor_parallel_size = jax.device_count()
+
+
+def _keep_stdout_for_answers() -> None:
+    """Send to standard error what C++ writes to standard output: Gloo greets there."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+    os.dup2(2, 1)
 
 
 def _one_block_a_slot(args: argparse.Namespace) -> dict[str, Any]:
