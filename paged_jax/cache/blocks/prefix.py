@@ -97,11 +97,11 @@ def _start_slot(
     columns = jnp.arange(len(blocks), dtype=jnp.int32)
     is_taken = columns < num_found
     num_tokens = num_found * tables.block_size
-    if tables.window is not None and tables.first_columns is not None:
-        kept = first_kept_column(num_tokens, tables.window, tables.block_size)
+    if (state := tables.window_state) is not None:
+        window, first_columns = state
+        kept = first_kept_column(num_tokens, window, tables.block_size)
         is_taken &= columns >= kept
-        first_columns = tables.first_columns.at[slot].set(kept, mode="drop")
-        tables = replace(tables, first_columns=first_columns)
+        tables = replace(tables, first_columns=first_columns.at[slot].set(kept, mode="drop"))
     blocks = jnp.where(is_taken, blocks, tables.num_blocks)
     return replace(
         tables,

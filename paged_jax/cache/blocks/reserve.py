@@ -157,13 +157,13 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     check_positive("restore", max_tokens=max_tokens)
     is_refused = (num_tokens > max_tokens) | ((num_tokens > 0) & (tables.lengths > 0))
     num_tokens = jnp.where(is_refused, -1, num_tokens)
-    window = tables.window
-    if window is None or tables.first_columns is None:
+    if (state := tables.window_state) is None:
         return begin_reserve(tables, num_tokens, max_tokens=max_tokens, function="restore")
     # A slot that has given back all blocks before its window, and now appends what is in it.
+    window, first_columns = state
     is_new = num_tokens > 0
     kept = first_kept_column(num_tokens, window, tables.block_size)
-    first_columns = jnp.where(is_new, kept, tables.first_columns)
+    first_columns = jnp.where(is_new, kept, first_columns)
     num_left = jnp.where(is_new, kept * tables.block_size, 0)
     tables = replace(
         tables, first_columns=first_columns, lengths=jnp.where(is_new, num_left, tables.lengths)

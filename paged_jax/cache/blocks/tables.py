@@ -89,6 +89,13 @@ class BlockTables:
         )
 
     @property
+    def window_state(self) -> tuple[int, jax.Array] | None:
+        """`window` and `first_columns`, of which there are both or neither; None for neither."""
+        if self.window is None or self.first_columns is None:
+            return None
+        return self.window, self.first_columns
+
+    @property
     def num_slots(self) -> int:
         """S, the number of slots."""
         return self.block_tables.shape[0]

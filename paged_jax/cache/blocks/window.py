@@ -41,12 +41,12 @@ def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
       >>> tables.block_tables.tolist(), tables.first_columns.tolist()
       ([[8, 8, 2, 3, 4, 8, 8, 8]], [2])
     """
-    if tables.window is None or tables.first_columns is None:
+    if (state := tables.window_state) is None:
         return tables
-    kept = first_kept_column(tables.lengths, tables.window, tables.block_size)
-    ends = jnp.where(mask, kept, 0)
-    after = drop_columns(tables, tables.first_columns, ends)
-    return replace(after, first_columns=jnp.maximum(tables.first_columns, ends))
+    window, first_columns = state
+    ends = jnp.where(mask, first_kept_column(tables.lengths, window, tables.block_size), 0)
+    after = drop_columns(tables, first_columns, ends)
+    return replace(after, first_columns=jnp.maximum(first_columns, ends))
 
 
 def shortest_lengths(tables: BlockTables) -> jax.Array | int:
@@ -54,9 +54,9 @@ def shortest_lengths(tables: BlockTables) -> jax.Array | int:
 
     i32[S], of which none is above the length; 0 without a window.
     """
-    if tables.window is None or tables.first_columns is None:
+    if (state := tables.window_state) is None:
         return 0
-    first_columns = tables.first_columns
+    window, first_columns = state
     size = tables.block_size
-    least = num_blocks_needed(first_columns * size + tables.window - 1, size) * size
+    least = num_blocks_needed(first_columns * size + window - 1, size) * size
     return jnp.where(first_columns > 0, least, 0)
