@@ -76,8 +76,19 @@ def test_linear_reads_nothing_past_a_row() -> None:
     assert np.isnan(got[:, 3]).all()
 
 
+def test_linear_does_not_compute_rows_of_zeros() -> None:
+    """Else NaN among the weights would show in them."""
+    w, x = weights_and_rows(9, 40, 12)
+    w = w.at[3].set(jnp.nan)
+    is_zero = np.isin(np.arange(12), [0, 5, 6, 11])
+    got = np.asarray(LINEAR(np.where(is_zero[:, None], np.float32(0), x), w))
+    np.testing.assert_array_equal(got[is_zero], 0)
+    np.testing.assert_array_equal(got[~is_zero], LINEAR(x[~is_zero], w))
+    np.testing.assert_array_equal(LINEAR(np.zeros_like(x), w), 0)
+
+
 def test_linear_leaves_other_products_to_xla() -> None:
-    w, x = weights_and_rows(8, 16, 65)
+    w, x = weights_and_rows(8, 16, 257)
     calls = [
         LINEAR.lower(x, w),
         LINEAR.lower(x[:4], w, backend="xla"),

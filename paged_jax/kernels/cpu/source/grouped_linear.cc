@@ -27,10 +27,10 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   whole.x_stride = round_up(K, STEP);
   whole.divide();
   auto* products = (Product*)malloc(X * sizeof(Product));
-  Form::Input* prepared = prepare_all((const float*)x->data, M, K, whole.x_stride);
-  if (!products || !prepared) {
+  Inputs inputs = {};
+  if (!inputs.reserve(M, whole.x_stride) || !products) {
+    inputs.release();
     free(products);
-    free(prepared);
     return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "grouped_linear: no memory");
   }
   int64_t num_products = 0, row = 0;
@@ -38,16 +38,14 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
     int64_t count = sizes[group] < M - row ? sizes[group] : M - row;
     if (count <= 0) continue;
     Product& product = products[num_products++] = whole;
-    product.M = count;
     product.w += group * N * K;
-    product.x = prepared + row * whole.x_stride;
-    product.out += row * N;
+    inputs.add(product, (const float*)x->data, row, row + count);
     row += count;
   }
   memset(whole.out + row * N, 0, (M - row) * N * sizeof(float));
   Products all = {products, whole.num_parts()};
   in_parallel(frame, all, num_products * all.parts_of_each);
-  free(prepared);
+  inputs.release();
   free(products);
   return nullptr;
 }

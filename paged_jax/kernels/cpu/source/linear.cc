@@ -1,5 +1,6 @@
 // x @ w.T of a few rows: x f32 [M, K], w [N, K], the result f32 [M, N]. The weights lie in a stack of
-// those of all layers, [L, N, K]; int8 ones have a scale f32 for each row, [L, N].
+// those of all layers, [L, N, K]; int8 ones have a scale f32 for each row, [L, N]. Rows of zeros give zeros,
+// and take no time.
 
 #include "weight_rows.h"
 
@@ -9,19 +10,22 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, 1);
   int64_t layer = *(const int32_t*)argument(frame, 2)->data;
   Product product = {};
-  int64_t M = product.M = x->dims[0], N = product.N = w->dims[1];
+  int64_t M = x->dims[0], N = product.N = w->dims[1];
   int K = product.K = w->dims[2];
   product.w = (const Form::Weight*)w->data + layer * N * K;
   if (IS_INT8) product.scales = (const float*)argument(frame, 3)->data + layer * N;
   product.out = (float*)result(frame, 0)->data;
   product.x_stride = round_up(K, STEP);
-  Form::Input* prepared = prepare_all((const float*)x->data, M, K, product.x_stride);
-  if (!prepared) return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "linear: no memory");
-  product.x = prepared;
-  product.divide();
-  in_parallel(frame, product, product.num_parts());
-  free(prepared);
-  return nullptr;
+  Inputs inputs = {};
+  bool has_memory = inputs.reserve(M, product.x_stride);
+  if (has_memory) {
+    inputs.add(product, (const float*)x->data, 0, M);
+    product.divide();
+    in_parallel(frame, product, product.num_parts());
+  }
+  inputs.release();
+  if (has_memory) return nullptr;
+  return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "linear: no memory");
 }
 
 }  // namespace

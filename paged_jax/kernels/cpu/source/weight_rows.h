@@ -51,6 +51,7 @@ struct Product {
   const Form::Weight* w;
   const float* scales;  // of the rows of w; none for floats
   const Form::Input* x;
+  const int64_t* places;  // of the rows of x in the result
   float* out;
   int64_t N, M;
   int K;
@@ -76,7 +77,7 @@ struct Product {
     multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
     for (int j = 0; j < M_; j++)
       for (int r = 0; r < R; r++)
-        out[(m + j) * N + n + r] = IS_INT8 ? sums[j][r] * scales[n + r] : sums[j][r];
+        out[places[m + j] * N + n + r] = IS_INT8 ? sums[j][r] * scales[n + r] : sums[j][r];
   }
 
   template <int R, int M_, int LINES>
@@ -122,6 +123,12 @@ uint16_t rounded_bits(float x) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+bool is_zero(const float* row, int count) {
+  int i = 0;
+  while (i < count && row[i] == 0) i++;
+  return i == count;
+}
+
 // A row of x as the products want it: padded with zeros, rounded where the weights are bfloat16.
 template <class Input>
 void prepare(Input* to, const float* from, int count) {
@@ -137,13 +144,40 @@ void prepare(Input* to, const float* from, int count) {
   }
 }
 
-// All rows of x so, where no vector of theirs crosses a cache's lines; freed by whoever asks. None if
-// there is no memory.
-Form::Input* prepare_all(const float* from, int64_t M, int K, ptrdiff_t stride) {
-  size_t lines = (M * stride * sizeof(Form::Input) + 63) / 64;
-  auto* to = (Form::Input*)aligned_alloc(64, lines * 64);
-  for (int64_t m = 0; to && m < M; m++) prepare(to + m * stride, from + m * K, K);
-  return to;
-}
+// Rows of x so, without those of zeros, whose results are zeros: rows of a batch that are no token.
+struct Inputs {
+  Form::Input* prepared;
+  int64_t* places;  // of each among the rows of x, and of the result
+  int64_t count;
+
+  // Room for as many rows, where no vector of theirs crosses a cache's lines. `release` it in any case.
+  bool reserve(int64_t M, ptrdiff_t stride) {
+    size_t lines = (M * stride * sizeof *prepared + 63) / 64;
+    prepared = (Form::Input*)aligned_alloc(64, lines * 64);
+    places = (int64_t*)malloc(M * sizeof *places);
+    return prepared && places;
+  }
+
+  void release() {
+    free(prepared);
+    free(places);
+  }
+
+  // Adds rows `begin` to `end` of x to the inputs of a product, or zeros to its result.
+  void add(Product& product, const float* x, int64_t begin, int64_t end) {
+    int64_t first = count;
+    for (int64_t row = begin; row < end; row++) {
+      if (is_zero(x + row * product.K, product.K)) {
+        memset(product.out + row * product.N, 0, product.N * sizeof(float));
+        continue;
+      }
+      prepare(prepared + count * product.x_stride, x + row * product.K, product.K);
+      places[count++] = row;
+    }
+    product.x = prepared + first * product.x_stride;
+    product.places = places + first;
+    product.M = count - first;
+  }
+};
 
 }  // namespace
