@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -126,26 +126,38 @@ def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     pictures = _BlockPictures(llm, progress) if args.show_blocks else None
     progress.clear()
-    # Several prompts get a bar, on a terminal; one prompt needs none, as its text appears.
-    with (
-        profiled(args.profile),
-        Progress(llm, len(prompts), disable=True if len(prompts) == 1 else None) as bar,
-        contextlib.closing(llm.stream(prompts, params)) as outputs,
-    ):
-        progress.use(bar)
-        outputs = _counted(outputs, bar, pictures)
-        for output in _in_order(outputs, partial=write is not _write_json and is_stream):
-            progress.clear()
-            _raise_error(output)
-            write(output, llm)
-            if isinstance(write, _Streamer):
-                progress.mute()  # the terminal's current line now holds text
-    progress.use(None)
-    progress.unmute()
+    with profiled(args.profile):
+        _complete(llm, prompts, params, write, pictures, progress)
     if pictures is not None:
         pictures.finish()
     progress.clear()
     print(_summary(llm), file=sys.stderr)
+
+
+def _complete(
+    llm: LLM,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    write: Callable[[RequestOutput, LLM], None],
+    pictures: "_BlockPictures | None",
+    progress: "_StatusLine",
+) -> None:
+    """Complete the prompts and write each when it is complete, a stream as its text comes."""
+    is_stream = isinstance(write, _Streamer)
+    # Several prompts get a bar, on a terminal; one prompt needs none, as its text appears.
+    with (
+        Progress(llm, len(prompts), disable=True if len(prompts) == 1 else None) as bar,
+        contextlib.closing(llm.stream(prompts, params)) as outputs,
+    ):
+        progress.use(bar)
+        for output in _in_order(_counted(outputs, bar, pictures), partial=is_stream):
+            progress.clear()
+            _raise_error(output)
+            write(output, llm)
+            if is_stream:
+                progress.mute()  # the terminal's current line now holds text
+    progress.use(None)
+    progress.unmute()
 
 
 def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:

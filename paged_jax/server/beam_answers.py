@@ -5,6 +5,7 @@ after its own; the prefix cache has all full blocks of it, so a step computes le
 """
 
 import dataclasses
+import itertools
 from collections.abc import AsyncGenerator
 
 from paged_jax.engine.beams import Beam, BeamChoice, BeamSearchParams, num_candidates
@@ -79,17 +80,18 @@ async def search(
     count = min(num_candidates(params.beam_width, len(end_ids)), service.vocab_size)
     drawn = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     first: dict[int, RequestOutput] = {}
-    while running := [index for index, choice in enumerate(choices) if not choice.is_done]:
-        owners = [(index, beam) for index in running for beam in choices[index].beams]
-        prompts = [[*job.prompts[index], *beam.token_ids] for index, beam in owners]
+    while running := {i: choice for i, choice in enumerate(choices) if not choice.is_done}:
+        prompts = [
+            [*job.prompts[i], *beam.token_ids] for i, each in running.items() for beam in each.beams
+        ]
         step = dataclasses.replace(job, prompts=prompts, params=drawn)
         outputs = {row: output async for row, output in generate(service, answer, step)}
-        rows = [_most_probable(outputs[row], count) for row in range(len(prompts))]
-        for row, (index, _) in enumerate(owners):
-            first.setdefault(index, outputs[row])
-        for index in running:
-            own = [row for (owner, _), row in zip(owners, rows, strict=True) if owner == index]
-            choices[index].advance([list(row) for row in own], [[*row.values()] for row in own])
+        in_order = (outputs[row] for row in range(len(prompts)))
+        for index, choice in running.items():
+            own = list(itertools.islice(in_order, len(choice.beams)))
+            first.setdefault(index, own[0])
+            rows = [_most_probable(output, count) for output in own]
+            choice.advance([list(row) for row in rows], [[*row.values()] for row in rows])
     for index, choice in enumerate(choices):
         samples = [_sample(service, choice, rank, beam) for rank, beam in enumerate(choice.best())]
         output = dataclasses.replace(first[index], outputs=samples, finished=True)
