@@ -66,6 +66,14 @@ def test_linear_matches_float64_and_rows_do_not_see_each_other(shape, dtype) -> 
     assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
 
 
+def test_linear_rounds_to_bfloat16_as_jax_does() -> None:
+    """Ties, what is just above one, what becomes infinite, and numbers that are none."""
+    bits = [0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF]
+    values = np.resize(np.array(bits, np.uint32), 48).view(np.float32)
+    got = LINEAR(np.diag(values), jnp.eye(48, dtype=BF16))
+    np.testing.assert_array_equal(np.diagonal(got), values.astype(BF16).astype(np.float32))
+
+
 def test_linear_reads_nothing_past_a_row() -> None:
     """Where a row ends within a vector, the next one begins."""
     w, x = weights_and_rows(5, 37, 3)
