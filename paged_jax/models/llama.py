@@ -171,7 +171,7 @@ class Llama(PagedModel):
         find = look_up if self.part is None else self.part.look_up
         x = self._scaled(find(_table(self, "embed_tokens"), token_ids))
         # Padding begins as zeros, and without biases remains so: see `kernels.cpu.linear`.
-        x = jnp.where(positions[:, None] < 0, 0, x)
+        x = jnp.where(positions[..., None] < 0, 0, x)
         return self._run_layers(x, positions, attend, carry, backend)
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
