@@ -15,6 +15,8 @@ AOT_VENV ?= .venv-aot
 # Which jax they come with, such as jax==0.10.2, and the tests that run beside them.
 AOT_JAX ?= jax
 AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_tpu.py
+# More for pytest, such as -m "not slow": every kind of kernel, in fewer sizes.
+AOT_OPTIONS ?=
 
 .PHONY: demo test quick durations lint docs aot bench gpu gpu-list clean
 
@@ -52,7 +54,7 @@ docs: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plots
 
 aot: $(AOT_VENV)/.aot
-	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(AOT_TESTS)
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(AOT_OPTIONS) $(AOT_TESTS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.allocator
@@ -82,11 +84,12 @@ gpu-%:
 clean:
 	rm -rf $(VENV) $(AOT_VENV) .jax_cache build dist *.egg-info
 
+# The pip that comes with Python 3.11 takes twice as long to find out what goes together.
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
 $(AOT_VENV)/bin/python:
-	$(PYTHON) -m venv $(AOT_VENV)
+	$(PYTHON) -m venv --upgrade-deps $(AOT_VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
