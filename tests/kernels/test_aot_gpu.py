@@ -15,7 +15,6 @@ import pytest
 from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
     EXPERTS,
-    GPU_CASES,
     GPU_DECODE,
     GPU_FAMILIES,
     GPU_PARALLEL,
@@ -23,7 +22,10 @@ from tests.support.aot_cases import (
     GPU_RAGGED,
     GPU_STEPS,
     GPU_UPDATES,
+    asked_for,
     compiled,
+    exactly,
+    parameters,
     run_script,
 )
 from tests.support.decode_step import PrefillStep
@@ -41,12 +43,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """What the script says of all cases: of the ops in one process, of whole steps in another."""
-    steps = {**GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES}
-    ops = GPU_CASES.keys() - steps.keys()
+def results(request) -> dict[str, Any]:
+    """What the script says of the cases: of the ops in one process, of whole steps in another."""
+    steps = {**GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES}.keys()
+    parts = asked_for(request) - steps, asked_for(request) & steps
     with ThreadPoolExecutor() as threads:
-        halves = threads.map(lambda names: run_script("aot_gpu", *names), (ops, steps))
+        halves = threads.map(
+            lambda names: run_script("aot_gpu", *exactly(names)), filter(None, parts)
+        )
     return {name: program for half in halves for name, program in half.items()}
 
 
@@ -71,7 +75,7 @@ def assert_reads_well(program: dict[str, Any], case: Case) -> None:
     assert (attend["tensor_core_products"] > 0) == (case.dtype != "float32"), attend
 
 
-@pytest.mark.parametrize("name", GPU_DECODE)
+@pytest.mark.parametrize("name", parameters(GPU_DECODE))
 def test_decode_compiles_for_h200(results, name) -> None:
     program = compiled(results, name)
     assert len(program["launches"]) <= 2, program["launches"]
@@ -81,7 +85,7 @@ def test_decode_compiles_for_h200(results, name) -> None:
     assert program["temporary_bytes"] <= 0.001 * GPU_DECODE[name].pool_bytes
 
 
-@pytest.mark.parametrize("name", GPU_PREFILL)
+@pytest.mark.parametrize("name", parameters(GPU_PREFILL))
 def test_prefill_compiles_for_h200(results, name) -> None:
     program = compiled(results, name)
     assert len(program["launches"]) == 1, program["launches"]
@@ -90,7 +94,7 @@ def test_prefill_compiles_for_h200(results, name) -> None:
     assert program["temporary_bytes"] == 0
 
 
-@pytest.mark.parametrize("name", GPU_RAGGED)
+@pytest.mark.parametrize("name", parameters(GPU_RAGGED))
 def test_ragged_batch_reads_pages_where_they_lie_on_h200(results, name) -> None:
     """As kernels over pools do: the layout changes no instruction that reads them."""
     program, case = compiled(results, name), GPU_RAGGED[name]
@@ -107,9 +111,10 @@ def test_ragged_batch_reads_pages_where_they_lie_on_h200(results, name) -> None:
     assert program["temporary_bytes"] <= 0.001 * case.pool_bytes
 
 
-def test_chunks_take_few_instructions_on_h200(results) -> None:
+@pytest.mark.parametrize("name", ["prefill of one chunk of 2048"])
+def test_chunks_take_few_instructions_on_h200(results, name) -> None:
     """Beside the products of 128 rows and 64 tokens, which keep tensor cores busy 512 cycles."""
-    [kernel] = compiled(results, "prefill of one chunk of 2048")["kernels"]
+    [kernel] = compiled(results, name)["kernels"]
     whole, masked = sorted(kernel["loop_instructions"])
     assert whole <= 340 * 2, "128 tokens"
     assert masked <= 430 * 2
@@ -139,7 +144,7 @@ def test_decode_takes_few_instructions_on_h200(results, name, step_tokens, most)
     assert 3 * (launch["shared_memory_bytes"] + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("name", GPU_DECODE)
+@pytest.mark.parametrize("name", parameters(GPU_DECODE))
 def test_programs_per_core_fit_an_h200(results, name) -> None:
     """What the division of a batch counts on: registers by warp in units of 256, shared memory."""
     case, program = GPU_DECODE[name], compiled(results, name)
@@ -155,7 +160,7 @@ def test_programs_per_core_fit_an_h200(results, name) -> None:
     assert counted == fitting or fitting > 3, "rooms that the division leaves empty"
 
 
-@pytest.mark.parametrize("name", GPU_UPDATES)
+@pytest.mark.parametrize("name", parameters(GPU_UPDATES))
 def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     program = compiled(results, name)
     assert len(program["launches"]) == 1, program["launches"]
@@ -264,8 +269,9 @@ def preparations(launches: list[str], attention: str) -> list[list[str]]:
     return layers
 
 
-def test_engine_computes_nothing_twice_where_pools_fill_an_h200(results) -> None:
-    launches = [x["name"] for x in compiled(results, "engine with full pools")["launches"]]
+@pytest.mark.parametrize("name", ["engine with full pools"])
+def test_engine_computes_nothing_twice_where_pools_fill_an_h200(results, name) -> None:
+    launches = [x["name"] for x in compiled(results, name)["launches"]]
     assert not [name for name in launches if "remat" in name]
 
 
@@ -285,9 +291,10 @@ def test_layer_of_a_decode_step_has_few_launches_on_h200(results, name, fewest, 
     assert min(numbers) <= fewest and statistics.median_low(numbers) <= usual
 
 
-def test_step_of_an_engine_launches_little_beside_its_layers_on_h200(results) -> None:
+@pytest.mark.parametrize("name", ["engine with full pools"])
+def test_step_of_an_engine_launches_little_beside_its_layers_on_h200(results, name) -> None:
     """Nothing is allocated in the loop over tokens, and few conditions keep the host waiting."""
-    program = compiled(results, "engine with full pools")
+    program = compiled(results, name)
     loop = [x for x in program["launches"] if x["within"][:1] == ["body"]]
     step = [launch["name"] for launch in loop if len(launch["within"]) == 1]
     products = [i for i, name in enumerate(step) if "gemm" in name]

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -318,6 +318,39 @@ def count_collectives(text: str) -> dict[str, int]:
     """How often each kind of exchange between devices stands in a compiled program."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return Counter(re.findall(rf" = \S.*? ({kinds})(?:-start)?\(", text))
+
+
+def parameters(cases: Mapping[str, Any]) -> list[Any]:
+    """Names of cases, as what a test is about.
+
+    Calls that differ from others in the sizes of heads and blocks alone are slow: whether a version
+    of JAX compiles the kernels, in all types and variants, is seen without them.
+    """
+    sizes = (_LLAMA.C, _LLAMA.D, _LLAMA.G)
+    return [
+        pytest.param(name, marks=pytest.mark.slow)
+        if isinstance(case, Case) and (case.C, case.D, case.G) != sizes
+        else name
+        for name, case in cases.items()
+    ]
+
+
+def asked_for(request: pytest.FixtureRequest) -> set[str]:
+    """The names that a file's tests are about, of those that shall run: no others are compiled."""
+    items = [item for item in request.session.items if item.path == request.path]
+    calls = [item.callspec for item in items if hasattr(item, "callspec")]
+    return {call.params["name"] for call in calls if "name" in call.params}
+
+
+def chosen(cases: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
+    """The names that begin as one of the regular expressions that a script was given, or all."""
+    pattern = re.compile("|".join(arguments))
+    return [name for name in cases if pattern.match(name)]
+
+
+def exactly(names: Iterable[str]) -> list[str]:
+    """What chooses these names alone, and none that begins as they do."""
+    return [f"{re.escape(name)}$" for name in names]
 
 
 def run_script(script: str, *arguments: str) -> dict[str, Any]:

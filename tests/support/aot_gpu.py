@@ -1,7 +1,7 @@
 """Compile for an H200 without a GPU, and print as JSON what the compiled programs need.
 
     python -m tests.support.aot_gpu                  # all cases
-    python -m tests.support.aot_gpu decode step      # those whose names begin so
+    python -m tests.support.aot_gpu decode step      # those whose names match from the beginning
 
 Needs the extra "aot". XLA compiles for a GPU that is described to it; ptxas, run once more on the
 PTX of our own kernels, tells registers and spills, and nvdisasm the instructions of loops. Nothing
@@ -40,6 +40,7 @@ from tests.support.aot_cases import (  # noqa: E402
     GPU_CASES,
     GPU_COMPILER_OPTIONS,
     OUR_KERNELS,
+    chosen,
     count_collectives,
 )
 from tests.support.engine_step import EngineStep  # noqa: E402
@@ -198,9 +199,8 @@ def find(pattern: str, text: str) -> str:
 
 
 def main() -> None:
-    names = [name for name in GPU_CASES if name.startswith(tuple(sys.argv[1:]) or "")]
     results = {}
-    for name in names:
+    for name in chosen(GPU_CASES, sys.argv[1:]):
         try:
             results[name] = compile_case(name)
         except Exception:

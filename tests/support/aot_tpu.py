@@ -1,7 +1,7 @@
 """Compile for TPUs without one, and print as JSON what the compiled programs need.
 
     python -m tests.support.aot_tpu v5e              # all cases for this generation
-    python -m tests.support.aot_tpu v6e decode       # those whose names begin so
+    python -m tests.support.aot_tpu v6e decode       # those whose names match from the beginning
 
 Needs the extra "aot". The compiler in libtpu enforces the limits of the chip that it compiles for:
 alignment of tiles, what fits in VMEM and HBM, which operations there are. Nothing runs: this proves
@@ -27,7 +27,7 @@ from jax._src.lib.mlir import ir  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from tests.support.aot_cases import TPU_CASES, count_collectives  # noqa: E402
+from tests.support.aot_cases import TPU_CASES, chosen, count_collectives  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402
 
 # The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
@@ -83,11 +83,9 @@ def multiplied_types(text: str) -> list[str]:
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in TOPOLOGIES:
         sys.exit(f"usage: python -m tests.support.aot_tpu {{{','.join(TOPOLOGIES)}}} [name ...]")
-    generation, *prefixes = sys.argv[1:]
+    generation, *names = sys.argv[1:]
     results = {}
-    for name in TPU_CASES[generation]:
-        if not name.startswith(tuple(prefixes) or ""):
-            continue
+    for name in chosen(TPU_CASES[generation], names):
         try:
             results[name] = compile_case(name, generation)
         except Exception:
