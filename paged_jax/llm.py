@@ -24,6 +24,9 @@ from paged_jax.scheduler.request import Request
 class LLM(Engine):
     """An engine that completes prompts while the caller waits. Arguments are those of `Engine`.
 
+    Calls compile what they are the first to need, which takes seconds: `warmup` does it beforehand,
+    and ``on_compile=print`` says what is compiled.
+
     Example:
       >>> llm = LLM(max_num_seqs=2)
       >>> [output] = llm.generate(["It is"], SamplingParams(temperature=0, max_tokens=4))
