@@ -119,13 +119,13 @@ def prefill(
       The most probable next tokens, i32 ``[B]``, and K and V of each layer, ``[B, K, N, D]``.
     """
     B, T = token_ids.shape
-    window = model.config.sliding_window
+    windows = model.config.windows
 
     def attend(layer, projection, cache):
-        del layer
         q, k, v = projection.split()
         padding = ((0, 0), (0, 0), (0, cache_len - T), (0, 0))
         pieces = tuple(jnp.pad(x.swapaxes(1, 2), padding) for x in (k, v))
+        window = windows[layer]
         local = None if window is None else (window - 1, 0)
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
         return out, [*cache, pieces]
@@ -150,7 +150,7 @@ def decode(
       The three, one token later.
     """
     rows = jnp.arange(tokens.shape[0])
-    window = model.config.sliding_window
+    windows = model.config.windows
 
     def attend(layer, projection, cache):
         q, k, v = projection.split()
@@ -161,7 +161,7 @@ def decode(
         B, K, N, D = keys.shape
         places = jnp.arange(N, dtype=jnp.int32)[None]
         seen = places <= lengths[:, None]
-        if window is not None:
+        if (window := windows[layer]) is not None:
             seen &= places > lengths[:, None] - window
         scores = jnp.einsum("bkgd,bknd->bkgn", q.reshape(B, K, -1, D) * D**-0.5, keys)
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)

@@ -188,10 +188,11 @@ def test_contiguous_batches_equal_the_plain_forward(model, expected, batch) -> N
     assert len(outcome.step_seconds) == -(-5 // batch)
 
 
-def test_contiguous_batches_attend_within_the_window(model) -> None:
-    """Prompts longer than the window of a model that has one."""
+def test_contiguous_batches_attend_within_the_window_of_each_layer(model) -> None:
+    """Prompts longer than the window of a model one of whose layers has one."""
     windowed = nnx.clone(model)
-    windowed.config = dataclasses.replace(model.config, sliding_window=4)
+    kinds = ("full_attention", "sliding_attention")
+    windowed.config = dataclasses.replace(model.config, sliding_window=4, layer_types=kinds)
     one = requests()[:1]
     assert ContiguousBatches(windowed, batch=1).run(one).token_ids == [greedy(windowed, one[0])]
     assert greedy(windowed, one[0]) != greedy(model, one[0])
