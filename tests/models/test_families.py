@@ -1,9 +1,8 @@
 """Each family of models against Hugging Face transformers, on small random weights.
 
-Entries of `tests.support.families.CASES` go through all of these tests: the plain forward, prefill
-in chunks and decode through a paged cache, and an engine whose pool is so small that it preempts,
-in both ways. Of two backends a case has one in the cache and the other in the engine. Entries of
-`VARIANTS` are read, computed, and saved.
+Entries of `tests.support.families.CASES` go through the plain forward, and through an engine of
+each backend whose pool is so small that it preempts, by one of them in one way and by the other in
+the other. Entries of `VARIANTS` are read, computed, and saved.
 """
 
 import jax
@@ -27,8 +26,9 @@ from tests.support.workload import Job, check_empty, play
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
 
-LENGTH, CHUNK, NUM_CHUNKS = 512, 128, 3
-MAX_TOKENS = 64
+BACKENDS = "xla", "triton"  # the kernels of Triton are interpreted
+LENGTH, MAX_TOKENS = 512, 64
+NUM_TOP = 20
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 
@@ -52,15 +52,10 @@ def model(case) -> Llama:
     return Llama.from_pretrained(case[2])
 
 
-@pytest.fixture(scope="module")
-def products(case) -> list[Interpret]:
-    """How each product of rows with experts was traced that Triton's kernel computes."""
-    return []
-
-
 @pytest.fixture
-def backends(case, products, monkeypatch) -> tuple[str, str]:
-    """That of the cache and that of the engine. The kernels of ``"triton"`` are interpreted."""
+def products(monkeypatch) -> list[Interpret]:
+    """How each product of rows with experts is traced that Triton's kernel computes."""
+    products = []
     grouped_linear = grouped.triton.grouped_linear
 
     def traced(*args, interpret=False):
@@ -68,15 +63,7 @@ def backends(case, products, monkeypatch) -> tuple[str, str]:
         return grouped_linear(*args, interpret=interpret)
 
     monkeypatch.setattr(grouped.triton, "grouped_linear", traced)
-    monkeypatch.setitem(dispatch.BACKENDS, "triton", families.InterpretedTriton())
-    return ("xla", "triton") if case[0] % 2 else ("triton", "xla")
-
-
-def check_products(model: Llama, backend: str, products: list[Interpret]) -> None:
-    """Experts were computed by the backend that attention has."""
-    if backend == "triton":
-        assert bool(products) == bool(model.config.num_experts)
-        assert all(products) or jax.default_backend() == "gpu"
+    return products
 
 
 def varied_logits(theirs) -> np.ndarray:
@@ -86,8 +73,6 @@ def varied_logits(theirs) -> np.ndarray:
 
 
 forward = nnx.jit(lambda model, token_ids: model(token_ids))
-score = nnx.jit(Llama.score, static_argnames="backend", donate_argnames="cache")
-decode = nnx.jit(Llama.decode, static_argnames="backend", donate_argnames="cache")
 
 
 def check_forward(model: Llama, expected: np.ndarray, folder) -> None:
@@ -113,78 +98,77 @@ def test_forward_of_a_variant_computes_what_transformers_computes(tmp_path, vari
     check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 
-def test_chunks_and_steps_compute_what_transformers_computes(
-    model, expected, backends, products
-) -> None:
-    cache = model.create_cache(num_slots=1, max_length=LENGTH)
-    slots, num_tokens = jnp.array([0]), jnp.array([CHUNK])
-    logits = []
-    for start in range(0, NUM_CHUNKS * CHUNK, CHUNK):
-        chunk = jnp.asarray(TOKENS[:, start : start + CHUNK])
-        rows, cache, ok = score(model, cache, chunk, slots, num_tokens, backend=backends[0])
-        assert ok
-        logits.extend(rows[0])
-    for token_id in TOKENS[0, NUM_CHUNKS * CHUNK :]:
-        rows, cache, ok = decode(model, cache, jnp.array([token_id]), slots, backend=backends[0])
-        assert ok
-        logits.append(rows[0])
-    np.testing.assert_allclose(np.stack(logits), expected, rtol=0, atol=1e-4)
-    check_products(model, backends[0], products)
-
-
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_engine_gives_the_tokens_of_transformers(
-    case, model, backends, products, monkeypatch, preemption
+def test_engine_gives_what_transformers_gives(
+    case, model, products, monkeypatch, preemption
 ) -> None:
-    """Prompts in chunks, one of which is cached, samples that share blocks, and too few blocks."""
+    """Prompts in chunks, one of which is cached, samples that share blocks, and too few blocks.
+
+    Each backend has one of the two preemptions, and with every other case the other. By one of
+    them all positions of the longest sequence are scored.
+    """
+    number, theirs, _ = case
+    swaps = preemption == "swap"
+    backend = BACKENDS[(number + swaps) % 2]
+    monkeypatch.setitem(dispatch.BACKENDS, "triton", families.InterpretedTriton())
     # One row is padded to four, which saves a program a case.
     monkeypatch.setattr(runner, "row_bucket", lambda count, num_slots: num_slots)
-    theirs = case[1]
     engine = Engine(
         model,
         block_size=8,
-        num_blocks=24 if None in model.config.windows else 11,
-        max_num_seqs=4,
-        max_model_len=128,
+        num_blocks=72 if None in model.config.windows else 15,
+        max_num_seqs=5,
+        max_model_len=LENGTH,
         max_chunk=16,
         max_num_batched_tokens=32,
         preemption=preemption,
-        backend=backends[1],
+        backend=backend,
     )
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    drawn = SamplingParams(seed=1, n=2, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
-    first, second, third = (TOKENS[0, start : start + 40].tolist() for start in (0, 40, 80))
+    prompt = TOKENS[0, : LENGTH - MAX_TOKENS].tolist()
+    common = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": NUM_TOP}
+    greedy = SamplingParams(temperature=0, **common)
+    scored = SamplingParams(temperature=0, prompt_logprobs=NUM_TOP, **common)
+    drawn = SamplingParams(seed=1, n=2, **common)
     jobs = [
-        Job("alone", {"prompt_token_ids": first}, greedy),
-        Job("same beginning", {"prompt_token_ids": first[:25] + third[:9]}, greedy),
+        Job("long", {"prompt_token_ids": prompt}, scored if swaps else greedy),
+        Job("short", {"prompt_token_ids": prompt[:40]}, greedy, at=24),
+        Job("same beginning", {"prompt_token_ids": prompt[:25] + prompt[80:89]}, greedy, at=24),
         # Where all layers have a window, a sequence needs more blocks only until it is as long.
-        Job("two samples", {"prompt_token_ids": second[:3]}, drawn, at=3),
-        Job("again", {"prompt_token_ids": first}, greedy, at=40),
+        Job("two samples", {"prompt_token_ids": prompt[40:43]}, drawn, at=27),
     ]
     outputs = play(engine, jobs)
     check_empty(engine)
-    for output in outputs.values():
-        for sample in output.outputs:
-            check_sample(theirs, output.prompt_token_ids, sample)
+    samples = [(output, sample) for output in outputs.values() for sample in output.outputs]
+    for output, sample in samples:
+        check_sample(theirs, output, sample)
+    assert len({token for _, sample in samples for token in sample.token_ids}) > 10
     stats = engine.stats
     assert stats.num_cached_tokens > 0, "make it happen"
     assert stats.num_preemptions > 0
-    assert (stats.num_swap_preemptions > 0) == (preemption == "swap")
-    assert (stats.num_recomputed_tokens > 0) == (preemption == "recompute")
-    check_products(model, backends[1], products)
+    assert (stats.num_swap_preemptions > 0) == swaps
+    assert (stats.num_recomputed_tokens > 0) != swaps
+    # Experts were computed by the backend that attention has.
+    if backend == "triton":
+        assert bool(products) == bool(model.config.num_experts)
+        assert all(products) or jax.default_backend() == "gpu"
+    else:
+        assert not products
 
 
-def check_sample(theirs, prompt: list[int], sample) -> None:
-    """The most probable tokens, or log-probabilities of those that were drawn."""
-    tokens = np.array(sample.token_ids)
-    assert len(tokens) == MAX_TOKENS and len(set(sample.token_ids)) > 3
-    logits = families.logits(theirs, np.array([[*prompt, *tokens]]))[0, -MAX_TOKENS - 1 : -1]
-    if sample.logprobs is None:
-        np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
-        return
-    ours = [at[token].logprob for at, token in zip(sample.logprobs, tokens, strict=True)]
-    expected = jax.nn.log_softmax(logits)[np.arange(MAX_TOKENS), tokens]
-    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
+def check_sample(theirs, output, sample) -> None:
+    """The most probable tokens, or drawn ones; and the log-probabilities of all positions."""
+    prompt, tokens = output.prompt_token_ids, sample.token_ids
+    assert len(tokens) == MAX_TOKENS
+    logits = families.logits(theirs, np.array([[*prompt, *tokens]]))[0, :-1]
+    if len(output.outputs) == 1:
+        np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1)[-MAX_TOKENS:])
+    reported = [*(output.prompt_logprobs or [None])[1:], *sample.logprobs]
+    expected = np.asarray(jax.nn.log_softmax(logits[-len(reported) :]))
+    for ours, row in zip(reported, expected, strict=True):
+        assert len(ours) >= NUM_TOP
+        values = np.array([each.logprob for each in ours.values()])
+        np.testing.assert_allclose(values, row[list(ours)], rtol=0, atol=1e-4)
+        assert np.sort(values)[-NUM_TOP] >= np.sort(row)[-NUM_TOP] - 1e-4
 
 
 def test_the_text_model_of_one_that_sees_images_is_read(tmp_path) -> None:

@@ -58,8 +58,7 @@ CASES = {
         {
             "head_dim": 24,
             "sliding_window": WINDOW,
-            "num_hidden_layers": 3,
-            "layer_types": [*_SLIDING, *_SLIDING[:1]],
+            "layer_types": _SLIDING,
             "query_pre_attn_scalar": 20,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
@@ -77,10 +76,13 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    "phi3 of which half of a head rotates": Case(
-        "phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    "phi3 of which half of a head rotates, with a window": Case(
+        "phi3",
+        {
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
     ),
-    "phi3 with a window": Case("phi3", {"sliding_window": WINDOW}),
     "olmo2": Case("olmo2"),
     "olmo3 with yarn": Case(
         "olmo3",
@@ -181,10 +183,20 @@ VARIANTS = {
             "hidden_activation": "silu",
         },
     ),
+    "gemma3 with layers of both kinds": Case(
+        "gemma3_text",
+        {
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 3,
+            "layer_types": [*_SLIDING, *_SLIDING[:1]],
+        },
+    ),
     "gemma3 untied": Case(
         "gemma3_text",
         {"head_dim": 16, "sliding_window": WINDOW, "tie_word_embeddings": False},
     ),
+    "phi3 without a window": Case("phi3"),
     "olmo2 with a head a query": Case("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
     "olmo3 with windows alone": Case("olmo3", {"sliding_window": WINDOW}),
     "smollm3 with windows": Case(
