@@ -46,7 +46,8 @@ pytestmark = pytest.mark.skipif(
 def results(request) -> dict[str, Any]:
     """What the script says of the cases: of the ops in one process, of whole steps in another."""
     steps = {**GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES}.keys()
-    parts = asked_for(request) - steps, asked_for(request) & steps
+    names = asked_for(request, "name")
+    parts = names - steps, names & steps
     with ThreadPoolExecutor() as threads:
         halves = threads.map(
             lambda names: run_script("aot_gpu", *exactly(names)), filter(None, parts)

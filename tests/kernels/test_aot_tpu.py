@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,10 +37,21 @@ def generation(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(request, generation) -> dict[str, Any]:
-    """What the script says of the cases, and of all steps."""
-    steps = [*TPU_STEPS[generation], *TPU_PARALLEL[generation], *TPU_FAMILIES[generation]]
-    return run_script("aot_tpu", generation, *exactly([*asked_for(request), *steps]))
+def compilations(request) -> dict[str, Any]:
+    """What the script says of the cases and of all steps, of generations in a process each."""
+    names, generations = (asked_for(request, what) for what in ("name", "generation"))
+
+    def compile_for(generation: str) -> dict[str, Any]:
+        steps = TPU_STEPS[generation] | TPU_PARALLEL[generation] | TPU_FAMILIES[generation]
+        return run_script("aot_tpu", generation, *exactly([*names, *steps]))
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(generations, threads.map(compile_for, generations), strict=True))
+
+
+@pytest.fixture(scope="module")
+def results(compilations, generation) -> dict[str, Any]:
+    return compilations[generation]
 
 
 @pytest.mark.parametrize("name", parameters(TPU_ATTENTION))

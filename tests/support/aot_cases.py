@@ -335,11 +335,11 @@ def parameters(cases: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def asked_for(request: pytest.FixtureRequest) -> set[str]:
-    """The names that a file's tests are about, of those that shall run: no others are compiled."""
+def asked_for(request: pytest.FixtureRequest, what: str) -> set[str]:
+    """A parameter's values in the tests of a file that shall run: no others are compiled."""
     items = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec for item in items if hasattr(item, "callspec")]
-    return {call.params["name"] for call in calls if "name" in call.params}
+    return {call.params[what] for call in calls if what in call.params}
 
 
 def chosen(cases: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
