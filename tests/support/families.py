@@ -1,8 +1,8 @@
 """Tiny checkpoints of every family, as transformers makes and saves them.
 
-A family is tested by an entry of `CASES`: its logits, its steps through a paged cache, and what an
-engine gives. Each has a layer of each kind, and a window that is shorter than its sequences; every
-weight is random, norms and biases too.
+A family is tested by an entry of `CASES`: its logits, and what engines of two backends give. Each
+has a layer of each kind, and a window that is shorter than its sequences; every weight is random,
+norms and biases too.
 """
 
 import dataclasses
