@@ -24,8 +24,8 @@ from paged_jax.scheduler.request import Request
 class LLM(Engine):
     """An engine that completes prompts while the caller waits. Arguments are those of `Engine`.
 
-    Calls compile what they are the first to need, which takes seconds: `warmup` does it beforehand,
-    and ``on_compile=print`` says what is compiled.
+    Calls compile what they are the first to need, which takes seconds, and say so on a terminal;
+    `warmup` does it beforehand.
 
     Example:
       >>> llm = LLM(max_num_seqs=2)
@@ -129,7 +129,10 @@ class LLM(Engine):
         with contextlib.closing(group):
             requests = list(group.requests.values())
             # disable=None: on a terminal only.
-            with Progress(self, len(requests), disable=None if use_tqdm else True) as progress:
+            with (
+                Progress(self, len(requests), disable=None if use_tqdm else True) as progress,
+                self._runner.showing(progress.say),
+            ):
                 for _, request in group:
                     progress.update(request.is_finished)
         return requests

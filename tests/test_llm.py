@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import io
 import itertools
 import json
 import operator
@@ -755,6 +756,24 @@ def test_chat_without_a_template_is_refused(llm, folder) -> None:
 
 
 # Compilation
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_compiled_is_shown_on_a_terminal_or_told_to_a_function(folder, monkeypatch) -> None:
+    lines: list[str] = []
+    shown = []
+    for on_compile in (None, lines.append):
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        llm = LLM(folder, on_compile=on_compile, **SIZES)
+        for _ in range(2):
+            llm.generate(["the cat", "the dog"], SamplingParams(max_tokens=2))
+        shown.append(terminal.getvalue().count("compiling"))
+        assert "requests: 100%" in terminal.getvalue()
+    assert [shown[0] > 0, shown[1]] == [True, 0] and len(lines) == len(set(lines)) > 1
 
 
 @pytest.mark.slow

@@ -104,7 +104,8 @@ class Executor:
         self.programs = list_programs(self._structure, sizes, num_top, num_groups=len(self.groups))
         self._lowered = LoweredPrograms(self._structure, weights.layout_model)
         self._cache_dtype = cache_dtype
-        self._on_compile = on_compile or (lambda line: None)
+        # Replaced for as long as a call shows its progress; see `ModelRunner.showing`.
+        self.on_compile = on_compile
         self._compiled: set[str] = set()
         self.compile_seconds = 0.0
         self.is_compiling = False
@@ -308,7 +309,8 @@ class Executor:
         if program in self._compiled:
             yield
             return
-        self._on_compile(f"compiling {program}")
+        if self.on_compile is not None:
+            self.on_compile(f"compiling {program}")
         start = time.perf_counter()
         self.is_compiling = True
         try:

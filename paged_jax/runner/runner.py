@@ -5,8 +5,9 @@ scheduler's memory; and `ModelRunner` turns the sequences of a plan into padded 
 order: what was gathered in `Slots` comes before every program.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -75,6 +76,18 @@ class ModelRunner:
             on_compile=on_compile,
         )
         self.slots = Slots(self._executor, eos_token_ids)
+
+    @contextlib.contextmanager
+    def showing(self, show: Callable[[str], None]) -> Iterator[None]:
+        """While it lasts, what is compiled is shown, unless the user's own function is told."""
+        if self._executor.on_compile is not None:
+            yield
+            return
+        self._executor.on_compile = show
+        try:
+            yield
+        finally:
+            self._executor.on_compile = None
 
     def follow(self) -> None:
         """Do what the leader's runner does, until that ends."""
