@@ -46,12 +46,13 @@ class Division(NamedTuple):
           result: which part of the result a device has.
 
         Returns:
-          The program. With `checks_replicas` its result is ``(result, ok)``: bool[], whether state
-          and result are the same on all devices, where they should be.
+          The program. With `checks_replicas` its result is ``(result, ok)``: bool[], whether state,
+          result and weights that are not divided are the same on all devices, where they should be.
         """
         results: Any = result
         if self.checks_replicas:
-            program, results = _checked(program, has_parts=result != WHOLE), (result, WHOLE)
+            has_parts = result != WHOLE
+            program, results = _checked(program, self.weights, has_parts), (result, WHOLE)
 
         def divided(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
             places, parts = _parts(state), [WHOLE] * len(args)
@@ -72,12 +73,14 @@ class Division(NamedTuple):
         return jax.tree.map(lambda part: NamedSharding(self.mesh, part), _parts(state))
 
 
-def _checked(program: Program, *, has_parts: bool) -> Program:
+def _checked(program: Program, parts: tuple[PartitionSpec, ...], has_parts: bool) -> Program:
     def checked(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
         state, result = program(weights, state, *args)
         no_pools = jax.tree.map(lambda _: None, state.cache.pools)
         same = dataclasses.replace(state, cache=state.cache.replace_pools(no_pools))
-        return state, (result, agree((same, None if has_parts else result), AXIS))
+        # The few weights that are not divided, such as those of norms.
+        shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
+        return state, (result, agree((same, shared, None if has_parts else result), AXIS))
 
     return checked
 

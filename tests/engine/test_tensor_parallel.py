@@ -213,7 +213,7 @@ from tests.support.tensor_parallel import PAIR, PROMPTS, SIZES, generate, make_m
 
 def with_other_copy(x):
     copies = [np.array(shard.data) for shard in x.addressable_shards]
-    copies[1] = copies[1] ^ 1
+    copies[1].view(np.uint8)[...] ^= 1
     parts = [jax.device_put(copy, shard.device)
              for copy, shard in zip(copies, x.addressable_shards)]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
@@ -235,6 +235,17 @@ else:
     raise AssertionError("one device drew by other keys")
 run(engine)
 assert generate(engine) == wanted, "the engine begins anew"
+
+shared = [x for x in executor.weights.arrays if x.is_fully_replicated]
+assert shared
+executor.weights.update(lambda arrays: [
+    with_other_copy(x) if x is shared[-1] else x for x in arrays])
+try:
+    generate(engine)
+except ReplicaError:
+    pass
+else:
+    raise AssertionError("one device multiplied by another norm")
 """
 
 _REFUSALS = """
@@ -292,7 +303,7 @@ def test_weights_are_replaced_where_they_are_divided() -> None:
 
 
 @pytest.mark.slow
-def test_check_replicas_finds_a_device_that_draws_other_tokens() -> None:
+def test_check_replicas_finds_a_device_with_other_keys_or_weights() -> None:
     run_on_devices(_HEAD + _DIFFERENCE)
 
 
