@@ -285,6 +285,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         # As the server does.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000)
         outcomes = asyncio.run(_measure(engine, url, sizes, options))
     return {
         **environment(),

@@ -98,7 +98,7 @@ async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[
     data = b"".join(map(encode_event, answer.opening()))
     async with contextlib.aclosing(generate(service, answer, job)) as outputs:
         async for index, output in outputs:
-            deltas = list(sent.deltas(index, output))
+            deltas = sent.deltas(index, output)
             if service.is_small(num_entries(output, deltas)):
                 data += answer.events(index, output, deltas)
             else:

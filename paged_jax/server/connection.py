@@ -205,20 +205,26 @@ class Connection(H11Protocol):
 
 
 class _Framing(h11.Connection):
-    """h11's connection, which takes less time for each piece of an answer's body.
+    """h11's connection, which takes less time for each piece of a stream.
 
     A piece changes no state, so the state machine is not asked. A stream has thousands of pieces.
     """
 
+    _is_stream = False
+
     def send(self, event: Any) -> Any:
         """The bytes of an event."""
-        if type(event) is not h11.Data or self.our_state is not h11.SEND_BODY:
-            return super().send(event)
-        parts: list[bytes] = []
-        writer = self._writer
-        assert writer is not None, "there is one in this state"
-        writer(event, parts.append)
-        return b"".join(parts)
+        if type(event) is h11.Data and self._is_stream and self.our_state is h11.SEND_BODY:
+            return self._framed(event.data)
+        if type(event) is h11.Response:
+            self._is_stream = all(name != b"content-length" for name, _ in event.headers)
+        return super().send(event)
+
+    def _framed(self, data: bytes) -> bytes:
+        """A piece of a body whose length is not known, as RFC 9112 has it (7.1 and 6.3)."""
+        # A chunk of no bytes would be the last.
+        has_chunks = data and self.their_http_version != b"1.0"
+        return b"%x\r\n%b\r\n" % (len(data), data) if has_chunks else data
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

@@ -1,7 +1,7 @@
 """`SampleDelta`: the part of a sample that its client has not been sent yet."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -57,13 +57,14 @@ class Sent:
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
-    def deltas(self, prompt: int, output: RequestOutput) -> Iterator[SampleDelta]:
+    def deltas(self, prompt: int, output: RequestOutput) -> list[SampleDelta]:
         """What is new in each sample of a prompt, which then counts as sent.
 
         Args:
           prompt: the index of the prompt in its request.
           output: its output so far.
         """
+        new = []
         for sample in output.outputs:
             key = prompt, sample.index
             chars, tokens, is_done = self._counts.get(key, (0, 0, False))
@@ -72,4 +73,5 @@ class Sent:
             if is_done or counts == (chars, tokens, False):
                 continue
             self._counts[key] = counts
-            yield SampleDelta(sample, sample.text[chars:], tokens)
+            new.append(SampleDelta(sample, sample.text[chars:], tokens))
+        return new

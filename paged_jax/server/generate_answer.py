@@ -47,17 +47,21 @@ class GenerateAnswer(Answer):
         return [self._generated(output, deltas)] if deltas else []
 
     def _generated(self, output: RequestOutput, deltas: list[SampleDelta]) -> schemas.Piece:
-        is_end = output.finished
+        end: dict[str, Any] = {}
+        if output.finished:
+            end = {
+                "usage": usage([output]),
+                "prompt_token_ids": output.prompt_token_ids,
+                "prompt_logprobs": by_token_id(output.prompt_logprobs),
+                "explanation": explanation(output),
+            }
         return schemas.piece(
             schemas.Generated,
             request_id=self.id,
             text=[each.text for each in deltas],
             outputs=[_sample(each) for each in deltas],
-            finished=is_end,
-            usage=usage([output]) if is_end else None,
-            prompt_token_ids=output.prompt_token_ids if is_end else None,
-            prompt_logprobs=by_token_id(output.prompt_logprobs) if is_end else None,
-            explanation=explanation(output) if is_end else None,
+            finished=output.finished,
+            **end,
         )
 
 

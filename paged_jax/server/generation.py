@@ -40,21 +40,26 @@ async def _output(
     )
     try:
         async with contextlib.aclosing(stream):
-            with contextlib.ExitStack() as arriving:
-                arriving.enter_context(service.stalls.arrival())
-                async for output in stream:
-                    arriving.close()
-                    answer.record.note_output(index, output)
-                    for sample in output.outputs:
-                        if sample.finish_reason == "error":
-                            raise ApiError(500, str(sample.stop_reason), code="generation_failed")
-                    yield index, output
+            with service.stalls.arrival():
+                first = await anext(stream, None)
+            if first is not None:
+                yield index, _noted(answer, index, first)
+            async for output in stream:
+                yield index, _noted(answer, index, output)
     except ValueError as error:
         raise bad_request(error) from None
     except EngineAsleepError:
         raise sleeping() from None
     except EngineClosedError:
         raise engine_stopped() from None
+
+
+def _noted(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
+    answer.record.note_output(index, output)
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            raise ApiError(500, str(sample.stop_reason), code="generation_failed")
+    return output
 
 
 async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from paged_jax.scheduler.outputs import RequestMetrics, WaitReason
 from paged_jax.scheduler.request import Request
+from paged_jax.server.bulk_histogram import BulkHistogram
 from paged_jax.server.http_metrics import HttpMetrics
 from paged_jax.server.reading import Reading
 
@@ -22,7 +23,6 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _SECONDS),
-    "inter_token_latency_seconds": ("Time between two tokens of a sample.", _SECONDS),
     "request_time_per_output_token_seconds": (
         "Mean time per token of a finished request, after its first token.",
         _SECONDS,
@@ -103,6 +103,13 @@ class Metrics:
             ).labels(**self._labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
+        self._latency = BulkHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between two tokens of a sample.",
+            self._labels,
+            _SECONDS,
+        )
+        self._registry.register(self._latency)
         self._success = Counter(
             "vllm:request_success",
             "Finished requests.",
@@ -252,34 +259,41 @@ class Metrics:
         num_tokens += reading.stats.num_generated_tokens - before.num_generated_tokens
         if reading.stats.num_steps > before.num_steps:  # else a request was aborted
             self._histograms["iteration_tokens_total"].observe(num_tokens)
+        num_generated = 0  # counted once: each count takes a lock
         for request in requests:
-            num_tokens = sum(sequence.num_generated for sequence in request.sequences)
-            self._observe_tokens(request, num_tokens, reading.time)
+            num_tokens = sum([sequence.num_generated for sequence in request.sequences])
+            num_generated += self._observe_tokens(request, num_tokens, reading.time)
             if request.is_finished:
                 self._observe_end(request, num_tokens)
                 self._running.pop(request.request_id, None)
+        self._generation_tokens.inc(num_generated)
 
-    def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
-        histograms, metrics = self._histograms, request.metrics
-        before = self._running.get(request.request_id)
-        if before is None:
-            if metrics.first_scheduled_time is not None:
-                waited = metrics.first_scheduled_time - metrics.arrival_time
-                histograms["request_queue_time_seconds"].observe(waited)
-                self._prompt_tokens.inc(len(request.prompt_token_ids))
-                self._cached_tokens.inc(request.num_cached_tokens)
-            if metrics.first_token_time is not None:
-                seconds = metrics.first_token_time - metrics.arrival_time
-                histograms["time_to_first_token_seconds"].observe(seconds)
-        self._generation_tokens.inc(num_tokens - (before.num_tokens if before else 0))
-        if before is not None and num_tokens > before.num_tokens:
+    def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> int:
+        """Record what a request has gained since it was last seen; return its new tokens."""
+        seen = self._running.get(request.request_id)
+        if seen is None:
+            self._observe_beginning(request)
+            self._running[request.request_id] = _Observed(now, num_tokens)
+            return num_tokens
+        num_new = num_tokens - seen.num_tokens
+        if num_new > 0:
             # Each of the n samples got an equal share of the tokens in this time.
-            per_sample = (num_tokens - before.num_tokens) / len(request.sequences)
-            for _ in range(max(1, round(per_sample))):
-                histograms["inter_token_latency_seconds"].observe(
-                    (now - before.time) / max(1, per_sample)
-                )
-        self._running[request.request_id] = _Observed(now, num_tokens)
+            per_sample = num_new / len(request.sequences)
+            count = max(1, round(per_sample))
+            self._latency.observe((now - seen.time) / max(1, per_sample), count)
+        seen.time, seen.num_tokens = now, num_tokens
+        return num_new
+
+    def _observe_beginning(self, request: Request) -> None:
+        histograms, metrics = self._histograms, request.metrics
+        if metrics.first_scheduled_time is not None:
+            waited = metrics.first_scheduled_time - metrics.arrival_time
+            histograms["request_queue_time_seconds"].observe(waited)
+            self._prompt_tokens.inc(len(request.prompt_token_ids))
+            self._cached_tokens.inc(request.num_cached_tokens)
+        if metrics.first_token_time is not None:
+            seconds = metrics.first_token_time - metrics.arrival_time
+            histograms["time_to_first_token_seconds"].observe(seconds)
 
     def _observe_end(self, request: Request, num_tokens: int) -> None:
         histograms, metrics = self._histograms, request.metrics

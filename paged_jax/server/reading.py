@@ -38,16 +38,18 @@ class Reading:
     @classmethod
     def of(cls, engine: Engine) -> "Reading":
         """Read an engine, in its own thread or before that thread runs."""
-        sequences = engine.sequences
-        waiting = [sequence for sequence in sequences if sequence.slot is None]
+        sequences, groups = engine.sequences, engine.cache_groups
+        waits: Counter[WaitReason] = Counter(
+            [sequence.waits_for for sequence in sequences if sequence.slot is None]
+        )
         return cls(
             time=time.perf_counter(),
             has_unfinished=engine.has_unfinished and not engine.is_sleeping,
-            num_running=len(sequences) - len(waiting),
-            num_waiting=len(waiting),
-            num_waiting_for=Counter(sequence.waits_for for sequence in waiting),
+            num_running=len(sequences) - waits.total(),
+            num_waiting=waits.total(),
+            num_waiting_for=waits,
             sleep_level=engine.sleep_level,
-            num_used_blocks=round(engine.cache_use * engine.num_blocks),
-            groups=engine.cache_groups,
+            num_used_blocks=groups[0].num_used,
+            groups=groups,
             stats=engine.stats,
         )

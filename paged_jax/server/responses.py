@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paged_jax.server import schemas
 from paged_jax.server.connected import ClientGone
@@ -56,9 +56,6 @@ class EventStream(Response):
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(data: bytes, is_last: bool = False) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-
         with self._stack:
             async with contextlib.aclosing(self._events):
                 await send(
@@ -71,12 +68,16 @@ class EventStream(Response):
                 ending = b""
                 try:
                     async with self._service.while_connected(receive):
-                        await write(self._first)
+                        await send(_body(self._first))
                         async for event in self._events:
-                            await write(event)
+                            await send(_body(event))
                 except ClientGone:
                     return
                 except ApiError as error:
                     scope[RECORD].note_error(error.code, str(error))
                     ending = encode_event(error.body())
-                await write(ending, is_last=True)
+                await send(_body(ending, is_last=True))
+
+
+def _body(data: bytes, *, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not is_last}

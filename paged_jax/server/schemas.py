@@ -40,7 +40,9 @@ def piece(model: type[BaseModel], /, **fields: Any) -> Piece:
     """
     defaults, left_out = _unstated(model)
     given = {k: value for k, value in fields.items() if value is not None or k not in left_out}
-    return given | defaults | given  # in the order in which they were given
+    for name, value in defaults.items():
+        given.setdefault(name, value)
+    return given
 
 
 @functools.cache
