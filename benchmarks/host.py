@@ -50,13 +50,13 @@ class InstantDevice(Executor):
     Attributes:
       text: i32[N], the tokens that are drawn, one after another.
       step_seconds: seconds that a decode step takes.
-      idle_seconds: seconds in which the device had nothing to do.
+      waited: seconds in which the device had nothing to do, and when it last had.
     """
 
     text: np.ndarray
 
     def __init__(self, *args: Any, **options: Any):
-        self.step_seconds = self.idle_seconds = self._busy_until = 0.0
+        self.step_seconds, self.waited = 0.0, (0.0, 0.0)
         device = jax.devices()[0]
         self._arrays = [jax.device_put(np.zeros(1, np.float32), device)] * NUM_WEIGHTS
         self._carry = [jax.device_put(np.zeros(1, np.float32), device) for _ in range(NUM_STATE)]
@@ -94,7 +94,8 @@ class InstantDevice(Executor):
 
     def _decode(self, slots: np.ndarray, num_steps: Any, *_: Any) -> StepTokens:
         start = time.perf_counter()
-        self.idle_seconds += start - self._busy_until
+        idle_seconds, end = self.waited
+        idle_seconds += start - end
         B, N, steps = slots.size, self.sizes.dispatch_capacity, int(num_steps)
         is_row = slots >= 0
         self._lengths[slots[is_row]] += steps
@@ -113,7 +114,7 @@ class InstantDevice(Executor):
         }
         while (left := start + steps * self.step_seconds - time.perf_counter()) > 0:
             time.sleep(left)
-        self._busy_until = time.perf_counter()
+        self.waited = (idle_seconds, time.perf_counter())  # in one: other threads read it
         return StepTokens(**arrays)
 
 
@@ -196,10 +197,11 @@ def _idle(engine: Engine, device: InstantDevice, step_ms: float, num_dispatches:
     device.step_seconds = step_ms / 1e3
     for _ in range(2):
         engine.step()
-    start, idle = time.perf_counter(), device.idle_seconds
+    idle, start = device.waited
     for _ in range(num_dispatches):
         engine.step()
-    return (device.idle_seconds - idle) / (time.perf_counter() - start)
+    idle_later, end = device.waited  # by the device's own clock, which may run ahead of the steps
+    return (idle_later - idle) / (end - start)
 
 
 def _seconds(function: Any) -> float:

@@ -265,7 +265,8 @@ def test_samples_hold_and_compute_their_prompt_once(model, monkeypatch) -> None:
         sizes = {"max_tokens": N, "block_size": 4, "num_samples": num_samples}
         traced = jax.make_jaxpr(lambda: rollout(model, prompts, num_tokens, **sizes))()
         shapes = [out.aval.shape for eqn in traced.jaxpr.eqns for out in eqn.outvars]
-        [blocks] = {shape[1] for shape in shapes if len(shape) == 5}
+        # Pools are [layers, blocks, 2, 4, 8]: heads, tokens of a block, head_dim.
+        [blocks] = {shape[1] for shape in shapes if len(shape) == 5 and shape[2:] == (2, 4, 8)}
         return blocks
 
     # Of 58 tokens 57 are computed before the loop, and 63 are in the cache at the end. A prompt of

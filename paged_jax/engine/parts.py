@@ -313,13 +313,13 @@ class EngineParts:
 
         One group, the whole model, unless windows differ. As `cache_use`, it waits for nothing.
         """
-        is_ahead, slots = self._pipeline.is_ahead, self._runner.slots
-        others_free = self._blocks.others_free if is_ahead else slots.others_free
-        sizes = self._group_sizes
-        free = [self.num_blocks - round(self.cache_use * self.num_blocks), *others_free]
+        num_used = round(self.cache_use * self.num_blocks)  # first: it counts those of all groups
+        counted = self._blocks if self._pipeline.is_ahead else self._runner.slots
+        free = [self.num_blocks - num_used, *counted.others_free]
+        groups, sizes = self.config.layer_groups, self._group_sizes
         return [
             GroupUse(group.window, len(group.layers), size, size - num_free)
-            for group, size, num_free in zip(self.config.layer_groups, sizes, free, strict=True)
+            for group, size, num_free in zip(groups, sizes, free, strict=True)
         ]
 
     @property
