@@ -2,6 +2,7 @@
 
     python -m benchmarks.http_server
     python -m benchmarks.http_server --runs 9 --json http.json
+    python -m benchmarks.http_server --shape 135M       # random weights
 
 All requests are there at once. In turns, in every round:
 
@@ -44,9 +45,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from benchmarks.common.environment import environment, write_json
 from benchmarks.common.goals import Goal, goal_line
+from benchmarks.common.model import add_model_options, model_folder, model_name
 from benchmarks.serving.outcome import Outcome, median_summary, summary
 from benchmarks.serving.workloads import Request, Sizes, draw
-from paged_jax import AsyncEngine, Engine, SamplingParams
+from paged_jax import AsyncEngine, Engine, LlamaConfig, SamplingParams
 
 ENGINE, STREAMING, WHOLE = "engine", "streaming", "whole"
 # What HTTP may cost.
@@ -59,8 +61,6 @@ GOALS = tuple(
     for name in (STREAMING, WHOLE)
 )
 _RATIOS = ("ratios_to_engine", "cpu_ratios_to_engine", "server_cpu_ratios_to_engine")
-# The context of the bundled model.
-_CONTEXT = 512
 _SERVER_LOG_LINE = re.compile(r"Serving on (\S+)")
 _CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
@@ -260,16 +260,17 @@ def server_process(arguments: list[str]) -> Iterator[str]:
             process.terminate()
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure; returns the report."""
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the server of a folder's model; returns the report."""
     sizes = Sizes(
         options.num_requests,
         options.prefix_len,
         tuple(options.prompt_lens),
         tuple(options.new_tokens),
     )
-    if sizes.max_len > _CONTEXT:
-        raise ValueError(f"the longest request must fit {_CONTEXT} tokens, got {sizes.max_len}.")
+    context = LlamaConfig.from_file(folder).max_position_embeddings
+    if sizes.max_len > context:
+        raise ValueError(f"the longest request must fit {context} tokens, got {sizes.max_len}.")
     settings: dict[str, Any] = {
         # In bfloat16, tokens may depend on what is in the prefix cache.
         "dtype": "float32",
@@ -278,9 +279,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "num_blocks": options.num_blocks,
     }
     arguments = [part for name, value in settings.items() for part in _option(name, value)]
+    arguments += _option("model", str(folder))
     print("compiling, here and in a server process", file=sys.stderr, flush=True)
     with server_process(arguments) as url:
-        engine = Engine(**settings)
+        engine = Engine(folder, **settings)
         engine.warmup()
         # As the server does.
         gc.collect()
@@ -289,7 +291,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         outcomes = asyncio.run(_measure(engine, url, sizes, options))
     return {
         **environment(),
-        "model": "bundled",
+        "model": model_name(options),
         "sizes": sizes._asdict(),
         "engine": settings,
         "results": {
@@ -373,6 +375,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add_model_options(parser)
     add("--num-requests", type=int, default=64, help="of a round")
     add("--prefix-len", type=int, default=128, help="tokens that all prompts share")
     add("--prompt-lens", type=int, nargs=2, default=[16, 64], help="tokens after the prefix")
@@ -390,7 +393,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and write JSON on request."""
     options = _parser().parse_args(arguments)
     try:
-        report = run(options)
+        with model_folder(options) as folder:
+            report = run(folder, options)
     except (ValueError, OSError) as error:
         print(f"http_server: {error}", file=sys.stderr)
         return 2

@@ -23,20 +23,19 @@ with them: use a `--block-size` that is not larger, or few of them can be found 
 """
 
 import argparse
-import contextlib
 import functools
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks.common.environment import environment, write_json
-from benchmarks.common.process import PeerUnavailable, run_module
-from benchmarks.common.shapes import DTYPES, SHAPES
+from benchmarks.common.model import add_model_options, model_folder, model_name
+from benchmarks.common.process import PeerUnavailable
+from benchmarks.common.shapes import DTYPES
 from benchmarks.serving.baselines import ContiguousBatches
 from benchmarks.serving.engines import VARIANTS, EngineSizes, make_engine, serve, warm_up
 from benchmarks.serving.outcome import Outcome, median_summary, summary
@@ -65,7 +64,6 @@ from benchmarks.serving.workloads import (
     with_poisson_arrivals,
 )
 from paged_jax import Engine, Llama
-from paged_jax.models.loading.pretrained import bundled_folder
 
 MODES = ("naive", "static", "offline", "online", "peers")
 # Seconds after which a peer's process is ended.
@@ -240,21 +238,6 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def _model_folder(options: argparse.Namespace) -> Iterator[Path]:
-    """The folder that is asked for; that of a shape is written, and goes when it was used."""
-    if options.shape is None:
-        yield options.model or bundled_folder()
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / options.shape
-        # In a process of its own: the tensors would stay in this one's memory.
-        run_module(
-            "benchmarks.common.shapes", options.shape, folder, "--dtype", options.dtype, check=True
-        )
-        yield folder
-
-
 def _engine_sizes(options: argparse.Namespace, context: int) -> EngineSizes:
     max_model_len = options.max_model_len or min(context, 512)
     pool_tokens = options.pool_tokens or options.max_num_seqs * max_model_len // 2
@@ -315,7 +298,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         raise SystemExit(f"serving: {mistake}")
     report: dict[str, Any] = {
         **environment(),
-        "model": options.shape or str(options.model or "bundled"),
+        "model": model_name(options),
         "dtype": options.dtype,
         "engine": engine_sizes._asdict(),
         "results": {},
@@ -374,9 +357,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", type=Path, metavar="FOLDER", help="default: the bundled model")
-    weights.add_argument("--shape", choices=SHAPES, help="random weights of that shape")
+    add_model_options(parser)
     add("--dtype", choices=DTYPES, default="float32", help="of the weights")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=str(MODES))
     add("--num-requests", type=int, default=64, help="of a round, or first ones of a trace")
@@ -410,7 +391,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and write JSON on request."""
     options = _parser().parse_args(arguments)
     try:
-        with _model_folder(options) as folder:
+        with model_folder(options, options.dtype) as folder:
             report = run(options, folder)
     except (ValueError, OSError) as error:
         print(f"serving: {error}", file=sys.stderr)

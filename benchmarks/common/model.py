@@ -1,0 +1,36 @@
+"""The model that a benchmark measures: options of its command line, and the folder they mean."""
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.common.process import run_module
+from benchmarks.common.shapes import SHAPES
+from paged_jax.models.loading.pretrained import bundled_folder
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and ``--shape``."""
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", type=Path, metavar="FOLDER", help="default: the bundled model")
+    weights.add_argument("--shape", choices=SHAPES, help="random weights of that shape")
+
+
+@contextlib.contextmanager
+def model_folder(options: argparse.Namespace, dtype: str = "float32") -> Iterator[Path]:
+    """The folder that is asked for; that of a shape is written, and goes when it was used."""
+    if options.shape is None:
+        yield options.model or bundled_folder()
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / options.shape
+        # In a process of its own: the tensors would stay in this one's memory.
+        run_module("benchmarks.common.shapes", options.shape, folder, "--dtype", dtype, check=True)
+        yield folder
+
+
+def model_name(options: argparse.Namespace) -> str:
+    """What a report calls the model."""
+    return options.shape or str(options.model or "bundled")
