@@ -6,7 +6,7 @@ from paged_jax.scheduler.memory import BlockMemory
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.plan import SchedulerStats
 from paged_jax.scheduler.planning import StepPlanner
-from paged_jax.scheduler.prefixes import NextBlock, SharedPrefixes
+from paged_jax.scheduler.prefixes import SharedPrefixes
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.reasons import NO_FACTS, WaitFacts
 from paged_jax.scheduler.request import Sequence
@@ -64,7 +64,7 @@ class Admission:
                 reason = "blocks"
             if not reason:
                 planner.add_chunk(sequence)
-                computing += self._prefixes.next_block(sequence)
+                computing |= self._prefixes.next_block(sequence)
                 continue
             self._refuse(sequence, reason, budget)
             if reason != "same prefix":
@@ -114,7 +114,7 @@ class Admission:
         else:
             self._count_lookup(sequence, is_looked_up)
         budget.num_free -= num_attached
-        budget.num_promised += self._holdings.num_claimed(sequence)
+        budget.promise(sequence)
         queue.waiting.remove(sequence)
         queue.take_slot(sequence)
         return True
@@ -126,7 +126,7 @@ class Admission:
                 self._queue.entries[sequence].num_wanted = 0
 
     def _reason_to_wait(
-        self, budget: StepBudget, sequence: Sequence, computing: list[NextBlock]
+        self, budget: StepBudget, sequence: Sequence, computing: set[bytes]
     ) -> WaitReason:
         """Why a sequence cannot start yet, whatever blocks there are; empty if it can."""
         if self._prefixes.will_be_cached(sequence, computing):

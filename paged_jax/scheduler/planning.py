@@ -131,6 +131,7 @@ class StepPlanner:
                 sibling.program_start = leader.program_start
                 sibling.is_fork = True
                 self._queue.take_slot(sibling)
+                self.budget.keep_back(sibling)
                 self.budget.num_tokens -= 1
                 self.budget.num_free -= num_blocks
                 children.append(sibling)

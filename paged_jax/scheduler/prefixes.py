@@ -2,15 +2,12 @@
 
 from paged_jax.scheduler.request import Sequence
 
-# The position of a block in its sequence, and its digest.
-NextBlock = tuple[int, bytes]
-
 
 class SharedPrefixes:
     """Finds sequences that should wait for a prefix that another one is computing.
 
-    One block is enough to compare: a digest stands for all blocks before it, so a sequence that
-    has any later block in common with the other has this one too.
+    One block is enough to compare: a digest stands for its position and for all blocks before it,
+    so a sequence that has any later block in common with the other has this one too.
 
     Args:
       block_size: C, tokens in a block.
@@ -27,23 +24,20 @@ class SharedPrefixes:
             return 0
         return (len(sequence.token_ids) - 1) // self._block_size
 
-    def next_block(self, sequence: Sequence) -> list[NextBlock]:
-        """The block that a prefilling sequence computes next; empty if no other can use it."""
+    def next_block(self, sequence: Sequence) -> set[bytes]:
+        """The digest of the block that a prefilling sequence computes next; empty if no other
+        sequence can use it."""
         column = sequence.num_computed // self._block_size
         if column >= self.num_cacheable(sequence):
-            return []
-        return [(column, sequence.digests[column])]
+            return set()
+        return {sequence.digests[column]}
 
-    def next_blocks(self, running: list[Sequence]) -> list[NextBlock]:
-        """The next blocks of all running sequences that prefill."""
-        return [block for sequence in running for block in self.next_block(sequence)]
+    def next_blocks(self, running: list[Sequence]) -> set[bytes]:
+        """The digests of the next blocks of all running sequences that prefill."""
+        return set().union(*map(self.next_block, running))
 
-    def will_be_cached(self, sequence: Sequence, computing: list[NextBlock]) -> bool:
+    def will_be_cached(self, sequence: Sequence, computing: set[bytes]) -> bool:
         """Whether one of the blocks that are being computed is part of the sequence's prefix."""
         if not computing or sequence.is_swapped:
             return False
-        num_cacheable = self.num_cacheable(sequence)
-        return any(
-            column < num_cacheable and sequence.digests[column] == digest
-            for column, digest in computing
-        )
+        return not computing.isdisjoint(sequence.digests[: self.num_cacheable(sequence)])

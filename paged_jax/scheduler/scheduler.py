@@ -296,7 +296,7 @@ class Scheduler:
                 continue
             if not self._preempt_for(memory, sequence, juniors):
                 return
-            computing += prefixes.next_block(sequence)
+            computing |= prefixes.next_block(sequence)
 
     def _preempt_for(
         self, memory: BlockMemory, sequence: Sequence, juniors: list[Sequence]
