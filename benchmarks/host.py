@@ -29,6 +29,7 @@ from benchmarks.common.environment import environment, write_json
 from benchmarks.common.goals import Goal, goal_line
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
@@ -89,7 +90,7 @@ class InstantDevice(Executor):
             self._lengths[call.args[0]] = 0
         return None
 
-    def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
+    def assign(self, assignments: list[Assignment]) -> None:
         """Nothing has to be written."""
 
     def _decode(self, slots: np.ndarray, num_steps: Any, *_: Any) -> StepTokens:

@@ -304,7 +304,7 @@ def check_prompts(
 
 
 def _sampling(num_rows: int, vocab_size: int, rows: dict[str, jax.Array]) -> SlotSampling:
-    """What `sampling.write_slot` writes, for all rows at once; the values may be traced."""
+    """What `sampling.write_rows` writes, for all rows at once; the values may be traced."""
     state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=0, max_stop_ids=0)
     keys = jax.random.key_data(rows["seed"])
     fields = {name: row for name, row in rows.items() if name != "seed"}

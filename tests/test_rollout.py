@@ -15,6 +15,7 @@ from paged_jax import LLM
 from paged_jax.models.llama import Llama
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.runner import DecodeState, decode_state, decode_steps
+from paged_jax.runner.decode_state import Assignment
 from paged_jax.sampling.params import SamplingParams
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES
@@ -65,8 +66,7 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
     _, cache, _ = jax.jit(Llama.prefill)(model, cache, PROMPTS, slots, NUM_TOKENS - 1)
     state = DecodeState.create(cache, CONFIG.vocab_size)
     for row, params in enumerate(ways):
-        state = decode_state.assign(
-            state,
+        assignment = Assignment(
             row,
             params,
             token_ids=PROMPTS[row, : NUM_TOKENS[row]].tolist(),
@@ -75,6 +75,7 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
             sample_index=row,
             max_length=99,
         )
+        state = decode_state.assign(state, [assignment])
     steps = jax.jit(decode_steps, static_argnames="max_steps")
     tokens, _ = steps(model, state, slots, N, max_steps=N + 2)
 

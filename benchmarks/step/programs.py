@@ -28,6 +28,7 @@ from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import build
 from paged_jax.runner import Sizes, Weights
+from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import COMPILER_OPTIONS, Call, Program, Structure, list_programs
 from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
@@ -186,15 +187,12 @@ class Bench:
         self._choose_tokens(_GREEDY)
 
     def _choose_tokens(self, params: SamplingParams) -> None:
-        for slot in range(self.num_slots):
-            self._executor.assign(
-                slot,
-                params,
-                token_ids=[1],
-                num_prompt_tokens=1,
-                seed=slot,
-                max_length=MAX_MODEL_LEN,
-            )
+        self._executor.assign(
+            [
+                Assignment(slot, params, [1], 1, seed=slot, max_length=MAX_MODEL_LEN)
+                for slot in range(self.num_slots)
+            ]
+        )
 
     @property
     def num_steps(self) -> int:

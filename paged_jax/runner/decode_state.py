@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,9 @@ class DecodeState:
       >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
       ...                           head_dim=8, num_slots=3, max_blocks_per_slot=4)
       >>> state = DecodeState.create(cache, vocab_size=32)
-      >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3, 7, 5],
-      ...                num_prompt_tokens=3, seed=0, max_length=9)
+      >>> one = Assignment(1, SamplingParams(temperature=0), token_ids=[3, 7, 5],
+      ...                  num_prompt_tokens=3, seed=0, max_length=9)
+      >>> state = assign(state, [one])
       >>> state.token_ids.tolist(), state.max_lengths.tolist()
       ([0, 5, 0], [0, 9, 0])
     """
@@ -92,32 +93,38 @@ class DecodeState:
         return self.sampling.output_counts.shape[1]
 
 
-def assign(
-    state: DecodeState,
-    slot: int,
-    params: SamplingParams,
-    *,
-    token_ids: Sequence[int] | np.ndarray,
-    num_prompt_tokens: int,
-    seed: int,
-    sample_index: int = 0,
-    eos_token_ids: Sequence[int] = (),
-    max_length: int,
-) -> DecodeState:
-    """Give a slot to a sequence. Called from the host; the caller changes the cache.
+class Assignment(NamedTuple):
+    """A sequence that gets a slot.
 
-    Args:
-      state: the state to change; all but its cache is donated.
+    Attributes:
       slot: the row to write, 0 <= slot < S.
       params: sampling parameters of the request.
       token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
       num_prompt_tokens: how many of them are the prompt's.
-      seed, sample_index: what the random draws depend on, see `sampling.write_slot`.
-      eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
+      seed, sample_index: what the random draws depend on, see `sampling.slot_row`.
       max_length: number of known tokens at which the sequence is complete.
+      eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
+    """
+
+    slot: int
+    params: SamplingParams
+    token_ids: Sequence[int] | np.ndarray
+    num_prompt_tokens: int
+    seed: int
+    max_length: int
+    sample_index: int = 0
+    eos_token_ids: Sequence[int] = ()
+
+
+def assign(state: DecodeState, assignments: Sequence[Assignment]) -> DecodeState:
+    """Give slots to sequences. Called from the host; the caller changes the cache.
+
+    Args:
+      state: the state to change; all but its cache is donated.
+      assignments: which sequences, and how their tokens are drawn.
 
     Returns:
-      The new state. The end tokens come first among the slot's `stop_ids`, then
+      The new state. The end tokens come first among a slot's `stop_ids`, then
       ``params.stop_token_ids``; those for which there is no room do not end the sequence on the
       device, so a caller that lets them through looks for them in what it gets, as it does for
       stop strings.
@@ -126,26 +133,62 @@ def assign(
       ValueError: a number is out of range, or there are more biases or held-back stop tokens than
         the state has room for.
 
-    Cost: copies 5 * V bytes to the device. Two compiled programs serve all slots and lengths.
+    Cost: copies 5 * V bytes to the device for each row of a call, which has one or `_WIDTH`. Two
+    compiled programs serve all slots, numbers and lengths.
     """
-    num_tokens = len(token_ids)
+    # Made before the first is written: on CPUs, a small program makes its caller wait for what
+    # runs, and for as long as rows are made it can run.
+    rows = [_row(state, each) for each in assignments]
+    parts = _Parts(
+        state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
+    )
+    for start in range(0, len(rows), _WIDTH):
+        parts = _write_rows(parts, _stacked(rows[start : start + _WIDTH], state.num_slots))
+    return DecodeState(
+        cache=state.cache,
+        sampling=parts.sampling,
+        token_ids=parts.token_ids,
+        stop_ids=parts.stop_ids,
+        max_lengths=parts.max_lengths,
+        constraints=dataclasses.replace(state.constraints, starts=parts.starts),
+    )
+
+
+# Most sequences that one program gives slots to. 64 that come at once wait for 8 calls, not 64: a
+# call takes 0.1 ms of a CPU, in which the device has nothing to do.
+_WIDTH = 8
+
+
+class _Parts(NamedTuple):
+    """What of a state an assignment writes; of a row, the values, each without the first axis."""
+
+    sampling: Any
+    token_ids: Any
+    stop_ids: Any
+    max_lengths: Any
+    starts: Any
+
+
+def _row(state: DecodeState, assignment: Assignment) -> _Parts:
+    params, token_ids = assignment.params, assignment.token_ids
+    num_tokens, num_prompt_tokens = len(token_ids), assignment.num_prompt_tokens
     if not 1 <= num_prompt_tokens <= num_tokens:
         raise ValueError(
             f"assign: num_prompt_tokens must be in [1, {num_tokens}], the number of token_ids, "
             f"got {num_prompt_tokens}. Pass the whole sequence."
         )
-    if not num_tokens < max_length < 2**31:
+    if not num_tokens < assignment.max_length < 2**31:
         raise ValueError(
             f"assign: max_length must be above the {num_tokens} tokens that are known, and below "
-            f"2**31, got {max_length}. A sequence that is complete needs no slot."
+            f"2**31, got {assignment.max_length}. A sequence that is complete needs no slot."
         )
-    eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
-    new_sampling = sampling.write_slot(
+    eos_token_ids = () if params.ignore_eos else tuple(assignment.eos_token_ids)
+    row = sampling.slot_row(
         state.sampling,
-        slot,
+        assignment.slot,
         params,
-        seed=seed,
-        sample_index=sample_index,
+        seed=assignment.seed,
+        sample_index=assignment.sample_index,
         prompt_token_ids=token_ids[:num_prompt_tokens],
         output_token_ids=token_ids[num_prompt_tokens:],
         eos_token_ids=eos_token_ids,
@@ -154,17 +197,23 @@ def assign(
     stop_ids = np.full(room, state.vocab_size, np.int32)
     wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
     stop_ids[: len(wanted)] = wanted
-    rows = (state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts)
-    values = (np.int32(token_ids[-1]), stop_ids, np.int32(max_length), np.int32(-1))
-    token_rows, stop_rows, max_lengths, starts = _write_rows(rows, values, np.int32(slot))
-    return DecodeState(
-        cache=state.cache,
-        sampling=new_sampling,
-        token_ids=token_rows,
-        stop_ids=stop_rows,
-        max_lengths=max_lengths,
-        constraints=dataclasses.replace(state.constraints, starts=starts),
-    )
+    last, max_length = np.int32(token_ids[-1]), np.int32(assignment.max_length)
+    return _Parts(row, last, stop_ids, max_length, np.int32(-1))
+
+
+def _stacked(rows: list[_Parts], num_slots: int) -> _Parts:
+    """Rows with a first axis, one or `_WIDTH` of them: others write to a slot that there is not."""
+    if len(rows) > 1:
+        nothing = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
+        rows = rows + [nothing] * (_WIDTH - len(rows))
+    return jax.tree.map(lambda *values: np.stack(values), *rows)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
+    slots = rows.sampling.slot
+    others = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), parts[1:], rows[1:])
+    return _Parts(sampling.write_rows(parts.sampling, rows.sampling), *others)
 
 
 def bind_slots(state: DecodeState, rows: Sequence[np.ndarray]) -> DecodeState:
@@ -182,11 +231,6 @@ def bind_slots(state: DecodeState, rows: Sequence[np.ndarray]) -> DecodeState:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_constraints(constraints: Constraints, rows: Any) -> Constraints:
     return constraints.write(*rows)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_rows(rows, values, slot):
-    return jax.tree.map(lambda array, value: array.at[slot].set(value), rows, values)
 
 
 def fork(

@@ -135,7 +135,7 @@ def decode_steps(
       >>> from flax import nnx
       >>> from paged_jax.models.config import LlamaConfig
       >>> from paged_jax.models.llama import Llama
-      >>> from paged_jax.runner.decode_state import assign
+      >>> from paged_jax.runner.decode_state import Assignment, assign
       >>> from paged_jax.sampling import SamplingParams
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
@@ -143,8 +143,9 @@ def decode_steps(
       >>> cache = PagedCache.create(num_layers=1, num_blocks=8, num_kv_heads=1, block_size=4,
       ...                           head_dim=8, num_slots=2, max_blocks_per_slot=4)
       >>> state = DecodeState.create(cache, config.vocab_size)
-      >>> state = assign(state, 1, SamplingParams(temperature=0), token_ids=[3],
-      ...                num_prompt_tokens=1, seed=0, max_length=6)
+      >>> first = Assignment(1, SamplingParams(temperature=0), token_ids=[3], num_prompt_tokens=1,
+      ...                    seed=0, max_length=6)
+      >>> state = assign(state, [first])
       >>> run = jax.jit(decode_steps, donate_argnames="state", static_argnames="max_steps")
       >>> tokens, state = run(model, state, jnp.array([1, -1]), 8, max_steps=8)
       >>> tokens.num_new.tolist(), state.cache.lengths.tolist()

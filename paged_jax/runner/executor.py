@@ -15,7 +15,7 @@ from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
-from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decode_state import Assignment, DecodeState
 from paged_jax.runner.decoding import num_free_in_others
 from paged_jax.runner.heap import give_back_freed_memory
 from paged_jax.runner.lowered import LoweredPrograms
@@ -255,11 +255,11 @@ class Executor:
         require_blocks(*jax.device_get(oks))
         self.wait_seconds += time.perf_counter() - start
 
-    def assign(self, slot: int, params: SamplingParams, **arguments: Any) -> None:
-        """Write how the next tokens of a slot are drawn, see `decode_state.assign`."""
+    def assign(self, assignments: list[Assignment]) -> None:
+        """Write how the next tokens of slots are drawn, see `decode_state.assign`."""
         self._join()
         with self._compiling(_ASSIGNMENT):
-            self._state = decode_state.assign(self.state, slot, params, **arguments)
+            self._state = decode_state.assign(self.state, assignments)
 
     def bind(self, bounds: Bounds) -> None:
         """Write which tokens grammars allow next."""
@@ -279,8 +279,10 @@ class Executor:
             self.run(call)
         self._compiled |= {_ASSIGNMENT, _BINDING}  # warmup compiles without saying so
         self.bind(Bounds.create(self.sizes, self.vocab_size))
-        # Not one program but two, which no slot can be left out of.
-        self.assign(0, SamplingParams(), token_ids=[0], num_prompt_tokens=1, seed=0, max_length=2)
+        # No slot can be left out: a row writes to one. Two programs, for one row and for several.
+        first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
+        for count in (1, 2):
+            self.assign([first] * count)
         jax.block_until_ready(self.state)
         self.compile_seconds = compiled + time.perf_counter() - start
 

@@ -11,13 +11,14 @@ the call, which process 0 sends. So clocks, requests and their order matter in p
 import atexit
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.channel import Channel, Message
+from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.sampling import SamplingParams
@@ -58,23 +59,30 @@ class LeadingExecutor(Executor):
         self._tell("call", {"program": self._names[id(call.program)]} | call.static, call.args)
         return super()._call(call)
 
-    def assign(
-        self, slot: int, params: SamplingParams, *, token_ids: Iterable[int], **arguments: Any
-    ) -> None:
+    def assign(self, assignments: list[Assignment]) -> None:
         """See `Executor.assign`."""
         self._join()
-        token_ids = np.fromiter(token_ids, np.int32)
-        fields = dataclasses.asdict(dataclasses.replace(params, structured_outputs=None))
-        if params.logit_bias is not None:  # JSON makes strings of the keys
-            fields["logit_bias"] = list(params.logit_bias.items())
-        self._tell("assign", {"slot": slot, "params": fields} | arguments, (token_ids,))
-        super().assign(slot, params, token_ids=token_ids, **arguments)
+        numbers = [_numbers(each) for each in assignments]
+        token_ids = tuple(np.asarray(each.token_ids, np.int32) for each in assignments)
+        self._tell("assign", {"assignments": numbers}, token_ids)
+        super().assign(assignments)
 
     def bind(self, bounds: Bounds) -> None:
         """See `Executor.bind`."""
         self._join()
         self._tell("bind", arrays=tuple(bounds))
         super().bind(bounds)
+
+
+def _numbers(assignment: Assignment) -> dict[str, Any]:
+    """What JSON can hold of an assignment: all but the tokens."""
+    numbers = assignment._asdict()
+    del numbers["token_ids"]
+    params = assignment.params
+    fields = dataclasses.asdict(dataclasses.replace(params, structured_outputs=None))
+    if params.logit_bias is not None:  # JSON makes strings of the keys
+        fields["logit_bias"] = list(params.logit_bias.items())
+    return numbers | {"params": fields}
 
 
 def follow(executor: Executor, channel: Channel) -> None:
@@ -103,12 +111,14 @@ def _call(executor: Executor, message: Message) -> None:
 
 
 def _assign(executor: Executor, message: Message) -> None:
-    arguments = dict(message.numbers)
-    slot, fields = arguments.pop("slot"), arguments.pop("params")
-    if fields["logit_bias"] is not None:
-        fields["logit_bias"] = dict(fields["logit_bias"])
-    (token_ids,) = message.arrays
-    executor.assign(slot, SamplingParams(**fields), token_ids=token_ids, **arguments)
+    assignments = []
+    for numbers, token_ids in zip(message.numbers["assignments"], message.arrays, strict=True):
+        fields = dict(numbers["params"])
+        if fields["logit_bias"] is not None:
+            fields["logit_bias"] = dict(fields["logit_bias"])
+        changes = {"params": SamplingParams(**fields), "token_ids": token_ids}
+        assignments.append(Assignment(**(numbers | changes)))
+    executor.assign(assignments)
 
 
 def _bind(executor: Executor, message: Message) -> None:

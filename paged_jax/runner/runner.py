@@ -245,8 +245,7 @@ class ModelRunner:
 
     def _decode_slots(self, sequences: Collection[Sequence], num_steps: int) -> np.ndarray:
         """The slots of the sequences, padded with -1; the device knows how each one decodes."""
-        for sequence in sequences:
-            self.slots.assign(sequence)
+        self.slots.assign(sequences)
         vocab_size = self._executor.vocab_size
         bounds = find_bounds(sequences, num_steps, self.sizes, vocab_size)
         if bounds is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from paged_jax.cache.digests import digest_words
 from paged_jax.cache.sizes import num_kept_blocks
 from paged_jax.runner.buckets import no_slots
+from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.runner.sizes import PUBLISH_WIDTH
@@ -197,15 +198,20 @@ class Slots:
         self.flush()
         self._executor.run_unchecked(self._executor.programs.fork.call(parents))
 
-    def assign(self, sequence: Sequence) -> None:
-        """Write to the device how the tokens of this sequence are drawn, unless that is known."""
-        slot = slot_of(sequence)
-        if self._owners[slot] is sequence:
+    def assign(self, sequences: Iterable[Sequence]) -> None:
+        """Write to the device how the tokens of sequences are drawn, where it does not know yet."""
+        new = [each for each in sequences if self._owners[slot_of(each)] is not each]
+        if not new:
             return
-        request = sequence.request
         self.flush()
-        self._executor.assign(
-            slot,
+        self._executor.assign([self._assignment(sequence) for sequence in new])
+        for sequence in new:
+            self._owners[slot_of(sequence)] = sequence
+
+    def _assignment(self, sequence: Sequence) -> Assignment:
+        request = sequence.request
+        return Assignment(
+            slot_of(sequence),
             request.params,
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
@@ -214,7 +220,6 @@ class Slots:
             eos_token_ids=self._eos_token_ids,
             max_length=sequence.max_length,
         )
-        self._owners[slot] = sequence
 
     def publish(self, sequence: Sequence) -> None:
         """Let other sequences find the full blocks of this one."""

@@ -4,7 +4,7 @@ from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.keys import fold_in
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.sample import Draws, ranks, rows_of, sample, top_logprobs
-from paged_jax.sampling.state import SlotSampling, settle, write_slot
+from paged_jax.sampling.state import SlotRow, SlotSampling, settle, slot_row, write_rows, write_slot
 from paged_jax.sampling.structured import StructuredOutputsParams
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Constraints",
     "Draws",
     "SamplingParams",
+    "SlotRow",
     "SlotSampling",
     "StructuredOutputsParams",
     "fold_in",
@@ -19,6 +20,8 @@ __all__ = [
     "rows_of",
     "sample",
     "settle",
+    "slot_row",
     "top_logprobs",
+    "write_rows",
     "write_slot",
 ]

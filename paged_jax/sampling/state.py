@@ -1,9 +1,9 @@
-"""The sampling state of every slot, and how the host writes one slot of it."""
+"""The sampling state of every slot, and how the host writes slots of it."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,21 @@ class SlotSampling:
         )
 
 
-def write_slot(
+class SlotRow(NamedTuple):
+    """How a slot is to sample, on the host; or, with a first axis, how several are.
+
+    Attributes:
+      slot: i32[], the row to write.
+      sample_index: u32[], which of the ``n`` samples of its request this is.
+      values: arrays of a `SlotSampling` without their first axis, numbers as in `SamplingParams`.
+    """
+
+    slot: Any
+    sample_index: Any
+    values: SlotSampling
+
+
+def slot_row(
     state: SlotSampling,
     slot: int,
     params: SamplingParams,
@@ -139,11 +153,11 @@ def write_slot(
     prompt_token_ids: Sequence[int] | np.ndarray = (),
     output_token_ids: Sequence[int] | np.ndarray = (),
     eos_token_ids: Sequence[int] = (),
-) -> SlotSampling:
-    """Let a slot sample as a request asks. Called from the host; one compiled program.
+) -> SlotRow:
+    """What `write_rows` writes, to let a slot sample as a request asks. On the host.
 
     Args:
-      state: the state to change; donated.
+      state: the state that is to be changed, of which only shapes matter.
       slot: the row to write, 0 <= slot < S.
       params: sampling parameters of the request.
       seed: the seed of the random draws, 0 to 2**63 - 1, used in place of ``params.seed``, which
@@ -154,20 +168,11 @@ def write_slot(
       eos_token_ids: the model's end tokens, which ``params.min_tokens`` holds back together with
         ``params.stop_token_ids``.
 
-    Returns:
-      The new state.
-
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or there are more biases or
         held-back stop tokens than the state has room for.
 
-    Cost: copies 5 * V bytes to the device, whatever the length of the prompt.
-
-    Example:
-      >>> state = SlotSampling.create(num_slots=2, vocab_size=8)
-      >>> state = write_slot(state, 1, SamplingParams(top_k=3), seed=0, prompt_token_ids=[5, 5, 2])
-      >>> state.top_k.tolist()
-      [0, 3]
+    Cost: 5 * V bytes, whatever the length of the prompt.
     """
     num_slots, vocab_size = state.output_counts.shape
     for name, value, bound in (
@@ -177,7 +182,7 @@ def write_slot(
     ):
         if not is_int(value) or not 0 <= value < bound:
             raise ValueError(
-                f"write_slot: {name} must be an integer in [0, {bound}), got {value!r}. "
+                f"slot_row: {name} must be an integer in [0, {bound}), got {value!r}. "
                 f"Pass a {name} in that range."
             )
     bias = params.logit_bias or {}
@@ -189,7 +194,7 @@ def write_slot(
     bias_ids = _token_ids("logit_bias", tuple(bias), vocab_size)
     held_ids = _token_ids("stop_token_ids", held, vocab_size)
     bias_values = _to_float32(list(bias.values()))
-    row = SlotSampling(
+    values = SlotSampling(
         temperature=_row(params.temperature, np.float32),
         top_k=_row(params.top_k, np.int32),
         top_p=_row(params.top_p, np.float32),
@@ -207,15 +212,42 @@ def write_slot(
         prompt_mask=_row(np.bincount(prompt, minlength=vocab_size) > 0, np.bool_),
         output_counts=_row(np.bincount(output, minlength=vocab_size), np.int32),
     )
-    return _write_row(state, row, np.int32(slot), np.uint32(sample_index))
+    return SlotRow(np.int32(slot), np.uint32(sample_index), values)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_row(
-    state: SlotSampling, row: SlotSampling, slot: jax.Array, sample_index: jax.Array
+def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
+    """Let slots sample as requests ask. Pure; donate the state.
+
+    Args:
+      state: the state to change.
+      rows: rows of `slot_row`, stacked. One whose slot is S, which there is not, writes nothing.
+    """
+    values = jax.vmap(settle)(rows.values, rows.sample_index)
+    return jax.tree.map(lambda x, new: x.at[rows.slot].set(new, mode="drop"), state, values)
+
+
+def write_slot(
+    state: SlotSampling, slot: int, params: SamplingParams, **options: Any
 ) -> SlotSampling:
-    row = settle(row, sample_index)
-    return jax.tree.map(lambda array, value: array.at[slot].set(value), state, row)
+    """Let a slot sample as a request asks. Called from the host; one compiled program.
+
+    Args:
+      state: the state to change; donated.
+      slot: the row to write, 0 <= slot < S.
+      params: sampling parameters of the request.
+      **options: see `slot_row`, which says what is refused.
+
+    Example:
+      >>> state = SlotSampling.create(num_slots=2, vocab_size=8)
+      >>> state = write_slot(state, 1, SamplingParams(top_k=3), seed=0, prompt_token_ids=[5, 5, 2])
+      >>> state.top_k.tolist()
+      [0, 3]
+    """
+    row = slot_row(state, slot, params, **options)
+    return _write_rows(state, jax.tree.map(lambda x: x[None], row))
+
+
+_write_rows = jax.jit(write_rows, donate_argnums=0)
 
 
 def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
@@ -259,7 +291,7 @@ def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> n
     outside = array[(array < 0) | (array >= vocab_size)]
     if outside.size:
         raise ValueError(
-            f"write_slot: {name} must hold token ids in [0, {vocab_size}), got {outside[0]}. "
+            f"slot_row: {name} must hold token ids in [0, {vocab_size}), got {outside[0]}. "
             "Check that the tokenizer belongs to this model."
         )
     return array
@@ -268,7 +300,7 @@ def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> n
 def _padded(name: str, values: np.ndarray, length: int, filler: int) -> Any:
     if len(values) > length:
         raise ValueError(
-            f"write_slot: {name} must have at most {length} entries, got {len(values)}. "
+            f"slot_row: {name} must have at most {length} entries, got {len(values)}. "
             "Raise max_logit_bias or max_stop_ids in SlotSampling.create."
         )
     dtype = values.dtype if values.dtype == np.float32 else np.int32

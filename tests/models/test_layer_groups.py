@@ -15,7 +15,7 @@ from paged_jax.cache import GroupedCache, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import DecodeState, decode_steps, verify_steps
-from paged_jax.runner.decode_state import assign
+from paged_jax.runner.decode_state import Assignment, assign
 
 C = 4
 LENGTH = 45
@@ -142,11 +142,9 @@ def test_dispatches_draw_the_tokens_of_one_pool() -> None:
     drawn: list[list[list[int]]] = []
     for cache in (one, make_cache()):
         state = DecodeState.create(cache, CONFIG.vocab_size)
-        for slot in (0, 2):
-            state = assign(
-                state, slot, SamplingParams(temperature=1.0), token_ids=[slot + 3],
-                num_prompt_tokens=1, seed=slot, max_length=LENGTH,
-            )  # fmt: skip
+        params = SamplingParams(temperature=1.0)
+        rows = [Assignment(slot, params, [slot + 3], 1, slot, LENGTH) for slot in (0, 2)]
+        state = assign(state, rows)
         slots, rows = i32(2, 0), [[], []]
         for turn in range(9):
             if turn % 3 == 2:

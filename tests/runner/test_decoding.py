@@ -16,6 +16,7 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.runner import DecodeState, decode_state, decode_steps, verify_steps
+from paged_jax.runner.decode_state import Assignment
 from paged_jax.sampling import SamplingParams, SlotSampling
 from tests.support.decode_step import DecodeLoop
 from tests.support.tiny_model import BOS, CONFIG, EOS
@@ -78,8 +79,10 @@ class Sequence:
     num_prompt_tokens: int | None = None
 
     def assign(self, state: DecodeState, slot: int) -> DecodeState:
-        return decode_state.assign(
-            state,
+        return decode_state.assign(state, [self.assignment(slot)])
+
+    def assignment(self, slot: int) -> Assignment:
+        return Assignment(
             slot,
             self.params,
             token_ids=self.token_ids,
@@ -656,10 +659,27 @@ def test_decode_steps_refuses_wrong_shapes(model) -> None:
         )
 
 
-def test_assign_compiles_once(model) -> None:
-    state = start(model, [Sequence(PROMPTS[0])])
+def test_assign_compiles_once_for_one_and_once_for_several(model, monkeypatch) -> None:
+    monkeypatch.setattr(decode_state, "_WIDTH", 2)
+    sequences = [
+        Sequence(prompt, PENALISED if slot % 2 else GREEDY, seed=slot, sample_index=slot)
+        for slot, prompt in enumerate(PROMPTS)
+    ]
+    assert len(sequences) == S == 4
+
+    def assigned(*counts: int) -> DecodeState:
+        state, first = start(model, []), 0
+        for count in counts:
+            pairs = list(enumerate(sequences))[first : first + count]
+            state = decode_state.assign(state, [each.assignment(slot) for slot, each in pairs])
+            first += count
+        return state
+
+    expected = assigned(1, 1, 1, 1)
+    assert expected.token_ids.tolist() == [prompt[-1] for prompt in PROMPTS]
+    assigned(2, 2)
     before = decode_state._write_rows._cache_size()
-    for slot, prompt in enumerate(PROMPTS):
-        state = Sequence(prompt, PENALISED, seed=slot).assign(state, slot)
+    # All of them at once; some, the last of which by itself; and none at all.
+    jax.tree.map(np.testing.assert_array_equal, assigned(4), expected)
+    jax.tree.map(np.testing.assert_array_equal, assigned(1, 0, 3), expected)
     assert decode_state._write_rows._cache_size() == before
-    assert state.token_ids.tolist() == [prompt[-1] for prompt in PROMPTS]

@@ -693,7 +693,7 @@ def test_assign_writes_its_slot_and_no_other():
 def test_assign_refuses(change, message):
     state = SlotSampling.create(2, 10, max_logit_bias=2, max_stop_ids=2)
     arguments = {"slot": 0, "params": SamplingParams(), "seed": 0, **change}
-    with pytest.raises(ValueError, match=f"write_slot: {message}"):
+    with pytest.raises(ValueError, match=f"slot_row: {message}"):
         write_slot(state, **arguments)
     assert not state.temperature.is_deleted()
 
