@@ -27,8 +27,9 @@ class Machine(NamedTuple):
       search: seconds that a program takes to find its part, where it has to.
       idle: seconds of a program that finds nothing to read.
       launch: seconds from the end of a kernel to the start of the next one in a CUDA graph.
-      merge: seconds of the merge of up to four parts.
-      merge_turn: seconds for each further 32 parts.
+      count: seconds in which a program has its result seen by the whole device and counts itself.
+      merge_turn: seconds to read some parts at once and merge them.
+      merge: seconds of a launch that merges up to four parts; a turn more for each further 32.
     """
 
     num_cores: int = 132
@@ -40,8 +41,9 @@ class Machine(NamedTuple):
     search: float = 0.2e-6
     idle: float = 0.8e-6
     launch: float = 1.5e-6
-    merge: float = 1.5e-6
+    count: float = 1e-6
     merge_turn: float = 0.7e-6
+    merge: float = 1.5e-6
 
     @property
     def resident(self) -> int:

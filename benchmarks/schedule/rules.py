@@ -1,7 +1,8 @@
 """Rules that divide a batch of sequences into the programs of a call.
 
 A rule says which tokens each program of one KV head reads, in the order in which programs start.
-All heads have the same programs, which start together, and the merge follows if there is one.
+All heads have the same programs, which start together. Parts of a sequence are merged by the last
+program of it, as the kernel does, or by a launch of its own, as it did before and vLLM's does.
 """
 
 import math
@@ -17,6 +18,9 @@ from paged_jax.kernels.triton.schedule import Schedule, choose_num_parts, find_p
 
 STEP_TOKENS = 64
 """Tokens of a loop step of the kernel in half precision, at 128 lanes."""
+
+MERGED_AT_ONCE = 16
+"""Parts that the kernel reads at once to merge them, of 4 heads of 128 lanes."""
 
 PARTITION = 512
 """Tokens of a part of vLLM's second kernel (csrc/attention, `PARTITION_SIZE`)."""
@@ -58,15 +62,13 @@ class Programs(NamedTuple):
 
     Attributes:
       tokens: of each program, in their order; 0 of one that finds nothing to read.
-      most_parts: of a sequence; 1 where none is divided.
-      is_merged: whether the merge is launched.
-      start: seconds that each takes longer to start.
+      more: seconds that each takes besides.
+      merge: seconds from the end of the last one to that of the call.
     """
 
     tokens: np.ndarray
-    most_parts: int
-    is_merged: bool
-    start: float = 0.0
+    more: float = 0.0
+    merge: float = 0.0
 
 
 Rule = Callable[[Call, Machine], Programs]
@@ -84,8 +86,12 @@ def by_lengths(call: Call, machine: Machine) -> Programs:
     begin, end = (np.asarray(x) * STEP_TOKENS for x in (parts.begin, parts.end))
     tokens = np.minimum(end, np.asarray(parts.length)) - begin
     is_there = np.asarray(parts.is_there)
+    tokens = np.where(is_there, tokens, 0)
     most_parts = int(np.max(parts.count, where=is_there, initial=1))
-    return Programs(np.where(is_there, tokens, 0), most_parts, is_merged=True, start=machine.search)
+    if most_parts == 1:
+        return Programs(tokens, machine.search)
+    num_turns = math.ceil(most_parts / MERGED_AT_ONCE)
+    return Programs(tokens, machine.search + machine.count, num_turns * machine.merge_turn)
 
 
 def by_table(call: Call, machine: Machine) -> Programs:
@@ -94,12 +100,12 @@ def by_table(call: Call, machine: Machine) -> Programs:
     # All first parts start first.
     cuts = [_cut(call.lengths, turn, num_splits) for turn in range(num_splits + 1)]
     tokens = np.stack(cuts[1:]) - np.stack(cuts[:-1])
-    return Programs(tokens.T.reshape(-1), num_splits, num_splits > 1)
+    return Programs(tokens.T.reshape(-1), merge=_launched_merge(num_splits, machine))
 
 
 def whole(call: Call, machine: Machine) -> Programs:
     """One program for each sequence, as vLLM's first kernel."""
-    return Programs(np.asarray(call.lengths), 1, False)
+    return Programs(np.asarray(call.lengths))
 
 
 def partitions(call: Call, machine: Machine) -> Programs:
@@ -107,7 +113,14 @@ def partitions(call: Call, machine: Machine) -> Programs:
     num_parts = math.ceil(call.capacity / PARTITION)
     starts = PARTITION * np.arange(num_parts)
     tokens = np.clip(np.asarray(call.lengths)[:, None] - starts, 0, PARTITION)
-    return Programs(tokens.reshape(-1), num_parts, True)
+    return Programs(tokens.reshape(-1), merge=_launched_merge(num_parts, machine))
+
+
+def _launched_merge(most_parts: int, machine: Machine) -> float:
+    if most_parts == 1:
+        return 0.0
+    turns = max(math.ceil((most_parts - 4) / 32), 0)
+    return machine.launch + machine.merge + turns * machine.merge_turn
 
 
 def _cut(lengths: np.ndarray, turn: int, num_splits: int) -> np.ndarray:
@@ -134,11 +147,8 @@ def seconds(call: Call, rule: Rule, machine: Machine) -> float:
     programs = rule(call, machine)
     # Heads change fastest, and each program writes its result where it is divided.
     num_bytes = np.repeat(programs.tokens * call.token_bytes, call.kv_heads)
-    taken = simulate(machine._replace(start=machine.start + programs.start), num_bytes)
-    if not programs.is_merged:
-        return taken
-    turns = max(math.ceil((programs.most_parts - 4) / 32), 0)
-    return taken + machine.launch + machine.merge + turns * machine.merge_turn
+    taken = simulate(machine._replace(start=machine.start + programs.more), num_bytes)
+    return taken + programs.merge
 
 
 def bound(call: Call, machine: Machine) -> float:

@@ -23,8 +23,9 @@ SMALL = Machine(
     search=0.5,
     idle=0.25,
     launch=2.0,
-    merge=3.0,
+    count=0.75,
     merge_turn=1.0,
+    merge=3.0,
 )
 
 
@@ -63,7 +64,8 @@ def test_rules_read_every_token_once(lengths, kv_heads) -> None:
         programs = rule(call, SMALL)
         assert programs.tokens.min() >= 0
         assert programs.tokens.sum() == sum(lengths)
-        assert programs.is_merged == (programs.most_parts > 1)
+        is_divided = len(programs.tokens) > len(lengths)
+        assert (programs.merge >= SMALL.launch + SMALL.merge) == is_divided
 
 
 @pytest.mark.parametrize("lengths", [[3000, 0, 1, 64, 700], [4096], [0, 0]])
@@ -71,19 +73,22 @@ def test_by_lengths_reads_every_token_once(lengths) -> None:
     call = Call(np.array(lengths), 4096)
     programs = rules.by_lengths(call, Machine())
     assert programs.tokens.sum() == sum(lengths)
-    assert programs.is_merged and programs.start > 0
-    assert (programs.most_parts > 1) == (max(lengths) > 64)
+    assert programs.more > 0
+    assert (programs.merge > 0) == (max(lengths) > 64)
     # Whole where the kernel divides none.
-    assert not rules.by_lengths(Call(np.array([100]), 128), Machine()).is_merged
+    assert rules.by_lengths(Call(np.array([100]), 128), Machine()).more == 0
 
 
 def test_seconds_counts_the_merge_of_many_parts() -> None:
     lengths = np.array([64 * 40])
     call = Call(lengths, 64 * 40, kv_heads=1, head_dim=1)
     machine = SMALL._replace(num_cores=40)
-    plain = simulate(machine._replace(start=1.5), np.full(40, 64 * 4))
-    # 40 parts are merged 32 at a time, in a second launch.
-    assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 2 + 3 + 2)
+    plain = simulate(machine._replace(start=1.5 + 0.75), np.full(40, 64 * 4))
+    # The last program merges 40 parts, 16 at a time.
+    assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 3)
+    # Five partitions of 512 tokens are merged in a launch of its own, in two turns.
+    plain = simulate(machine, np.full(5, 512 * 4))
+    assert rules.seconds(call, rules.partitions, machine) == pytest.approx(plain + 2 + 3 + 1)
 
 
 def test_mixes_of_traces_are_consecutive_requests(tmp_path) -> None:

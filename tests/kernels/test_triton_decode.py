@@ -1,12 +1,14 @@
 """The GPU decode kernel in the interpreter against float64, with small steps and in parts."""
 
 import dataclasses
+import importlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.triton import decode, refusal, tuning
@@ -29,13 +31,14 @@ def run(
     sinks=None,
     params: DecodeParams | None = SMALL_STEPS,
     num_parts: int | None = None,
+    program=PROGRAM,
     **options,
 ) -> tuple[np.ndarray, np.ndarray]:
     args = AttentionArgs(
         q, batch.pools, batch.block_tables, batch.lengths, None, sinks, np.int32(LAYER)
     )
     options = Options(**({"scale": q.shape[-1] ** -0.5} | options))
-    out, lse = PROGRAM(
+    out, lse = program(
         args, options=options, interpret=INTERPRET, params=params, num_parts=num_parts
     )
     return np.asarray(out), np.asarray(lse)
@@ -253,6 +256,25 @@ def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
     for first, second, third in zip(together, again, turned, strict=True):
         np.testing.assert_array_equal(first, second)
         np.testing.assert_array_equal(first, third[backwards])
+
+
+@pytest.mark.parametrize("step", [-1, 4])
+def test_decode_merges_whoever_is_last(monkeypatch, step) -> None:
+    """On a device programs end in any order; the interpreter runs them one after another."""
+    batch, q = standard()
+    expected = run(batch, q, num_parts=9)
+    module = importlib.import_module("paged_jax.kernels.triton.decode")
+    program_id = pl.program_id
+
+    def turned(axis: int):
+        return program_id(0) if axis == 0 else (step * program_id(1)) % pl.num_programs(1)
+
+    monkeypatch.setattr(pl, "program_id", turned)
+    # What was traced with the usual order is not to be found.
+    monkeypatch.setattr(module, "_decode", module._decode.__wrapped__)
+    found = run(batch, q, num_parts=9, program=decode)
+    for first, second in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.slow

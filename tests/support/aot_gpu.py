@@ -11,6 +11,7 @@ instructions and launches, not that they are right or fast.
 It is a script because JAX must find its settings in the environment when it is imported.
 """
 
+import itertools
 import json
 import os
 import re
@@ -160,6 +161,7 @@ def examine_kernel(path: Path) -> dict[str, Any]:
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "counting": find_counting(listing),
     }
 
 
@@ -188,6 +190,22 @@ def find_loops(listing: str) -> list[list[str]]:
             if begin is not None and begin < len(instructions) - 1:
                 loops.append(instructions[begin:])
     return loops
+
+
+def find_counting(listing: str) -> list[str]:
+    """What a kernel does around an atomic addition, from the last store before it to the next load.
+
+    Instructions that order accesses to the memory of the device, each once in a row; none if it
+    counts nothing.
+    """
+    pattern = r"\b(STG|LDG|BAR\.SYNC|MEMBAR[.\w]*|ATOMG[.\w]*|CCTL\.IVALL)\b"
+    names = [name for name, _ in itertools.groupby(re.findall(pattern, listing))]
+    counts = [i for i, name in enumerate(names) if name.startswith("ATOMG")]
+    if not counts:
+        return []
+    [count] = counts
+    begin = max(i for i in range(count) if names[i] == "STG")
+    return names[begin : names.index("LDG", count) + 1]
 
 
 def find(pattern: str, text: str) -> str:

@@ -57,7 +57,7 @@ class Triton:
         return Triton(interpret)
 
     def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """One query for each sequence, in one launch or two."""
+        """One query for each sequence, in one launch."""
         return decode(args, options, interpret=self.interpret)
 
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:

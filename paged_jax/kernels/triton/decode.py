@@ -9,12 +9,12 @@ one group, which share one read of K and V, to one part of one sequence::
                         |                 |                     |
                  partial out, lse  partial out, lse             |          float32, [N, H, D]
                         \\________________/                      |
-    merge                 (query head, a)                       |          a second launch
-                                 |                              |
-                             out, lse                       out, lse       [B, H, D]
+    merged by the program          |                            |
+    of a that is done last     out, lse                     out, lse       [B, H, D]
 
-The parts follow from the real lengths, so that all programs read about as much: see `schedule`. A
-sequence of one part needs no merge, and where no sequence is divided there is none.
+The parts follow from the real lengths, so that all programs read about as much: see `schedule`, and
+`merge` for how the last program of a sequence knows that it is. A sequence of one part needs none
+of this, and where no sequence is divided nobody counts.
 """
 
 import functools
@@ -30,7 +30,7 @@ from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
-from paged_jax.kernels.triton.merge import merge
+from paged_jax.kernels.triton.merge import is_last, merge_parts
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.triton.schedule import (
     Part,
@@ -50,7 +50,7 @@ def decode(
     params: tuning.DecodeParams | None = None,
     num_parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One query for each sequence, in one launch or two.
+    """One query for each sequence, in one launch.
 
     Args:
       args, options: the call, as `paged_jax.kernels.backend` says.
@@ -88,9 +88,11 @@ def _decode(
     words = pools.map(tiles.as_words)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
+    counts, aliases = None, {}
     if schedule.num_parts:
-        results += [((N, H, D), jnp.float32), ((N, H), jnp.float32), ((B, 2), jnp.int32)]
-    out, lse, *partial = pallas_call(
+        counts, aliases = _zeros(context_lens, K, layer), {0: len(results)}
+        results += [(counts.shape, counts.dtype), ((N, H, D), jnp.float32), ((N, H), jnp.float32)]
+    out, lse, *_ = pallas_call(
         functools.partial(
             _attend_kernel,
             options=options,
@@ -100,13 +102,25 @@ def _decode(
         ),
         out_shape=[jax.ShapeDtypeStruct(*result) for result in results],
         grid=(K, N),
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(
             num_warps=params.num_warps, num_stages=params.num_stages
         ),
         interpret=interpret,
         name="paged_decode",
-    )(q, words, block_tables, context_lens, sinks, layers)
-    return merge(out, lse, *partial, interpret=interpret) if partial else (out, lse)
+    )(counts, q, words, block_tables, context_lens, sinks, layers)
+    return out, lse
+
+
+def _zeros(context_lens: jax.Array, num_kv_heads: int, layer: jax.Array) -> jax.Array:
+    """What the parts of each sequence and head are counted in, i32 ``[B, K]``.
+
+    Not simply zeros: those of all layers would be one for XLA, of which each layer then has a copy
+    made, in a launch of its own. Zeros that XLA takes for different ones, because they depend on
+    the layer, all come out of one kernel. (A length below 0 is one of 0, which has no parts.)
+    """
+    is_one = context_lens == -1 - layer
+    return jnp.broadcast_to(is_one[:, None], (len(context_lens), num_kv_heads)).astype(jnp.int32)
 
 
 class _Source(NamedTuple):
@@ -129,6 +143,7 @@ class _Source(NamedTuple):
 
 
 def _attend_kernel(
+    _zeros_ref: Any,
     q_ref: Any,
     pools: Any,
     tables_ref: Any,
@@ -151,7 +166,7 @@ def _attend_kernel(
         _store(result_refs, program, source, *attend(part, schedule))
         return
     part = find_part(schedule, load_lengths(schedule, lens_ref), program)
-    refs, partial_refs, places_ref = result_refs[:2], result_refs[2:4], result_refs[4]
+    refs, counts_ref, partial_refs = result_refs[:2], result_refs[2], result_refs[3:]
 
     @pl.when(part.is_there)
     def _():
@@ -159,10 +174,15 @@ def _attend_kernel(
         _store(refs, part.sequence, source, *results, is_whole)
         _store(partial_refs, program, source, *results, ~is_whole)
 
-    @pl.when(part.is_there & (part.index == 0) & (head == 0))
+    @pl.when(part.is_there & (part.count > 1))
     def _():
-        places_ref[part.sequence, 0] = program
-        places_ref[part.sequence, 1] = part.count
+        @pl.when(is_last(counts_ref, (part.sequence, head), part.count, instructions))
+        def _():
+            G = q_ref.shape[1] // pools.num_kv_heads
+            rows = jnp.arange(tiles.num_rows(G), dtype=jnp.int32)
+            start = program - part.index
+            out, lse = merge_parts(partial_refs, *_heads(head, G, rows), start, part.count)
+            _store(refs, part.sequence, source, (out,), lse)
 
 
 def _attend(

@@ -28,17 +28,20 @@ class Instructions(NamedTuple):
         type, in float16, in which each number of int8 and float8_e4m3fn is exact. Two numbers at a
         time where it is compiled: 1.25 instructions a number for int8 and 0.75 for float8_e4m3fn,
         where the compiler's own conversions take three and more.
+      barrier: all threads of a program wait for each other; what each has written, the others see.
+        An interpreted program has one.
     """
 
     exp2: Callable[[jax.Array, float | jax.Array, jax.Array], jax.Array]
     split_words: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    barrier: Callable[[], None]
 
 
 def choose_instructions(interpret: Interpret) -> Instructions:
     """The instructions of a kernel that is interpreted, or is not."""
     if interpret:
-        return Instructions(_interpreted_exp2, _interpreted_split_words)
-    return Instructions(_compiled_exp2, _compiled_split_words)
+        return Instructions(_interpreted_exp2, _interpreted_split_words, lambda: None)
+    return Instructions(_compiled_exp2, _compiled_split_words, _compiled_barrier)
 
 
 def _interpreted_exp2(x: jax.Array, factor: float | jax.Array, shift: jax.Array) -> jax.Array:
@@ -89,6 +92,10 @@ def _compiled_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array,
     code = _INT8 if pool_dtype == jnp.int8 else _FLOAT8
     even, odd = (_run(half, [words], jnp.float16, pack=2) for half in code)
     return even, odd
+
+
+def _compiled_barrier() -> None:
+    plgpu.debug_barrier()
 
 
 def _run(code: str, arrays: list[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:

@@ -1,114 +1,94 @@
-"""The partial results of the parts of a sequence made one, in the second launch of decode."""
+"""The partial results of the parts of a sequence made one, by the program that is done last.
+
+Each program of a sequence in parts writes what it has found, then counts itself. The one that finds
+all others counted merges them all, its own too, in their order: who is last may differ from call to
+call, the result does not. Nobody waits for anybody::
+
+    part 0   reads K and V ....... writes, counts 1
+    part 1   reads K and V .............. writes, counts 3: merges all, writes the result
+    part 2   reads K and V ......... writes, counts 2
+
+That the last one sees what all wrote is what counting promises. The count is an atomic addition
+that releases to the whole device what was written before it, and acquires what those released that
+counted earlier. One thread counts for its program, between two barriers: all threads have written
+before the first, and none reads before the second, by which Triton gives all of them the count.
+(PTX ISA, Memory Consistency Model, "Causality Order".)
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import tiles
-from paged_jax.kernels.triton.pallas import pallas_call, plgpu
+from paged_jax.kernels.triton.instructions import Instructions
+from paged_jax.kernels.triton.pallas import plgpu
 
-# Parts that a program reads at once: those of most sequences of a large batch, and many of one that
-# is alone or much longer than the others.
-_FEW, _MANY = 4, 32
+# Numbers that a program reads at once, 64 of each of 128 threads: 16 parts of 4 heads of 128 lanes.
+# Beside the sums of wider heads there are registers for half as many.
+_TILE = 8192
+_WIDE = 128
 
 # Finite, so that what comes before the first part gives 0 times 0, and not NaN.
 _LOWEST = -1e30
 
 
-def merge(
-    out: jax.Array,
-    lse: jax.Array,
-    partial_out: jax.Array,
-    partial_lse: jax.Array,
-    places: jax.Array,
-    *,
-    interpret: Interpret,
-) -> tuple[jax.Array, jax.Array]:
-    """Merge the parts of each sequence that has several; the results of the others stay.
+def is_last(
+    counts_ref: Any,
+    place: tuple[jax.Array, ...],
+    count: jax.Array,
+    instructions: Instructions,
+) -> jax.Array:
+    """Count this program, which has written its part; whether all others were counted before.
 
     Args:
-      out, lse: ``[B, H, D]`` and f32 ``[B, H]``, which are changed in place.
-      partial_out, partial_lse: f32 ``[N, H, D]`` and ``[N, H]``.
-      places: i32 ``[B, 2]``, the first of the N that is a part of the sequence, and how many are.
-      interpret: how to interpret the kernel, if at all.
+      counts_ref: i32, zeros when the kernel begins; changed.
+      place: scalars, where in it this sequence and head are counted.
+      count: parts of the sequence.
+      instructions: of a kernel that is compiled, or interpreted.
     """
-    B, H, D = out.shape
-    # About 64 numbers of the tile in the registers of each of a warp's 32 threads.
-    num_warps = max(_MANY * tiles.num_lanes(D) // (32 * 64), 1)
-    return pallas_call(
-        _merge_kernel,
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)),
-        grid=(H, B),
-        input_output_aliases={0: 0, 1: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=interpret,
-        name="paged_decode_merge",
-    )(out, lse, partial_out, partial_lse, places)
+    instructions.barrier()
+    return plgpu.atomic_add(counts_ref, place, jnp.int32(1)) == count - 1
 
 
-def _merge_kernel(
-    _before_out_ref: Any,
-    _before_lse_ref: Any,
-    partial_out_ref: Any,
-    partial_lse_ref: Any,
-    places_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-) -> None:
-    head, sequence = pl.program_id(0), pl.program_id(1)
-    start, count = places_ref[sequence, 0], places_ref[sequence, 1]
-
-    def merge_by(num_parts: int) -> None:
-        refs = (partial_out_ref, partial_lse_ref)
-        out, lse = _merge_parts(*refs, head, start, count, num_parts)
-        lanes = jnp.arange(out.size, dtype=jnp.int32)
-        plgpu.store(
-            out_ref.at[sequence, head, lanes],
-            out.astype(out_ref.dtype),
-            mask=lanes < out_ref.shape[2],
-        )
-        lse_ref[sequence, head] = lse
-
-    pl.when((count > 1) & (count <= _FEW))(lambda: merge_by(_FEW))
-    pl.when(count > _FEW)(lambda: merge_by(_MANY))
-
-
-def _merge_parts(
-    partial_out_ref: Any,
-    partial_lse_ref: Any,
-    head: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    num_parts: int,
+def merge_parts(
+    partial_refs: Any, heads: jax.Array, is_row: jax.Array, start: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Read `num_parts` at a time; returns f32 ``[lanes]`` and a scalar."""
-    D = partial_out_ref.shape[2]
+    """The result of a group of heads over all parts, as f32 ``[R, lanes]``, and lse ``[R]``.
+
+    Args:
+      partial_refs: f32 ``[N, H, D]`` and ``[N, H]``, results and lse by program.
+      heads, is_row: i32 and bool ``[R]``, the query head of each row, and whether it is one.
+      start, count: the first program of the sequence, and how many there are.
+    """
+    out_ref, lse_ref = partial_refs
+    D = out_ref.shape[2]
     lanes = jnp.arange(tiles.num_lanes(D), dtype=jnp.int32)
-    turns = jnp.arange(num_parts, dtype=jnp.int32)
+    R = heads.size
+    tile = _TILE if lanes.size <= _WIDE else _TILE // 2
+    num_at_once = max(tile // (R * lanes.size), 1)
+    turns = jnp.arange(num_at_once, dtype=jnp.int32)
 
     def fold(turn, carry):
         peak, total, out = carry
-        index = turn * num_parts + turns
-        lse = plgpu.load(
-            partial_lse_ref.at[start + index, head], mask=index < count, other=-jnp.inf
-        )
+        index = turn * num_at_once + turns
+        programs, is_read = start + index, (index < count)[:, None] & is_row[None]
+        lse = plgpu.load(lse_ref.at[programs[:, None], heads[None]], mask=is_read, other=-jnp.inf)
         partial = plgpu.load(
-            partial_out_ref.at[(start + index)[:, None], head, lanes[None]],
-            mask=(index < count)[:, None] & (lanes < D)[None],
+            out_ref.at[programs[:, None, None], heads[None, :, None], lanes[None, None]],
+            mask=is_read[:, :, None] & (lanes < D)[None, None],
             other=0.0,
         )
-        new_peak = jnp.maximum(peak, jnp.max(lse))
-        decay, weights = jnp.exp(peak - new_peak), jnp.exp(lse - new_peak)
-        out = out * decay + jnp.sum(partial * weights[:, None], axis=0)
-        return new_peak, total * decay + jnp.sum(weights), out
+        new_peak = jnp.maximum(peak, jnp.max(lse, axis=0))
+        decay, weights = jnp.exp(peak - new_peak), jnp.exp(lse - new_peak[None])
+        out = out * decay[:, None] + jnp.sum(partial * weights[:, :, None], axis=0)
+        return new_peak, total * decay + jnp.sum(weights, axis=0), out
 
-    nothing = (jnp.float32(_LOWEST), jnp.float32(0), jnp.zeros(lanes.shape, jnp.float32))
-    num_turns = tiles.divide(count + num_parts - 1, num_parts)
-    peak, total, out = lax.fori_loop(0, num_turns, fold, nothing)
+    nothing = jnp.zeros((R,), jnp.float32)
+    carry = (nothing + _LOWEST, nothing, jnp.zeros((R, lanes.size), jnp.float32))
+    num_turns = tiles.divide(count + num_at_once - 1, num_at_once)
+    peak, total, out = lax.fori_loop(0, num_turns, fold, carry)
     is_empty = total == 0
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
-    return out / jnp.where(is_empty, 1.0, total), lse
+    return out / jnp.where(is_empty, 1.0, total)[:, None], lse
