@@ -192,7 +192,8 @@ def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
 @pytest.mark.parametrize("M", [1, 700])
 def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
     text = Case("decode", "triton", B=1, M=M).lower("cuda").as_text()
-    assert text.count(KERNEL["cuda"]) == (1 if M == 1 else 2)
+    # Its parts are counted, in zeros that the kernel writes over.
+    assert ("output_operand_alias<" in text) == (M > 1)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def _decode(
     return out, lse
 
 
-def _zeros(context_lens: jax.Array, num_kv_heads: int, layer: jax.Array) -> jax.Array:
+def _zeros(context_lens: jax.Array, num_kv_heads: int, layer: int | jax.Array) -> jax.Array:
     """What the parts of each sequence and head are counted in, i32 ``[B, K]``.
 
     Not simply zeros: those of all layers would be one for XLA, of which each layer then has a copy
