@@ -27,8 +27,11 @@ from paged_jax.kernels.triton.pallas import plgpu
 # Of a large batch: parts differ in length, and those that start later fill the gaps.
 _WAVES = 3
 
-# What launching the merge costs, in loop steps of a program that has its multiprocessor for itself.
+# What counting and merging cost, in loop steps of a program that has its multiprocessor for itself.
 _MERGE_STEPS = 6
+
+# Of the programs that a device has room for, one in so many takes all of its bandwidth.
+_SATURATING = 6
 
 # Of a sequence that may keep the device waiting while all others are over: a few merges.
 _LONG_STEPS = 16
@@ -101,9 +104,9 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     bandwidth of those that are done. All parts of a small batch run at the same time, so that none
     waits for another to end; a large batch has several parts for each program that runs.
 
-    Where sequences may be divided, there is the merge to launch. A small batch is worth that if it
-    is over so much sooner, and any batch if one sequence may be so long that all others are over
-    before.
+    Where sequences may be divided, their parts are to be merged. A batch is worth that if it is over
+    so much sooner, which whole sequences that take all bandwidth are not; and any batch is if one
+    sequence may be so long that all others are over before.
 
     Args:
       batch, kv_heads: B and K.
@@ -117,7 +120,10 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     at_once = resident // kv_heads
     is_small = 2 * batch <= at_once
     num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
-    saved_steps = max_steps - math.ceil(max_steps * batch / num_parts)
+    # By the bandwidth, then by the longest program.
+    least_steps = _SATURATING * batch * kv_heads * max_steps / resident
+    longest = math.ceil(max_steps * batch / num_parts)
+    saved_steps = max(max_steps, least_steps) - max(longest, least_steps)
     is_worth_it = saved_steps > _MERGE_STEPS or max_steps > _LONG_STEPS
     return num_parts if is_worth_it and batch <= MOST_SEQUENCES else 0
 
