@@ -104,9 +104,9 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     bandwidth of those that are done. All parts of a small batch run at the same time, so that none
     waits for another to end; a large batch has several parts for each program that runs.
 
-    Where sequences may be divided, their parts are to be merged. A batch is worth that if it is over
-    so much sooner, which whole sequences that take all bandwidth are not; and any batch is if one
-    sequence may be so long that all others are over before.
+    Where sequences may be divided, their parts are to be merged. A batch is worth that if it is
+    over so much sooner, which whole sequences that take all bandwidth are not; and any batch is if
+    one sequence may be so long that all others are over before.
 
     Args:
       batch, kv_heads: B and K.
