@@ -134,7 +134,9 @@ struct Decode {
   void score_tokens(
       const float* queries, const Element** keys, int t, float scores[HEADS_][TILE]) const {
     float sums[HEADS_][TOKENS_];
-    multiply<InFloats<Type>, TOKENS_, HEADS_>(keys + t, queries, stride, D, sums);
+    const float* heads[HEADS_];
+    for (int h = 0; h < HEADS_; h++) heads[h] = queries + h * stride;
+    multiply<InFloats<Type>, TOKENS_, HEADS_>(keys + t, heads, D, sums);
     for (int h = 0; h < HEADS_; h++)
       for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
   }

@@ -24,11 +24,10 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   int K = whole.K = w->dims[3];
   whole.w = (const Form::Weight*)w->data + layer * X * N * K;
   whole.out = (float*)result(frame, 0)->data;
-  whole.x_stride = round_up(K, STEP);
   whole.divide();
   auto* products = (Product*)malloc(X * sizeof(Product));
   Inputs inputs = {};
-  if (!inputs.reserve(M, whole.x_stride) || !products) {
+  if (!inputs.reserve(M, K) || !products) {
     inputs.release();
     free(products);
     return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "grouped_linear: no memory");

@@ -15,9 +15,8 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   product.w = (const Form::Weight*)w->data + layer * N * K;
   if (IS_INT8) product.scales = (const float*)argument(frame, 3)->data + layer * N;
   product.out = (float*)result(frame, 0)->data;
-  product.x_stride = round_up(K, STEP);
   Inputs inputs = {};
-  bool has_memory = inputs.reserve(M, product.x_stride);
+  bool has_memory = inputs.reserve(M, product.K);
   if (has_memory) {
     inputs.add(product, (const float*)x->data, 0, M);
     product.divide();

@@ -32,8 +32,7 @@ struct InBfloat16 {
 // Adds the products of a step of R rows of weights and M of inputs.
 template <class Form, int R, int M>
 inline void add_step(
-    Floats total[R][M], const typename Form::Weight* const* w, const typename Form::Input* x,
-    ptrdiff_t x_stride) {
+    Floats total[R][M], const typename Form::Weight* const* w, const typename Form::Input* const* x) {
 #pragma GCC unroll 2
   for (int half = 0; half < Form::HALVES; half++) {
     decltype(Form::weights(w[0], 0)) row[R];
@@ -41,7 +40,7 @@ inline void add_step(
     for (int r = 0; r < R; r++) row[r] = Form::weights(w[r], half);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      auto input = Form::inputs(x + m * x_stride, half);
+      auto input = Form::inputs(x[m], half);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) Form::add(total[r][m], row[r], input);
     }
@@ -53,26 +52,30 @@ inline void add_step(
 // `next` on, LINES of 64 bytes in each step.
 template <class Form, int R, int M, int LINES = 0>
 inline void multiply(
-    const typename Form::Weight* const* w, const typename Form::Input* x, ptrdiff_t x_stride,
-    int count, float out[M][R], const char* next = nullptr) {
+    const typename Form::Weight* const* w, const typename Form::Input* const* x, int count,
+    float out[M][R], const char* next = nullptr) {
   using Weight = typename Form::Weight;
   // Into the second cache: in the first one, what is on its way keeps inputs from being read. One or
   // two inputs of half as many bytes are read too seldom for that. (Measured on Zen 4.)
   constexpr int LEVEL = sizeof(Weight) == 2 && M <= 2 ? 3 : 2;
   Floats total[R][M] = {};
   const Weight* row[R];
+  const typename Form::Input* input[M];
   int i = 0;
   for (; i + STEP <= count; i += STEP) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) row[r] = w[r] + i;
 #pragma GCC unroll 8
+    for (int m = 0; m < M; m++) input[m] = x[m] + i;
+#pragma GCC unroll 8
     for (int line = 0; line < LINES; line++, next += 64) __builtin_prefetch(next, 0, LEVEL);
-    add_step<Form, R, M>(total, row, x + i, x_stride);
+    add_step<Form, R, M>(total, row, input);
   }
   if (i < count) {  // nothing is read past the end of a row
     Weight last[R][STEP] = {};
     for (int r = 0; r < R; r++) row[r] = (Weight*)memcpy(last[r], w[r] + i, (count - i) * sizeof(Weight));
-    add_step<Form, R, M>(total, row, x + i, x_stride);
+    for (int m = 0; m < M; m++) input[m] = x[m] + i;
+    add_step<Form, R, M>(total, row, input);
   }
   if constexpr (R == 4 && M == 4 && LANES == 16) return sum_block(total, &out[0][0]);
 #pragma GCC unroll 8

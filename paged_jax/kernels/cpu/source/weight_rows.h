@@ -50,12 +50,11 @@ constexpr int lines(int rows, int blocks) {
 struct Product {
   const Form::Weight* w;
   const float* scales;  // of the rows of w; none for floats
-  const Form::Input* x;
-  const int64_t* places;  // of the rows of x in the result
+  const Form::Input* const* x;  // its rows
+  const int64_t* places;        // of these in the result
   float* out;
   int64_t N, M;
   int K;
-  ptrdiff_t x_stride;
   int64_t rows_of_part;
 
   // The rows of the weights in parts of equal size, which `run` takes.
@@ -74,7 +73,7 @@ struct Product {
     for (int r = 0; r < R; r++) rows[r] = w + (n + r) * K;
     float sums[M_][R];
     const char* next = (const char*)(w + (n + AHEAD) * K) + m / INPUTS * (K / STEP) * LINES * 64;
-    multiply<Form, R, M_, LINES>(rows, x + m * x_stride, x_stride, K, sums, next);
+    multiply<Form, R, M_, LINES>(rows, x + m, K, sums, next);
     for (int j = 0; j < M_; j++)
       for (int r = 0; r < R; r++)
         out[places[m + j] * N + n + r] = IS_INT8 ? sums[j][r] * scales[n + r] : sums[j][r];
@@ -147,37 +146,53 @@ void prepare(Input* to, const float* from, int count) {
   }
 }
 
+// Whether a row of x is as the products want it where it lies.
+bool is_prepared(const float* row, int count) {
+  constexpr bool IS_SAME = sizeof(Form::Input) == sizeof(float) && Type::IN_ORDER && !ROUNDS<Type>;
+  return IS_SAME && count % STEP == 0 && (uintptr_t)row % 64 == 0;
+}
+
 // Rows of x so, without those of zeros, whose results are zeros: rows of a batch that are no token.
 struct Inputs {
   Form::Input* prepared;
+  const Form::Input** rows;
   int64_t* places;  // of each among the rows of x, and of the result
   int64_t count;
 
   // Room for as many rows, where no vector of theirs crosses a cache's lines. `release` it in any case.
-  bool reserve(int64_t M, ptrdiff_t stride) {
-    size_t lines = (M * stride * sizeof *prepared + 63) / 64;
+  bool reserve(int64_t M, int K) {
+    size_t lines = (M * round_up(K, STEP) * sizeof *prepared + 63) / 64;
     prepared = (Form::Input*)aligned_alloc(64, lines * 64);
+    rows = (const Form::Input**)malloc(M * sizeof *rows);
     places = (int64_t*)malloc(M * sizeof *places);
-    return prepared && places;
+    return prepared && rows && places;
   }
 
   void release() {
     free(prepared);
+    free(rows);
     free(places);
   }
 
   // Adds rows `begin` to `end` of x to the inputs of a product, or zeros to its result.
   void add(Product& product, const float* x, int64_t begin, int64_t end) {
     int64_t first = count;
-    for (int64_t row = begin; row < end; row++) {
-      if (is_zero(x + row * product.K, product.K)) {
-        memset(product.out + row * product.N, 0, product.N * sizeof(float));
+    for (int64_t place = begin; place < end; place++) {
+      const float* row = x + place * product.K;
+      if (is_zero(row, product.K)) {
+        memset(product.out + place * product.N, 0, product.N * sizeof(float));
         continue;
       }
-      prepare(prepared + count * product.x_stride, x + row * product.K, product.K);
-      places[count++] = row;
+      if (is_prepared(row, product.K)) {
+        rows[count] = (const Form::Input*)row;
+      } else {
+        Form::Input* to = prepared + count * round_up(product.K, STEP);
+        prepare(to, row, product.K);
+        rows[count] = to;
+      }
+      places[count++] = place;
     }
-    product.x = prepared + first * product.x_stride;
+    product.x = rows + first;
     product.places = places + first;
     product.M = count - first;
   }
