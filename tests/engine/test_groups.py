@@ -7,7 +7,9 @@ smaller than prompts.
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -215,7 +217,7 @@ def test_tokens_do_not_depend_on_the_prefix_cache(models, jobs, kind) -> None:
         assert engine.stats.num_preemptions > 0, "make it happen"
 
 
-# Animals after a colour: all texts of a form of which each letter is a token.
+# Texts of a form of which each letter is a token: animals after a colour, and JSON.
 FORM = "(red|green|blue)( (dog|cat|fox)){2,5}"
 TEXTS = {
     " ".join((colour, *animals))
@@ -223,21 +225,57 @@ TEXTS = {
     for count in range(2, 6)
     for animals in itertools.product(("dog", "cat", "fox"), repeat=count)
 }
+PROPERTIES: dict[str, Any] = {
+    "hue": {"enum": ["red", "green", "blue"]},
+    "old": {"type": "boolean"},
+    "pets": {"type": "array", "items": {"enum": ["dog", "cat"]}, "minItems": 1, "maxItems": 2},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "required": list(PROPERTIES),
+    "additionalProperties": False,
+}
+JSON_TEXTS = {
+    json.dumps({"hue": hue, "old": is_old, "pets": pets})
+    for hue in PROPERTIES["hue"]["enum"]
+    for is_old in (False, True)
+    for count in (1, 2)
+    for pets in itertools.product(("dog", "cat"), repeat=count)
+}
+FORMS = [
+    (StructuredOutputsParams(regex=FORM), TEXTS),
+    (StructuredOutputsParams(json=SCHEMA), JSON_TEXTS),
+]
+
+
+def tokenizer_of_json(tiny_folder: Path, folder: Path) -> Tokenizer:
+    """That of the tiny model, which has the marks of JSON in place of others."""
+    path = save_tokenizer_for_forms(tiny_folder, folder) / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    for old, new in zip("!?.\n'", '{}[]"', strict=True):
+        fields["model"]["vocab"][new] = fields["model"]["vocab"].pop(old)
+    path.write_text(json.dumps(fields))
+    return Tokenizer.from_folder(folder)
 
 
 def check_text(
-    forward: Callable[..., np.ndarray], model: Llama, tokenizer: Tokenizer, output: Any
+    forward: Callable[..., np.ndarray],
+    model: Llama,
+    tokenizer: Tokenizer,
+    texts: set[str],
+    output: Any,
 ) -> None:
-    """Each token is the most probable one of those with which the text can still have its form."""
+    """Each token is the most probable of those with which the text can still be one of these."""
     [sample] = output.outputs
-    assert sample.finish_reason == "stop" and sample.text in TEXTS
+    assert sample.finish_reason == "stop" and sample.text in texts
     scores = forward(model, [*output.prompt_token_ids, *sample.token_ids])
     rows, text = scores[len(output.prompt_token_ids) - 1 : -1], ""
     for row, token_id in zip(rows, sample.token_ids, strict=True):
-        longer = [known for known in TEXTS if known.startswith(text) and known != text]
+        longer = [known for known in texts if known.startswith(text) and known != text]
         letters = {known[len(text)] for known in longer}
         allowed = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in letters]
-        allowed += [EOS] if text in TEXTS else []
+        allowed += [EOS] if text in texts else []
         assert token_id == allowed[int(np.argmax(row[allowed]))], text
         text += "" if token_id == EOS else tokenizer.decode([token_id])
     assert text == sample.text
@@ -260,18 +298,15 @@ def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
     # On contexts this short, which are not worth it by themselves.
     monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
     monkeypatch.setattr(cascade, "cascade_attention", trace)
-    tokenizer = Tokenizer.from_folder(save_tokenizer_for_forms(tiny_folder, tmp_path / "tokenizer"))
+    tokenizer = tokenizer_of_json(tiny_folder, tmp_path / "tokenizer")
     model = models["mixed"]
     beginning = [int(token) for token in np.random.default_rng(3).integers(3, 40, 66)]
-    form = StructuredOutputsParams(regex=FORM)
-    of_form = {"temperature": 0.0, "max_tokens": 40, "structured_outputs": form}
+    unbound = SamplingParams(**GREEDY, max_tokens=25)
+    bound = [SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=f) for f, _ in FORMS]
+    all_params = [unbound, bound[0], unbound, bound[1], unbound, bound[0], bound[1]]
     jobs = [
-        Job(
-            str(number),
-            {"prompt_token_ids": [*beginning, 3 + number]},
-            SamplingParams(**of_form if number % 2 else GREEDY | {"max_tokens": 25}),
-        )
-        for number in range(6)
+        Job(str(number), {"prompt_token_ids": [*beginning, 3 + number]}, params)
+        for number, params in enumerate(all_params)
     ]
     num_shared = []
 
@@ -294,10 +329,11 @@ def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
         assert engine.stats.num_preemptions and engine.stats.num_cached_tokens, "make it happen"
         assert bool(engine.stats.num_swap_preemptions) == (preemption == "swap")
         for job in jobs:
-            if job.params.structured_outputs:
-                check_text(forward, model, tokenizer, outputs[job.name])
-            else:
+            if job.params is unbound:
                 check_tokens(forward, model, job, outputs[job.name])
+            else:
+                texts = FORMS[bound.index(job.params)][1]
+                check_text(forward, model, tokenizer, texts, outputs[job.name])
     assert max(num_shared) == len(beginning) // engine.block_size, "make it happen"
     assert set(traced) == {0}, "the first layer of the first group"
 
