@@ -1,0 +1,222 @@
+"""What a model computes with any switches of its config, against the formulas in float64.
+
+A switch that is computed wrongly shows here in seconds. That a family has the right switches is
+seen in `test_families.py`, which takes minutes and transformers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import erf, expit, softmax
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+from tests.support.covering import all_pairs
+from tests.support.random_model import random_llama
+
+T, WINDOW, THETAS = 11, 4, (50.0, 9.0)
+SIZES: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_theta": THETAS[0],
+    "dtype": "float32",
+}
+SLIDING = {"sliding_window": WINDOW}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "norms": {
+        "pre": {},
+        "sandwich, 1 + weight": {"norm_placement": "sandwich", "norm_offset": 1.0},
+        "post": {"norm_placement": "post"},
+        "parallel, of layers": {"norm_placement": "parallel", "norm_type": "layer"},
+    },
+    "norms of q and k": {
+        "none": {},
+        "heads": {"qk_norm": True},
+        "heads, 1 + weight": {"qk_norm": True, "norm_offset": 1.0},
+        "projection": {"qk_norm": True, "qk_norm_scope": "projection"},
+    },
+    "mlp": {
+        "silu": {},
+        "gelu": {"hidden_act": "gelu"},
+        "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
+        "experts and a shared one": EXPERTS | {"shared_expert_intermediate_size": 16},
+        "experts of gpt-oss": EXPERTS
+        | {"norm_topk_prob": True, "expert_bias": True, "swiglu_limit": 0.3},
+    },
+    "scores": {
+        "plain": {},
+        "cap": {"attn_logit_softcapping": 0.8},
+        "sinks": {"attention_sinks": True},
+        "factor": {"attention_multiplier": 0.7},
+    },
+    "windows": {
+        "none": {},
+        "all": SLIDING,
+        "some": SLIDING | {"layer_types": ("full_attention", "sliding_attention")},
+    },
+    "ropes": {
+        "all": {},
+        "one": {"rope_layers": (False, True)},
+        "half": {"partial_rotary_factor": 0.5},
+        "local": {"rope_local_base_freq": THETAS[1]},
+    },
+    "biases": {"none": {}, "both": {"qkv_bias": True, "o_bias": True}},
+    "ends": {
+        "plain": {},
+        "tied": {"tie_word_embeddings": True, "embedding_multiplier": 3.0},
+        "scaled": {"logit_scale": 0.4, "residual_multiplier": 0.6},
+        "cap": {"final_logit_softcapping": 0.9},
+    },
+}
+CASES = all_pairs({factor: [*kinds] for factor, kinds in KINDS.items()})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
+def test_plain_forward_is_that_of_the_formulas(case) -> None:
+    switches: dict[str, Any] = {}
+    for factor, kind in case.items():
+        switches |= KINDS[factor][kind]
+    model = random_llama(LlamaConfig(**SIZES | switches), scale=0.4)
+    token_ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], T, np.int32)
+    expected = forward(model, token_ids)
+    assert np.std(expected) > 0.05
+    logits = model(jnp.asarray(token_ids)[None])[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5 * np.abs(expected).max())
+
+
+def forward(model: Llama, token_ids: np.ndarray) -> np.ndarray:
+    """Logits ``[T, V]``."""
+    config = model.config
+    table = _get(model, "embed_tokens")
+    x = table[token_ids] * config.embedding_multiplier
+    for index, layer in enumerate(model.layers):
+        normed = _norm(config, x, _get(layer, "input_norm"))
+        out = _attention(config, layer, index, normed)
+        if config.norm_placement == "parallel":
+            x = x + config.residual_multiplier * (out + _mlp(config, layer, normed))
+            continue
+        x = x + config.residual_multiplier * _norm(config, out, _get(layer, "attention_out_norm"))
+        out = _mlp(config, layer, _norm(config, x, _get(layer, "post_attention_norm")))
+        x = x + config.residual_multiplier * _norm(config, out, _get(layer, "mlp_out_norm"))
+    head = table if config.tie_word_embeddings else _get(model, "lm_head")
+    logits = config.logit_scale * _norm(config, x, _get(model, "norm")) @ head.T
+    return _capped(logits, config.final_logit_softcapping)
+
+
+def _get(part: Any, name: str) -> Any:
+    """A parameter in float64, or None where there is none."""
+    return np.asarray(getattr(part, name)[...], np.float64) if hasattr(part, name) else None
+
+
+def _norm(config: LlamaConfig, x: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+    if weight is None:
+        return x
+    if config.norm_type == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    return _rms_norm(config, x, weight)
+
+
+def _rms_norm(config: LlamaConfig, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    mean_square = np.square(x).mean(-1, keepdims=True)
+    return x / np.sqrt(mean_square + config.rms_norm_eps) * (config.norm_offset + weight)
+
+
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np.ndarray:
+    qkv = np.einsum("te,kgde->tkgd", x, _get(layer, "qkv_proj"))
+    if config.qkv_bias:
+        qkv += _get(layer, "qkv_bias")
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    if config.qk_norm:
+        is_whole = config.qk_norm_scope == "projection"
+        q, k = (
+            _rms_norm(config, heads.reshape(T, -1), weight.reshape(-1)).reshape(heads.shape)
+            if is_whole
+            else _rms_norm(config, heads, weight)
+            for heads, weight in ((q, _get(layer, "q_norm")), (k, _get(layer, "k_norm")))
+        )
+    window = config.windows[index]
+    if not config.rope_layers or config.rope_layers[index]:
+        is_local = window is not None and config.rope_local_base_freq is not None
+        q, k = (_rotate(config, heads, THETAS[is_local]) for heads in (q, k))
+    scale = config.attention_multiplier or config.head_dim**-0.5
+    scores = _capped(scale * np.einsum("tkgd,nkd->kgtn", q, k), config.attn_logit_softcapping)
+    for token in range(T):
+        scores[:, :, token, token + 1 :] = -np.inf
+        if window is not None:
+            scores[:, :, token, : max(token + 1 - window, 0)] = -np.inf
+    if config.attention_sinks:
+        sinks = _get(layer, "sinks").reshape(*scores.shape[:2], 1, 1)
+        scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
+    out = np.einsum("kgtn,nkd->tkgd", softmax(scores, axis=-1)[..., :T], v)
+    out = out.reshape(T, -1) @ _get(layer, "o_proj").T
+    return out + _get(layer, "o_bias") if config.o_bias else out
+
+
+def _rotate(config: LlamaConfig, heads: np.ndarray, theta: float) -> np.ndarray:
+    """Heads ``[T, ..., D]``, the first pairs ``(x[i], x[i + D / 2])`` of each."""
+    half = config.head_dim // 2
+    num_rotated = int(config.head_dim * config.partial_rotary_factor)
+    pairs = np.arange(half)
+    frequencies = np.where(2 * pairs < num_rotated, theta ** (-2 * pairs / num_rotated), 0)
+    turns = np.exp(1j * np.arange(T)[:, None] * frequencies)
+    turned = (heads[..., :half] + 1j * heads[..., half:]) * turns.reshape(
+        T, *(1,) * (heads.ndim - 2), half
+    )
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": lambda x: x * expit(x),
+    "gelu": lambda x: x * (1 + erf(x / np.sqrt(2))) / 2,
+    "gelu_pytorch_tanh": lambda x: x * expit(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)),
+}
+
+
+def _mlp(config: LlamaConfig, layer: Any, x: np.ndarray) -> np.ndarray:
+    act = ACTIVATIONS[config.hidden_act]
+    out = np.zeros_like(x)
+    if config.dense_intermediate_size:
+        gate, up = np.einsum("te,gfe->gtf", x, _get(layer, "gate_up_proj"))
+        out = (act(gate) * up) @ _get(layer, "down_proj").T
+    if not config.num_experts:
+        return out
+    if config.dense_intermediate_size:
+        out = out * expit(x @ _get(layer, "shared_expert_gate").T)
+    return out + np.stack([_experts(config, layer, row) for row in x])
+
+
+def _experts(config: LlamaConfig, layer: Any, row: np.ndarray) -> np.ndarray:
+    """What the chosen experts make of one token ``[E]``."""
+    logits = _get(layer, "router") @ row
+    if config.expert_bias:
+        logits = logits + _get(layer, "router_bias")
+    chosen = np.argsort(-logits)[: config.num_experts_per_tok]
+    weights = softmax(logits[chosen]) if config.norm_topk_prob else softmax(logits)[chosen]
+    total = np.zeros_like(row)
+    for expert, weight in zip(chosen, weights, strict=True):
+        gate, up = _get(layer, "experts_gate_up_proj")[expert] @ row
+        if config.expert_bias:
+            gate, up = np.stack([gate, up]) + _get(layer, "experts_gate_up_bias")[expert]
+        if (limit := config.swiglu_limit) is None:
+            hidden = ACTIVATIONS[config.hidden_act](gate) * up
+        else:
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            hidden = (up + 1) * gate * expit(config.swiglu_alpha * gate)
+        out = _get(layer, "experts_down_proj")[expert] @ hidden
+        total += weight * (
+            out + _get(layer, "experts_down_bias")[expert] if config.expert_bias else out
+        )
+    return total
