@@ -76,11 +76,19 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    "phi3 of which half of a head rotates, with a window": Case(
+    # All sequences are longer than the original context, so that transformers rotates by the long
+    # factors, too.
+    "phi3 with longrope of half a head, and a window": Case(
         "phi3",
         {
             "sliding_window": WINDOW,
-            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 8.0, 64.0],
+            },
         },
     ),
     "olmo2": Case("olmo2"),
@@ -196,7 +204,9 @@ VARIANTS = {
         "gemma3_text",
         {"head_dim": 16, "sliding_window": WINDOW, "tie_word_embeddings": False},
     ),
-    "phi3 without a window": Case("phi3"),
+    "phi3 of which half of a head rotates, without a window": Case(
+        "phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    ),
     "olmo2 with a head a query": Case("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
     "olmo3 with windows alone": Case("olmo3", {"sliding_window": WINDOW}),
     "smollm3 with windows": Case(
