@@ -20,6 +20,10 @@ _NEUTRAL: Mapping[str, Any] = {
     "quantization_config": None,
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
+    # Of Cohere's files; transformers does not read them.
+    "use_parallel_block": True,
+    "use_gated_activation": True,
+    "rotary_pct": 1,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "attention_multiplier": None,

@@ -237,6 +237,9 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
                 ("granite", "mlp_bias", True, None),
                 ("glm4", "sliding_window", 8, None),
                 ("cohere2", "use_qk_norm", True, None),
+                ("cohere2", "use_parallel_block", False, None),
+                ("cohere2", "use_gated_activation", False, None),
+                ("cohere2", "rotary_pct", 0.25, None),
             )
         ],
     ],
