@@ -8,7 +8,7 @@ import pytest
 
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import Footprint, GroupFootprint, record_bytes
-from paged_jax.engine.memory_plan import make_plan
+from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
 from paged_jax.plan import as_dict, as_text
@@ -104,6 +104,20 @@ def test_plan_names_groups_in_plain_words() -> None:
     uniform = make_plan(dataclasses.replace(GEMMA, layer_types=(), sliding_window=None),
                         141 * 10**9, "gpu", max_model_len=32768)  # fmt: skip
     assert "groups" not in as_dict(uniform, [32768]) and "layers" not in as_text(uniform, [32768])
+
+
+@pytest.mark.parametrize("length", [512, 2048, 32768])
+def test_sequences_that_fit_run_at_once_if_there_are_slots(length) -> None:
+    """Pools of windows are as large as slots can use, of which the first plan has two."""
+
+    def plan_of(num_slots: int) -> MemoryPlan:
+        return make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768, max_num_seqs=num_slots)
+
+    plan = plan_of(2)
+    num_paged = plan.num_paged(length)
+    assert plan.num_running(length) == 2 < plan.num_contiguous < num_paged
+    # More slots take memory by themselves, and for the logits of a step.
+    assert 0.9 * num_paged < plan_of(num_paged).num_running(length) <= num_paged
 
 
 def test_attention_reads_no_more_than_windows() -> None:

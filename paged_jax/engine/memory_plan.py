@@ -98,14 +98,23 @@ class MemoryPlan:
         return self.num_devices * self.shard.num_key_value_heads // self.config.num_key_value_heads
 
     def num_paged(self, length: int) -> int:
-        """Sequences of so many tokens that the pool holds while none shares a block."""
+        """Sequences of so many tokens for whose blocks there is memory while none shares a block.
+
+        If there are as many slots: pools of layers with a window are no larger than slots can use.
+        """
         footprint, block_size = self.footprint, self.sizes.block_size
-        sizes = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
-        return min(size // group.num_held(length, block_size) for group, size in sizes)
+        taken = sum(
+            (group.block + group.overhead) * group.num_held(length, block_size)
+            for group in footprint.groups
+        )
+        return (self.memory - footprint.fixed) // taken
 
     def num_running(self, length: int) -> int:
         """Sequences of so many tokens that an engine runs at once."""
-        return min(self.num_paged(length), self.sizes.num_slots)
+        footprint, block_size = self.footprint, self.sizes.block_size
+        pools = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
+        held = (size // group.num_held(length, block_size) for group, size in pools)
+        return min(self.sizes.num_slots, *held)
 
 
 def make_plan(
