@@ -17,7 +17,7 @@ from paged_jax.server.explanations import explanation
 from paged_jax.server.messages import as_messages, num_chars
 from paged_jax.server.records import RequestRecord
 from paged_jax.server.service import Client, Service
-from paged_jax.server.token_texts import TokenTexts
+from paged_jax.server.token_texts import TokenTexts, prompt_texts
 from paged_jax.server.tool_calls import ToolUse, no_tools
 
 
@@ -196,14 +196,15 @@ class CompletionAnswer(OpenAiAnswer):
             )
             texts = self._texts.setdefault(key, self._token_texts(output))
             if self.body.echo and is_first:
-                asked = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-                rows = zip(output.prompt_token_ids, asked, strict=True)
-                count = self.body.logprobs or 0
-                rows = ((each, _top(each, row, count)) for each, row in rows)
-                self._add_tokens(logprobs, rows, texts, offset)
-            rows = zip(delta.token_ids, delta.logprobs, strict=True)
+                ids = output.prompt_token_ids
+                asked, count = output.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0
+                rows = zip(self._prompt_texts(prompt, output), ids, asked, strict=True)
+                rows = ((text, each, _top(each, row, count)) for text, each, row in rows)
+                offset = self._add_tokens(logprobs, rows, offset)
             # Text may be held back, as the beginning of a stop string: tokens count their own.
-            offset = self._add_tokens(logprobs, rows, texts, offset + len(echoed))
+            pushed = map(texts.push, delta.token_ids)
+            rows = zip(pushed, delta.token_ids, delta.logprobs, strict=True)
+            offset = self._add_tokens(logprobs, rows, offset)
             if delta.sample.finish_reason is not None and logprobs["tokens"]:
                 logprobs["tokens"][-1] += texts.finish()
         self._offsets[key] = offset
@@ -219,21 +220,30 @@ class CompletionAnswer(OpenAiAnswer):
         )
 
     def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
-        given, tokenizer = self.prompts()[prompt], self.service.tokenizer
-        if isinstance(given, str):
-            return given
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
+        given = self.prompts()[prompt]
+        return given if isinstance(given, str) else "".join(self._prompt_texts(prompt, output))
+
+    def _prompt_texts(self, prompt: int, output: RequestOutput) -> list[str]:
+        given = self.prompts()[prompt]
+        return prompt_texts(
+            self.service.tokenizer,
+            given if isinstance(given, str) else output.prompt_token_ids,
+            add_special_tokens=self.body.add_special_tokens is not False,
+            skip_special_tokens=self._skips_special,
+        )
+
+    @property
+    def _skips_special(self) -> bool:
+        return self.body.skip_special_tokens is not False
 
     def _token_texts(self, output: RequestOutput) -> TokenTexts:
-        before = [] if self.body.echo else output.prompt_token_ids
-        skips = self.body.skip_special_tokens is not False
-        return TokenTexts(self.service.tokenizer, before, skip_special_tokens=skips)
+        before = output.prompt_token_ids
+        return TokenTexts(self.service.tokenizer, before, skip_special_tokens=self._skips_special)
 
     def _add_tokens(
         self,
         logprobs: schemas.CompletionLogprobs,
-        rows: Iterable[tuple[int, dict[int, Logprob] | None]],
-        texts: TokenTexts,
+        rows: Iterable[tuple[str, int, dict[int, Logprob] | None]],
         offset: int,
     ) -> int:
         """Add tokens with their candidates, of which the first one of a prompt has none.
@@ -241,8 +251,8 @@ class CompletionAnswer(OpenAiAnswer):
         Returns:
           The offset of the next token.
         """
-        for token_id, candidates in rows:
-            token, top, logprob = texts.push(token_id), None, None
+        for token, token_id, candidates in rows:
+            top, logprob = None, None
             if candidates is not None:
                 logprob = finite(candidates[token_id].logprob)
                 # Tokens that are parts of characters have one text: the chosen one must stay.

@@ -1,6 +1,7 @@
 """The server, through a real socket: what it answers, and what it refuses."""
 
 import base64
+import functools
 import json
 import re
 import threading
@@ -171,15 +172,21 @@ def test_openai_stream_with_usage(client) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens == sum(counts.values())
 
 
-def test_openai_logprobs_and_echo(client) -> None:
-    choice = client.completions.create(
-        model="tiny", prompt="the cat", max_tokens=3, temperature=0, logprobs=2, echo=True
-    ).choices[0]
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("prompt", ["the cat", "<s>the</s> cat", [0, 5, 0, 6], [5]])
+def test_openai_logprobs_and_echo(client, prompt, skip_special_tokens) -> None:
+    ask = functools.partial(
+        client.completions.create, model="tiny", prompt=prompt, max_tokens=3, temperature=0,
+        echo=True, extra_body={"skip_special_tokens": skip_special_tokens},
+    )  # fmt: skip
+    choice = ask(logprobs=2).choices[0]
     logprobs = choice.logprobs
-    assert choice.text.startswith("the cat")
+    assert choice.text == ask().choices[0].text
+    assert isinstance(prompt, list) or choice.text.startswith(prompt)
     assert logprobs.token_logprobs[0] is None and all(x <= 0 for x in logprobs.token_logprobs[1:])
-    # The text is that of the tokens; a start token has none.
-    assert "".join(logprobs.tokens) == choice.text and logprobs.tokens[0] == ""
+    # The text is that of the tokens; a start token that nobody wrote has none.
+    assert "".join(logprobs.tokens) == choice.text
+    assert isinstance(prompt, list) or logprobs.tokens[0] == ""
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(token)
     chosen = logprobs.token_logprobs[-1]

@@ -148,6 +148,11 @@ class Tokenizer:
         [encoded] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Where the characters of each token begin and end in a text; nowhere for what is added."""
+        [encoded] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoded.offsets
+
     def decode(
         self,
         token_ids: Sequence[int],
