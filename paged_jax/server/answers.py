@@ -22,6 +22,9 @@ from paged_jax.server.service import Client, Service
 # The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+# Fields of bodies that have a prompt, and those that ask for a form.
+_PROMPTS = ("messages", "prompt_token_ids", "prompt")
+_FORMS = ("structured_outputs", "tools", "response_format")
 # Fields of a body that are also fields of `SamplingParams`, with the same meaning.
 _PARAMS = [
     field.name
@@ -66,6 +69,11 @@ class Answer(ABC):
         """The prompts, as text or token ids. It may take a while, so it is called in a thread."""
 
     @property
+    def prompt_field(self) -> str:
+        """The field of the body that has the prompt."""
+        return self._given(_PROMPTS)
+
+    @property
     def num_prompts(self) -> int:
         """Number of prompts."""
         return 1
@@ -81,6 +89,11 @@ class Answer(ABC):
         return self.body.structured_outputs is not None
 
     @property
+    def form_field(self) -> str:
+        """The field of the body that asks for a form, if one does."""
+        return self._given(_FORMS)
+
+    @property
     def num_samples(self) -> int:
         """Samples to draw of each prompt."""
         return self.body.n or 1
@@ -94,6 +107,11 @@ class Answer(ABC):
     def longest_prompt(self) -> int:
         """Most tokens of a prompt: it may fill the context if no token is to follow."""
         return self.service.max_model_len - (self.max_tokens != 0)
+
+    def _given(self, names: Sequence[str]) -> str:
+        """The first of some fields that the body gives; the last if it gives none."""
+        given = (name for name in names if getattr(self.body, name, None) is not None)
+        return next(given, names[-1])
 
     def params(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body gives."""

@@ -33,6 +33,7 @@ def check_beams(answer: Answer) -> None:
     for name, value in answer.params().items():
         neutral = getattr(plain, name)
         if name not in _SHARED and value != neutral:
+            name = answer.form_field if name == "structured_outputs" else name
             raise _refusal(name, "null" if neutral in (None, ()) else f"null or {neutral}")
     for name in ("stream", "timeout", "explain"):
         if getattr(answer.body, name):

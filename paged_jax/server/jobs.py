@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
+from paged_jax.checks import ArgumentError
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.service import Service
@@ -41,8 +43,7 @@ def make_job(answer: Answer) -> Job:
         token_ids = [_encode(answer, prompt) for prompt in answer.prompts()]
         params = _bounded(service, params, token_ids)
         if params.structured_outputs is not None:
-            # Here, where streams need not wait for it; the engine finds it.
-            service.grammars.compile(params.structured_outputs)
+            _compile(answer, params.structured_outputs)
     except ValueError as error:
         raise bad_request(error) from None
     options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}
@@ -53,6 +54,14 @@ def make_job(answer: Answer) -> Job:
     return Job(token_ids, params, _cache_salt(answer), options)
 
 
+def _compile(answer: Answer, form: StructuredOutputsParams) -> None:
+    """Make the grammar here, where streams need not wait for it; the engine finds it."""
+    try:
+        answer.service.grammars.compile(form)
+    except ArgumentError as error:
+        raise ArgumentError(error.function, error.problem, answer.form_field) from None
+
+
 def check_sizes(answer: Answer) -> None:
     """Refuse what is too much at a glance, before prompts are tokenized.
 
@@ -60,13 +69,13 @@ def check_sizes(answer: Answer) -> None:
       ApiError: the body exceeds a limit, or a prompt the model's context.
     """
     body, limits = answer.body, answer.service.limits
-    limits.check("max_prompts", answer.num_prompts, param="the number of prompts")
+    limits.check("max_prompts", answer.num_prompts, "prompt", what="the number of prompts")
     given = "n" if answer.num_samples == (body.n or 1) else "best_of"
-    limits.check("max_n", answer.num_samples, param=given)
+    limits.check("max_n", answer.num_samples, given)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    limits.check("max_stop", len(stop), param="the number of stop strings")
+    limits.check("max_stop", len(stop), "stop", what="the number of stop strings")
     longest = max(map(len, stop), default=0)
-    limits.check("max_stop_chars", longest, param="the length of a stop string")
+    limits.check("max_stop_chars", longest, "stop", what="the length of a stop string")
     _check_chars(answer)
 
 
@@ -85,7 +94,7 @@ def _too_long(answer: Answer, found: str) -> ApiError:
         # Clients know this error by OpenAI's first sentence.
         f"This model's maximum context length is {context} tokens. The prompt must have at most "
         f"{longest}{room}, got {found}.",
-        param="prompt",
+        param=answer.prompt_field,
         code="context_length_exceeded",
     )
 
@@ -93,7 +102,7 @@ def _too_long(answer: Answer, found: str) -> ApiError:
 def _sampling_params(answer: Answer) -> SamplingParams:
     service, params = answer.service, answer.params()
     for name in ("logprobs", "prompt_logprobs"):
-        service.limits.check("max_logprobs", params.get(name), param=name)
+        service.limits.check("max_logprobs", params.get(name), name)
     recommended = service.tokenizer.sampling_defaults if service.tokenizer else {}
     return SamplingParams(**{**(recommended or answer.unrecommended), **params})
 
@@ -111,7 +120,7 @@ def _bounded(service: Service, params: SamplingParams, prompts: list[list[int]])
             params = dataclasses.replace(params, max_tokens=most)
         count += per_token * sum(min(most, each) for each in room)
     product = "n times the tokens times the log-probabilities of each"
-    limits.check("max_answer_logprobs", count, param=product)
+    limits.check("max_answer_logprobs", count, None, what=product)
     return params
 
 
@@ -127,8 +136,12 @@ def _encode(answer: Answer, prompt: str | list[int]) -> list[int]:
             raise ApiError(400, "the model has no tokenizer. Send token ids.")
         adds = answer.body.add_special_tokens is not False
         prompt = service.tokenizer.encode(prompt, add_special_tokens=adds)
-    limits = service.limits
-    limits.check("max_prompt_tokens", len(prompt), param="the number of prompt tokens")
+    limits, last = service.limits, service.vocab_size - 1
+    if (most := max(prompt, default=0)) > last:
+        name = answer.prompt_field
+        raise ApiError(400, f"{name} must hold token ids in 0..{last}, got {most}.", param=name)
+    what = "the number of prompt tokens"
+    limits.check("max_prompt_tokens", len(prompt), answer.prompt_field, what=what)
     if len(prompt) > answer.longest_prompt:
         raise _too_long(answer, str(len(prompt)))
     return prompt

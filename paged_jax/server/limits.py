@@ -63,20 +63,29 @@ class Limits:
                     f"Limits: {name} must be at most {most}, got {getattr(self, name)}."
                 )
 
-    def check(self, name: str, value: int | None, *, param: str, status: int = 400) -> None:
+    def check(
+        self,
+        name: str,
+        value: int | None,
+        param: str | None,
+        *,
+        what: str | None = None,
+        status: int = 400,
+    ) -> None:
         """Raise an `ApiError` that names the limit if a value exceeds it.
 
         Args:
           name: the name of the limit.
           value: what the request asks for; None is within any limit.
-          param: the name of the value in the message.
+          param: the field that is wrong; None if it is no single one.
+          what: the name of the value in the message; by default that of the field.
           status: the HTTP status of the error.
         """
         most = getattr(self, name)
         if value is not None and value > most:
             raise ApiError(
                 status,
-                f"{param} must be at most {most} ({name}), got {value}.",
+                f"{what or param} must be at most {most} ({name}), got {value}.",
                 param=param,
                 code=f"{name}_exceeded",
             )

@@ -40,13 +40,13 @@ async def _read(service: Service, request: Request) -> bytes:
     limits = service.limits
     declared = request.headers.get("content-length", "")
     parts, size = [], int(declared) if declared.isdecimal() else 0
-    limits.check("max_body_bytes", size, param="the size of the body", status=413)
+    limits.check("max_body_bytes", size, None, what="the size of the body", status=413)
     try:
         async with asyncio.timeout(limits.body_timeout):
             size = 0
             async for part in request.stream():
                 size += len(part)
-                limits.check("max_body_bytes", size, param="the size of the body", status=413)
+                limits.check("max_body_bytes", size, None, what="the size of the body", status=413)
                 parts.append(part)
     except TimeoutError:
         raise ApiError(

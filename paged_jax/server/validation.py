@@ -24,6 +24,14 @@ _UNSUPPORTED = {
     "store": "be null or false, as this server stores no answers",
     "service_tier": 'be null, "auto" or "default", as this server has one tier',
 }
+# Fields that may have several forms.
+_FORMS = {
+    "prompt": "be a text, a list of texts, token ids, or a list of token ids of each prompt, "
+    "none of them empty",
+    "stop": "be a text or a list of texts, none of them empty",
+    "tool_choice": 'be "none", "auto", "required" or {"type": "function", "function": '
+    '{"name": NAME}}',
+}
 
 
 def of_validation(error: ValidationError) -> ApiError:
@@ -41,8 +49,12 @@ def of_validation(error: ValidationError) -> ApiError:
     places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
     place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]
     param = ".".join(map(str, place)) or None
-    message = ", or ".join(dict.fromkeys(each["msg"] for each in same))
-    message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
+    messages = list(dict.fromkeys(each["msg"] for each in same))
+    if len(messages) > 1 and place and place[0] in _FORMS:
+        message, param = f"{place[0]} must {_FORMS[place[0]]}.", str(place[0])
+    else:
+        message = ", or ".join(messages)
+        message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
     return ApiError(400, message, param=param, code=first["type"])
 
 

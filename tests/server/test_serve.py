@@ -397,10 +397,13 @@ def test_openai_errors(client) -> None:
     ("body", "message"),
     [
         ({"prompt": ""}, "prompt"),
-        ({"prompt": 5}, "prompt: .*valid string, or .*valid array"),
-        ({"prompt": []}, "prompt"),
+        ({"prompt": 5}, "prompt must be a text, a list of texts, token ids, or a list of token"),
+        ({"prompt": ["a", 5]}, "prompt must be a text"),
+        ({"prompt": []}, "prompt must .* none of them empty"),
         ({"prompt": [3, -1]}, "prompt"),
-        ({"prompt": [3, 1000]}, "must hold integers in 0..42"),
+        ({}, "prompt: Field required."),
+        ({"prompt": "a", "stop": 5}, "stop must be a text or a list of texts"),
+        ({"prompt": [3, 1000]}, "prompt must hold token ids in 0..42, got 1000."),
         ({"prompt": "a" * 100}, "maximum context length is 64 tokens.* got 101"),
         ({"prompt": ["a"] * 5}, "number of prompts must be at most 4 .max_prompts"),
         ({"prompt": "a", "n": 4}, "max_n"),
@@ -434,6 +437,8 @@ def test_mistakes_are_named(server, body, message) -> None:
             body = {**body, "stream": stream}
         error = error_of(server.post("/v1/completions", body), 400)
         assert re.search(message, error["message"]), error
+        # The parameter is a field, where it is a single one.
+        assert (error["param"] or "prompt").split(".")[0] in {*body, "prompt"}
 
 
 @pytest.mark.parametrize(

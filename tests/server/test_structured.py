@@ -109,12 +109,22 @@ def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
             "structured_outputs",
             "structured_outputs cannot be had: Invalid type: strin",
         ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "strin"}},
+                }
+            },
+            "response_format",
+            "response_format cannot be had: Invalid type: strin",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of json, "),
         ({"structured_outputs": {"choice": []}, "use_beam_search": True}, "choice", "list of one"),
         (
             {"response_format": {"type": "json_object"}, "use_beam_search": True},
-            "structured_outputs",
-            "be null with use",
+            "response_format",
+            "response_format must be null with use",
         ),
         ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "Did you mean regex?"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "Input should be 'text', "),
