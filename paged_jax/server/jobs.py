@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from paged_jax.checks import ArgumentError
+from paged_jax.models.text.grammar import Grammar
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.server.answers import Answer
@@ -21,12 +22,14 @@ class Job:
       params: the sampling parameters of all prompts.
       cache_salt: the salt of the client's API key, joined to the client's own.
       options: further keyword arguments of `AsyncEngine.generate`.
+      grammar: that of the form which the text must have; while it is held, the engine finds it.
     """
 
     prompts: list[list[int]]
     params: SamplingParams
     cache_salt: str
     options: dict[str, Any]
+    grammar: Grammar | None = None
 
 
 def make_job(answer: Answer) -> Job:
@@ -42,8 +45,8 @@ def make_job(answer: Answer) -> Job:
         params = _sampling_params(answer)
         token_ids = [_encode(answer, prompt) for prompt in answer.prompts()]
         params = _bounded(service, params, token_ids)
-        if params.structured_outputs is not None:
-            _compile(answer, params.structured_outputs)
+        form = params.structured_outputs
+        grammar = None if form is None else _compile(answer, form)
     except ValueError as error:
         raise bad_request(error) from None
     options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}
@@ -51,13 +54,13 @@ def make_job(answer: Answer) -> Job:
         options["priority"] = _priority(service, body.priority)
     if body.timeout is not None:
         options["timeout"] = body.timeout
-    return Job(token_ids, params, _cache_salt(answer), options)
+    return Job(token_ids, params, _cache_salt(answer), options, grammar)
 
 
-def _compile(answer: Answer, form: StructuredOutputsParams) -> None:
-    """Make the grammar here, where streams need not wait for it; the engine finds it."""
+def _compile(answer: Answer, form: StructuredOutputsParams) -> Grammar:
+    """Make the grammar here, where streams need not wait for it."""
     try:
-        answer.service.grammars.compile(form)
+        return answer.service.grammars.compile(form)
     except ArgumentError as error:
         raise ArgumentError(error.function, error.problem, answer.form_field) from None
 

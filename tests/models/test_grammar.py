@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import weakref
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -63,6 +65,7 @@ def is_person(text: str) -> bool:
     ("form", "has_form"),
     [
         ({"regex": "(red|green) [0-9]{2,4}!?"}, re.compile("(red|green) [0-9]{2,4}!?").fullmatch),
+        ({"choice": [f"{index}" for index in range(3000)]}, lambda text: int(text) < 3000),
         ({"choice": ["yes", 'per"haps\n', "caf\u00e9"]}, ["yes", 'per"haps\n', "caf\u00e9"].count),
         ({"grammar": 'start: "a" b\nb: /[xyz]/ | "(" b ")"'}, re.compile(r"a\(*[xyz]\)*").match),
         ({"json": PERSON}, is_person),
@@ -194,6 +197,52 @@ def test_a_form_that_cannot_be_had_is_refused_with_the_reason(grammars, form, re
     with pytest.raises(ArgumentError, match=re.escape(reason)) as refusal:
         grammars.compile(_form(**form))
     assert refusal.value.field == "structured_outputs" and "\n" not in str(refusal.value)
+
+
+_NAMES = [f"r{index}" for index in range(5000)]
+_CHAINS = {
+    "rules": {"grammar": "start: r0\n" + "".join(f"{a}: {b}\n" for a, b in pairwise(_NAMES))},
+    "references": {
+        "json": {
+            "$ref": "#/$defs/r0",
+            "$defs": {a: {"$ref": f"#/$defs/{b}"} for a, b in pairwise(_NAMES[:3500])},
+        }
+    },
+}
+_CHAINS["rules"]["grammar"] += f'{_NAMES[-1]}: "z"'
+_CHAINS["references"]["json"]["$defs"]["r3499"] = {"const": "z"}
+
+
+@pytest.mark.parametrize("name", _CHAINS)
+def test_deep_forms_do_not_end_the_process(start, tokenizer, name) -> None:
+    # Of any thread: other servers call from threads with the least of stacks.
+    cursor = start(**_CHAINS[name])
+    assert tokenizer.decode(walk(cursor, np.random.default_rng(0))) in ("z", '"z"')
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"regex": "a?" * 10_000}, "too big"),  # once 200 MB
+        ({"regex": "(a{1000}){1000}"}, "too many expressions"),
+        ({"grammar": "start: a\n" + "//" * 2**16}, "must have at most 131072 characters, got "),
+        ({"json": '{"items":' * 900 + "{}" + "}" * 900}, "nested too deeply"),
+    ],
+)
+def test_forms_that_take_too_much_are_refused(grammars, form, reason) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        grammars.compile(_form(**form))
+
+
+def test_long_forms_are_kept_while_they_are_used(tokenizer) -> None:
+    grammars = Grammars(tokenizer, V, [EOS])
+    forms = [_form(regex="a" * 5000 + str(index)) for index in range(12)]
+    used = grammars.compile(forms[0])
+    kept = [weakref.ref(grammars.compile(form)) for form in forms]
+    assert [each() is not None for each in kept] == [True] + [False] * 3 + [True] * 8
+    assert grammars.compile(forms[0]) is used
+    short = [weakref.ref(grammars.compile(_form(regex=f"a{index}"))) for index in range(80)]
+    assert [each() is not None for each in short] == [False] * 16 + [True] * 64
 
 
 def test_a_model_that_cannot_follow_refuses(tokenizer, tiny_folder, monkeypatch) -> None:

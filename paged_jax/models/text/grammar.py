@@ -5,8 +5,11 @@ The work is llguidance's, of the extra ``structured``. Here its matchers follow 
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,9 +22,19 @@ from paged_jax.sampling.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Grammars that are kept for the requests that come next.
-_NUM_KEPT = 64
+T = TypeVar("T")
+
+# Grammars that are kept for the requests that come next, and how many of them may have a source
+# of more characters than most: they can take a hundred megabytes each.
+_NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
+# Characters of a form. llguidance calls itself for each rule or reference within another, with up
+# to 500 bytes of stack for each character, and ends the process where the stack ends.
+_MAX_CHARS = 2**17
+_STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
+# Of llguidance's default a twentieth: 10,000 optional letters in a row take 200 MB.
+_LEXER_FUEL = 50_000
 _PLAIN = SamplingParams()
+_STACK_LOCK = threading.Lock()
 # How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
 # So the names of properties are forced; and models that know no way on cannot fill the context with
 # white space.
@@ -45,31 +58,51 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._compiled = functools.lru_cache(_NUM_KEPT)(self._compile)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        # And those that a request has, so that the engine finds what was compiled before it came.
+        self._alive = weakref.WeakValueDictionary[StructuredOutputsParams, Grammar]()
 
     def compile(self, form: StructuredOutputsParams) -> "Grammar":
         """Make a grammar of the form that a request asks for, or find it.
 
         Raises:
-          ArgumentError: there is no such grammar, with llguidance's reason; or the model has no
-            tokenizer or no end token, or llguidance is not installed.
+          ArgumentError: there is no such grammar, with llguidance's reason, or it is too large; or
+            the model has no tokenizer or no end token, or llguidance is not installed.
 
         Cost: milliseconds, seconds for a large schema; the first call reads the vocabulary, too.
         """
-        # Without a lock: what takes seconds for one must not hold up who finds theirs.
-        return self._compiled(form)
+        grammar = self._alive.get(form)
+        if grammar is None:
+            # Without the lock: what takes seconds for one must not hold up who finds theirs.
+            grammar = self._compile(form)
+        with self._lock:
+            self._keep(form, grammar)
+        return grammar
+
+    def _keep(self, form: StructuredOutputsParams, grammar: "Grammar") -> None:
+        self._alive[form] = self._kept[form] = grammar
+        self._kept.move_to_end(form)
+        long = [each for each, kept in self._kept.items() if kept.num_chars > _LONG]
+        if len(long) > _NUM_LONG:
+            del self._kept[long[0]]
+        if len(self._kept) > _NUM_KEPT:
+            self._kept.popitem(last=False)
 
     def _compile(self, form: StructuredOutputsParams) -> "Grammar":
         tokenizer = self._ll_tokenizer
-        from llguidance import LLMatcher
-
+        num_chars = len(form.json or form.regex or form.grammar or "")
+        num_chars += sum(map(len, form.choice or ()))
+        if num_chars > _MAX_CHARS:
+            raise _refusal(f"must have at most {_MAX_CHARS} characters, got {num_chars}.")
+        stack = _STACK_PER_CHAR * num_chars + _LEAST_STACK
         try:
-            matcher = LLMatcher(tokenizer, _source(form), log_level=0)
+            matcher = _with_stack(stack, lambda: _matcher(tokenizer, form))
+        except RecursionError:
+            raise _refusal("cannot be had: it is nested too deeply") from None
         except ValueError as error:
             raise _refusal(f"cannot be had: {_reason(error)}") from None
-        if matcher.is_error():
-            raise _refusal(f"cannot be had: {_reason(matcher.get_error())}")
-        return Grammar(matcher, self._eos_token_ids)
+        return Grammar(matcher, self._eos_token_ids, num_chars)
 
     @functools.cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
@@ -102,11 +135,13 @@ class Grammar:
     Args:
       matcher: the matcher of llguidance before the first token.
       eos_token_ids: tokens that end a text.
+      num_chars: characters of its source.
     """
 
-    def __init__(self, matcher: "LLMatcher", eos_token_ids: list[int]):
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: list[int], num_chars: int):
         self._matcher = matcher
         self.eos_token_ids = eos_token_ids
+        self.num_chars = num_chars
 
     def start(self) -> "LLMatcher":
         """A matcher before the first token."""
@@ -218,6 +253,54 @@ class GrammarCursor:
             words[:] = rest
 
 
+def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
+    """A matcher of the form, of which the first token can be told.
+
+    Raises:
+      ValueError: there is none.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+    matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=limits)
+    first = matcher
+    if not matcher.is_error():  # some are found to be too large only here
+        first = matcher.deep_copy()
+        first.consume_tokens(first.compute_ff_tokens())
+    if not (first.is_error() or first.is_stopped()):
+        first.compute_bitmask()
+    if first.is_error():
+        raise ValueError(first.get_error())
+    return matcher
+
+
+def _with_stack(size: int, function: Callable[[], T]) -> T:
+    """Return ``function()``, called in a thread with so many bytes of stack.
+
+    They are addresses: memory is taken where they are used.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    with _STACK_LOCK:
+        before = threading.stack_size(size)
+        try:
+            thread = threading.Thread(target=run, name="paged_jax grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
 def _source(form: StructuredOutputsParams) -> str:
     """What llguidance compiles."""
     from llguidance import LLMatcher
@@ -227,7 +310,9 @@ def _source(form: StructuredOutputsParams) -> str:
     if form.grammar is not None:
         return LLMatcher.grammar_from_lark(form.grammar)
     if form.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+        # As one terminal: a rule may have no more than 2,000 that can come next.
+        texts = " | ".join(map(json.dumps, form.choice))
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     schema = {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_LAYOUT)
 
