@@ -59,7 +59,7 @@ async def complete(
     with contextlib.ExitStack() as stack:
         num_samples = answer.num_prompts * answer.num_samples
         stack.enter_context(service.admit(num_samples, client, is_stream=bool(body.stream)))
-        size = math.inf if answer.has_form else answer.num_chars
+        size = math.inf if answer.has_form else answer.record.size(answer.num_chars)
         job = await service.encode(request.receive, size, lambda: make_job(answer))
         if body.stream:
             events = _events(service, answer, job)

@@ -7,10 +7,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from paged_jax.server.errors import ApiError
+from paged_jax.server.records import RECORD
 from paged_jax.server.service import Service
 from paged_jax.server.validation import of_validation
 
 B = TypeVar("B", bound=BaseModel)
+
+# Bytes of a body that is checked in ten milliseconds, whatever it holds.
+_AT_ONCE = 2**15
 
 
 async def receive(service: Service, request: Request, body_type: type[B]) -> B:
@@ -25,8 +29,15 @@ async def receive(service: Service, request: Request, body_type: type[B]) -> B:
       ApiError: the body is not JSON, has a mistake, or is too long or too slow.
       ClientDisconnect: the client has left.
     """
+    content = await _read(service, request)
+    request.scope[RECORD].num_bytes = len(content)
     try:
-        return body_type.model_validate_json(await _read(service, request))
+        if len(content) <= _AT_ONCE:
+            return body_type.model_validate_json(content)
+        # Many at a time would be checked before the next event of a stream is sent.
+        return await service.encode(
+            request.receive, len(content), lambda: body_type.model_validate_json(content)
+        )
     except ValidationError as error:
         raise of_validation(error) from None
 

@@ -18,6 +18,8 @@ RECORD = "paged_jax.record"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Ids need not be secret: the system's random numbers would cost a call of it for each request.
 _NUMBERS = random.Random()
+# Bytes of a body in which nothing takes longer than its characters tell.
+_FEW_BYTES = 2**12
 # Methods that metrics tell apart: a client may send any word.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -36,6 +38,7 @@ class RequestRecord:
       is_complete: whether all of the answer was sent.
       seconds: from the arrival to the end of the answer.
       error_code, error: of an answer that is an error.
+      num_bytes: bytes of the body.
     """
 
     request_id: str
@@ -49,6 +52,7 @@ class RequestRecord:
     seconds: float = 0.0
     error_code: str | None = None
     error: str | None = None
+    num_bytes: int = 0
     _outputs: dict[int, RequestOutput] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
@@ -60,6 +64,13 @@ class RequestRecord:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         name = given if is_given else f"{_NUMBERS.getrandbits(64):016x}"
         return cls(name, is_given, method, path)
+
+    def size(self, num_chars: int) -> int:
+        """How much there is to encode: characters, or bytes where there are many of them.
+
+        Of a thousand messages without a character, as well.
+        """
+        return num_chars if self.num_bytes <= _FEW_BYTES else max(num_chars, self.num_bytes)
 
     def note_output(self, prompt: int, output: RequestOutput) -> None:
         """Take the newest output of one of the request's prompts."""

@@ -11,6 +11,7 @@ from paged_jax.server import bodies, schemas
 from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.messages import as_messages, num_chars
 from paged_jax.server.receiving import receive
+from paged_jax.server.records import RECORD
 from paged_jax.server.responses import json_response
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
@@ -106,6 +107,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 async def _encoded(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
     """Call a function where prompts are tokenized. It counts as load, as a request does."""
+    size = request.scope[RECORD].size(size)
     with service.admit(1, request.scope[CLIENT], is_stream=False):
         try:
             return await service.encode(request.receive, size, function)

@@ -13,7 +13,7 @@ import pytest
 
 from paged_jax import Engine
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.server import Limits, Settings, service
+from paged_jax.server import Limits, Settings, bodies, service
 from tests.support.live_server import LiveServer, check_error, read_answer, wait_until
 from tests.support.tiny_model import SIZES, save_tiny_model
 
@@ -407,6 +407,41 @@ def test_short_prompts_do_not_wait_for_long_ones(server, monkeypatch) -> None:
         assert server.post("/generate", {"prompt": "ab", "max_tokens": 2}).status_code == 200
         may_end.set()
         assert read_answer(connection)[0] == 200
+
+
+def test_small_bodies_do_not_wait_while_large_ones_are_checked(server, monkeypatch) -> None:
+    """Nor streams: of twenty that were checked at once each took a quarter of a second."""
+    may_end, check = threading.Event(), bodies.GenerateBody.model_validate_json
+
+    def slow(content):
+        assert len(content) < 2**15 or may_end.wait(30)
+        return check(content)
+
+    monkeypatch.setattr(bodies.GenerateBody, "model_validate_json", slow)
+    large = json.dumps({"prompt": "ab", "max_tokens": 2, "cache_salt": "a" * 2**15}).encode()
+    with streams_beside(server), contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(post(large))
+        assert server.post("/generate", {"prompt": "ab", "max_tokens": 2}).status_code == 200
+        may_end.set()
+        assert [read_answer(connection)[0] for connection in connections] == [200] * 3
+
+
+def test_chats_are_as_large_as_their_bodies(server, monkeypatch) -> None:
+    """Those of a thousand messages without a character are written in a thread, too."""
+    sizes, encode = [], server.service.encode
+
+    def spy(receive, size, function):
+        sizes.append(size)
+        return encode(receive, size, function)
+
+    monkeypatch.setattr(server.service, "encode", spy)
+    for count in (2, 1000):
+        messages = [{"role": "user", "content": ""}] * count
+        body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
+        server.send(post(body, "/v1/chat/completions"))
+        assert sizes[-1] == (0 if count == 2 else len(body))
 
 
 def test_the_last_of_equal_keys_counts(server) -> None:
