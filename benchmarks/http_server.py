@@ -61,7 +61,8 @@ GOALS = tuple(
     for name in (STREAMING, WHOLE)
 )
 _RATIOS = ("ratios_to_engine", "cpu_ratios_to_engine", "server_cpu_ratios_to_engine")
-_SERVER_LOG_LINE = re.compile(r"Serving on (\S+)")
+# It listens first, and is ready when it has compiled.
+_READY = re.compile(r"Serving on (\S+).* ready: ", re.DOTALL)
 _CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
 # What a client has got: when, after the start of the run, and which bytes.
@@ -240,7 +241,7 @@ def server_process(arguments: list[str]) -> Iterator[str]:
     """A server that has compiled all that it may need; yields its URL.
 
     Raises:
-      ValueError: it did not begin to serve.
+      ValueError: it did not get ready.
     """
     command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -249,13 +250,13 @@ def server_process(arguments: list[str]) -> Iterator[str]:
         try:
             for line in process.stderr:
                 log += line
-                if found := _SERVER_LOG_LINE.search(line):
+                if found := _READY.search(log):
                     # A line for each request: a pipe that nobody reads would stop the server.
                     threading.Thread(target=process.stderr.read, daemon=True).start()
                     yield found[1]
                     break
             else:
-                raise ValueError(f"the server must begin, got: {log[-500:]}")
+                raise ValueError(f"the server must get ready, got: {log[-500:]}")
         finally:
             process.terminate()
 
