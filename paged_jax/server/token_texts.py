@@ -89,7 +89,7 @@ def split_text(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
 
     Example:
       >>> split_text("a  é.", [(0, 0), (0, 1), (3, 4), (3, 4), (4, 5)])
-      ['', 'a', '', '  é', '.']
+      ['', 'a', '  ', 'é', '.']
     """
     parts, done = [""] * len(offsets), 0
     places = [(index, *each) for index, each in enumerate(offsets) if each[0] < each[1]]
