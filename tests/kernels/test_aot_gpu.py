@@ -55,11 +55,12 @@ def results(request) -> dict[str, Any]:
     return {name: program for half in halves for name, program in half.items()}
 
 
-def assert_fits(program: dict[str, Any]) -> None:
+def assert_fits(program: dict[str, Any], spilled_bytes: int = 16) -> None:
     for kernel in program["kernels"]:
         # The assembler may put a number or two aside around a loop, which costs nothing, to be left
         # with registers for one program more on a multiprocessor.
-        assert kernel["spills_in_loops"] == 0 and kernel["spilled_bytes"] <= 16, kernel
+        assert kernel["spills_in_loops"] == 0, kernel
+        assert kernel["spilled_bytes"] <= spilled_bytes, kernel
     for launch in program["launches"]:
         assert launch["shared_memory_bytes"] <= MAX_SHARED_MEMORY_BYTES, launch
 
@@ -82,7 +83,8 @@ def test_decode_compiles_for_h200(results, name) -> None:
     # Before it, what programs count in is made zero, for all layers of a step at once.
     assert [launch["name"] for launch in program["launches"]][-1:] == ["paged_decode"]
     assert len(program["launches"]) <= 2, program["launches"]
-    assert_fits(program)
+    # A few numbers of its part, too, which the merge behind the loop needs.
+    assert_fits(program, spilled_bytes=40)
     assert_reads_well(program, GPU_DECODE[name])
     # Partial results of the parts; never anything of the size of the context.
     assert program["temporary_bytes"] <= 0.001 * GPU_DECODE[name].pool_bytes
