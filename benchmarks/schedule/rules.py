@@ -19,7 +19,7 @@ from paged_jax.kernels.triton.schedule import Schedule, choose_num_parts, find_p
 STEP_TOKENS = 64
 """Tokens of a loop step of the kernel in half precision, at 128 lanes."""
 
-MERGED_AT_ONCE = 8
+MERGED_AT_ONCE = 16
 """Parts that the kernel reads at once to merge them, of 4 heads of 128 lanes."""
 
 PARTITION = 512

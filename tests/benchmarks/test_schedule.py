@@ -84,8 +84,8 @@ def test_seconds_counts_the_merge_of_many_parts() -> None:
     call = Call(lengths, 64 * 40, kv_heads=1, head_dim=1)
     machine = SMALL._replace(num_cores=40)
     plain = simulate(machine._replace(start=1.5 + 0.75), np.full(40, 64 * 4))
-    # The last program merges 40 parts, 8 at a time.
-    assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 5)
+    # The last program merges 40 parts, 16 at a time.
+    assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 3)
     # Five partitions of 512 tokens are merged in a launch of its own, in two turns.
     plain = simulate(machine, np.full(5, 512 * 4))
     assert rules.seconds(call, rules.partitions, machine) == pytest.approx(plain + 2 + 3 + 1)

@@ -180,8 +180,8 @@ def _attend_kernel(
         def _():
             G = q_ref.shape[1] // pools.num_kv_heads
             rows = jnp.arange(tiles.num_rows(G), dtype=jnp.int32)
-            start = program - part.index
-            out, lse = merge_parts(partial_refs, *_heads(head, G, rows), start, part.count)
+            start, dtype = program - part.index, tiles.operand_dtype(q_ref.dtype, pool_dtype)
+            out, lse = merge_parts(partial_refs, *_heads(head, G, rows), start, part.count, dtype)
             _store(refs, part.sequence, source, (out,), lse)
 
 
