@@ -24,7 +24,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   int K = whole.K = w->dims[3];
   whole.w = (const Form::Weight*)w->data + layer * X * N * K;
   whole.out = (float*)result(frame, 0)->data;
-  whole.divide();
+  whole.divide(num_threads(frame));
   auto* products = (Product*)malloc(X * sizeof(Product));
   Inputs inputs = {};
   if (!inputs.reserve(M, K) || !products) {
@@ -42,7 +42,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
     row += count;
   }
   memset(whole.out + row * N, 0, (M - row) * N * sizeof(float));
-  Products all = {products, whole.num_parts()};
+  Products all = {products, whole.num_parts};
   in_parallel(frame, all, num_products * all.parts_of_each);
   inputs.release();
   free(products);

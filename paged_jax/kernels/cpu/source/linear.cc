@@ -19,8 +19,8 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   bool has_memory = inputs.reserve(M, product.K);
   if (has_memory) {
     inputs.add(product, (const float*)x->data, 0, M);
-    product.divide();
-    in_parallel(frame, product, product.num_parts());
+    product.divide(num_threads(frame));
+    in_parallel(frame, product, product.num_parts);
   }
   inputs.release();
   if (has_memory) return nullptr;

@@ -55,15 +55,20 @@ struct Product {
   float* out;
   int64_t N, M;
   int K;
-  int64_t rows_of_part;
+  int64_t num_parts;
 
-  // The rows of the weights in parts of equal size, which `run` takes.
-  void divide() {
-    constexpr int MULTIPLE = 12;  // of all numbers of rows of a block
-    rows_of_part = round_up(PART_BYTES / (K * sizeof *w) + 1, MULTIPLE);
+  // Parts of about PART_BYTES, as many for each thread.
+  void divide(int64_t num_threads) {
+    num_parts = (N * K * sizeof *w + PART_BYTES - 1) / PART_BYTES;
+    if (num_parts > 1) num_parts = (num_parts + num_threads - 1) / num_threads * num_threads;
   }
 
-  int64_t num_parts() const { return (N + rows_of_part - 1) / rows_of_part; }
+  // Where a part begins among the rows of the weights. Parts differ by one block at most.
+  int64_t first_row(int64_t part) const {
+    constexpr int BLOCK = LANES == 16 ? 4 : 12;  // a multiple of ROWS and ROWS_OF_ONE
+    int64_t row = part * ((N + BLOCK - 1) / BLOCK) / num_parts * BLOCK;
+    return row < N ? row : N;
+  }
 
   // Weights n to n + R, inputs m to m + M_.
   template <int R, int M_, int LINES>
@@ -101,7 +106,7 @@ struct Product {
   }
 
   void run(int64_t part) {
-    int64_t first = part * rows_of_part, last = first + rows_of_part < N ? first + rows_of_part : N;
+    int64_t first = first_row(part), last = first_row(part + 1);
     for (int64_t m = 0; m < M; m += CHUNK) {
       int64_t n = first, end = m + CHUNK < M ? m + CHUNK : M;
       if (end - m == 1)
