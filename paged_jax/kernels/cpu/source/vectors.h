@@ -75,21 +75,22 @@ inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth
   return SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
 }
 
-// The sums of a block of 4 x 4 vectors, out[m][r] that of vectors[r][m]. A block of short rows takes as
+// The sums of a block of 16 vectors, out[m][r] that of vectors[r][m]. A block of short rows takes as
 // long to be summed up as to be multiplied, so what is added is shuffled together, four at a time.
 template <int R, int M>
 inline void sum_block(const Floats (&vectors)[R][M], float* out) {
 #if defined(__AVX512F__)
+  static_assert(R * M == 16);
+  auto vector = [&](int place) { return (__m512)vectors[place % R][place / R]; };  // of `out`
   __m512 row[4];
 #pragma GCC unroll 4
-  for (int r = 0; r < 4; r++) {  // halves of four vectors, then their quarters
-    __m512 a = (__m512)vectors[r][0], b = (__m512)vectors[r][1];
-    __m512 c = (__m512)vectors[r][2], d = (__m512)vectors[r][3];
+  for (int i = 0; i < 4; i++) {  // halves of four vectors, then their quarters
+    __m512 a = vector(i), b = vector(4 + i), c = vector(8 + i), d = vector(12 + i);
     __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
     __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
-    row[r] = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+    row[i] = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
   }
-  // Quarter m of each row is what is left of vectors[r][m]: as in `sum_four`.
+  // A quarter of a row is what is left of a vector, and of all rows of four: as in `sum_four`.
   __m512 ab = _mm512_shuffle_ps(row[0], row[1], 0x44) + _mm512_shuffle_ps(row[0], row[1], 0xee);
   __m512 cd = _mm512_shuffle_ps(row[2], row[3], 0x44) + _mm512_shuffle_ps(row[2], row[3], 0xee);
   store(out, (Floats)(_mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xdd)));
