@@ -197,6 +197,29 @@ def test_decode_of_a_sequence_does_not_depend_on_the_batch(dtype) -> None:
             np.testing.assert_array_equal(a[0], others[b])
 
 
+@pytest.mark.parametrize("dtype", [F32, INT8], ids=str)
+def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_on_chunks(dtype) -> None:
+    """Bitwise: alone and among others, at once and in pieces; the diagonal cuts tiles anywhere."""
+    lengths, num_queries = [150, 64, 33, 0, 1], [70, 64, 1, 0, 1]
+    batch = PagedBatch.random(lengths, dtype=dtype)
+    q = queries((len(lengths), 70, 6, 16))
+    together = batch.prefill(q, num_queries, backend="cpu")
+    alone = batch.rows(np.array([1])).prefill(q[1:2], [64], backend="cpu")
+    for a, others in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(a[0, :64], others[1, :64])
+    shorter = dataclasses.replace(batch.rows(np.array([0])), lengths=np.array([127], np.int32))
+    for a, whole in zip(shorter.prefill(q[:1], [47], backend="cpu"), together, strict=True):
+        np.testing.assert_array_equal(a[0, :47], whole[0, :47])
+        assert np.isfinite(whole[0]).all()
+
+
+def test_prefill_of_more_heads_than_a_part_has_rows() -> None:
+    batch, q = PagedBatch.random([9, 40], K=1), queries((2, 12, 70, 16))
+    got, want = batch.prefill(q, [9, 12], backend="cpu"), batch.expected_prefill(q, [9, 12])
+    for a, exact in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_decode_has_the_gradients_of_xla() -> None:
     batch, q = PagedBatch.random([9, 20, 0]), queries((3, 4, 16))
     arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
@@ -227,6 +250,7 @@ def problem(**changes) -> Problem:
 
 def test_choose_backend_says_why() -> None:
     assert choose_backend(problem(), "cpu").backend == "cpu"
+    assert choose_backend(problem(op="prefill"), "cpu").backend == "cpu"
     choice = choose_backend(problem(op="write"), "cpu")
     assert choice == ("xla", "cpu leaves write to XLA")
     wide = problem(sizes=(("D", 640),))

@@ -20,7 +20,7 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
 )
-from paged_jax.kernels.cpu import decode as _decode
+from paged_jax.kernels.cpu import attention
 from paged_jax.kernels.cpu.grouped_linear import copies_groups, grouped_linear
 from paged_jax.kernels.cpu.linear import (
     copies_weights,
@@ -47,25 +47,25 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Cpu:
-    """The backend ``"cpu"``; chunks of prompt, writes and copies are left to XLA."""
+    """The backend ``"cpu"``; writes and copies are left to XLA."""
 
     platform: ClassVar[str | None] = "cpu"
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the kernel cannot do what is asked, or None if it can."""
-        return None if problem.op == "prefill" else _decode.refusal(problem)
+        return attention.refusal(problem)
 
     def unavailable(self, problem: Problem) -> str | None:
         """Why the kernel cannot be had on this machine; it is compiled now if it can."""
-        return None if problem.op == "prefill" else _decode.unavailable(problem)
+        return attention.unavailable(problem)
 
     def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """One query for each sequence."""
-        return _decode.decode(args, options)
+        return attention.decode(args, options)
 
     def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """A chunk of queries for each sequence, by XLA: products of many rows."""
-        return xla.prefill(args, options)
+        """A chunk of queries for each sequence."""
+        return attention.prefill(args, options)
 
     def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
         """Single queries by the kernel, chunks by XLA."""

@@ -46,7 +46,7 @@ ELEMENTS: dict[Any, str] = {
 }
 
 
-Op = Literal["decode", "linear", "grouped_linear"]
+Op = Literal["decode", "prefill", "linear", "grouped_linear"]
 
 
 class Kernel(NamedTuple):

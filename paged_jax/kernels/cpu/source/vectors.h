@@ -66,6 +66,15 @@ inline float sum(Floats vector) {
   return (part[0] + part[2]) + (part[1] + part[3]);
 }
 
+inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+
+inline float largest(Floats vector) {
+  float each[LANES], peak = vector[0];
+  store(each, vector);
+  for (int i = 1; i < LANES; i++) peak = each[i] > peak ? each[i] : peak;
+  return peak;
+}
+
 // The sums of four vectors.
 inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth) {
   Quarter a = add_quarters(first), b = add_quarters(second);

@@ -1,8 +1,9 @@
-"""Decode by the kernel of `source/decode.cc`."""
+"""Attention by the kernels of `source/decode.cc` and `source/prefill.cc`."""
 
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,12 @@ from paged_jax.kernels.cpu.calls import call
 from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, load
 from paged_jax.kernels.cpu.self_test import attributes_of
 
-# What the kernel has room for on its stack (MAX_D).
+# What the kernels have room for on their stack (MAX_D).
 _MAX_HEAD_DIM = 512
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why the kernel cannot do what is asked, or None if it can."""
+    """Why the kernels cannot do what is asked, or None if they can."""
     if problem["D"] > _MAX_HEAD_DIM:
         return f"its head dimension is at most {_MAX_HEAD_DIM}, not {problem['D']}"
     dtype = jnp.dtype(problem.pool_dtype)
@@ -29,12 +30,25 @@ def refusal(problem: Problem) -> str | None:
 
 def unavailable(problem: Problem) -> str | None:
     """Why the kernel cannot be had in this process; it is compiled now if it can."""
-    return load(Kernel("decode", jnp.dtype(problem.pool_dtype))).why_not
+    op = "prefill" if problem.op == "prefill" else "decode"
+    return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Attend with one query for each sequence."""
+    return _attend("decode", args, options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attend with a chunk of queries for each sequence, causally."""
+    return _attend("prefill", args, options)
+
+
+def _attend(
+    op: Literal["decode", "prefill"], args: AttentionArgs, options: Options
+) -> tuple[jax.Array, jax.Array]:
     pools, sinks = args.pools, args.sinks
     # Of pages, keys and values are one array.
     arrays = (pools.kv, pools.kv) if isinstance(pools, Pages) else (pools.k, pools.v)
@@ -44,16 +58,19 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
         operands += [pools.k_scale, pools.v_scale]
     if sinks is not None:
         operands.append(sinks.astype(jnp.float32))
-    kernel = Kernel("decode", pools.dtype)
-    plain = _Plain(options, pools.is_quantised, sinks is not None, isinstance(pools, Pages))
-    out, lse = call(kernel, plain, tuple(operands), plain.attributes())
+    if args.query_lens is not None:
+        operands.append(args.query_lens)
+    is_interleaved = isinstance(pools, Pages)
+    plain = _Plain(op, options, pools.is_quantised, sinks is not None, is_interleaved)
+    out, lse = call(Kernel(op, pools.dtype), plain, tuple(operands), plain.attributes())
     return (out * options.value_scale).astype(args.q.dtype), lse
 
 
 @dataclass(frozen=True)
 class _Plain:
-    """The same over the kernel's operands, in plain JAX."""
+    """The same over a kernel's operands, in plain JAX."""
 
+    op: Literal["decode", "prefill"]
     options: Options
     has_scales: bool
     has_sinks: bool
@@ -72,8 +89,10 @@ class _Plain:
         )
 
     def __call__(self, q, k, v, block_tables, context_lens, layer, *rest):
-        scales = rest[:2] if self.has_scales else (None, None)
-        sinks = rest[-1] if self.has_sinks else None
+        rest = list(rest)
+        scales = (rest.pop(0), rest.pop(0)) if self.has_scales else (None, None)
+        sinks = rest.pop(0) if self.has_sinks else None
         pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
-        args = AttentionArgs(q, pools, block_tables, context_lens, None, sinks, layer)
-        return xla.decode(args, dataclasses.replace(self.options, value_scale=1.0))
+        args = AttentionArgs(q, pools, block_tables, context_lens, *rest or [None], sinks, layer)
+        attend = xla.decode if self.op == "decode" else xla.prefill
+        return attend(args, dataclasses.replace(self.options, value_scale=1.0))

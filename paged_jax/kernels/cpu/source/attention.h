@@ -1,0 +1,219 @@
+// What attention of single queries and of chunks share: where tokens lie in the pools, and a running
+// softmax (Milakov and Gimelshein, 2018) into which a tile of tokens after the other is folded. A tile
+// is a list of addresses, and its tokens may lie in any blocks.
+#pragma once
+
+#include "frame.h"
+#include "products.h"
+
+namespace {
+
+using Type = ELEMENT;  // of the pools: the compiler is told which
+using Element = Type::Element;
+
+constexpr int TILE = 32;         // tokens
+constexpr int ROWS = 4;          // queries that meet a tile together
+constexpr float LOWEST = -1e30f;  // finite, for differences
+
+struct Tile {
+  int count;
+  int64_t rows[TILE];  // of its tokens: D numbers of a key or a value each, and a scale
+};
+
+// Which tokens of a tile a query sees.
+struct Seen {
+  int begin, end;
+};
+
+struct Attention {
+  const Element *k, *v;
+  const float *k_scale, *v_scale, *sinks;
+  const int32_t *tables, *lengths;
+  int64_t P, K, C, M, lanes, layer;
+  int64_t block_step, head_step, token_step;  // rows from one to the next
+  int H, G, D, stride, window;                // window and soft_cap: 0 for none
+  float scale, soft_cap;
+
+  // Reads the operands that both kernels have, of queries [..., H, D]; returns the place of the next one.
+  int read(XLA_FFI_CallFrame* frame) {
+    const XLA_FFI_Buffer *q = argument(frame, 0), *keys = argument(frame, 1);
+    const XLA_FFI_Buffer *values = argument(frame, 2), *table = argument(frame, 3);
+    k = (const Element*)keys->data;
+    v = (const Element*)values->data;
+    tables = (const int32_t*)table->data;
+    M = table->dims[1];
+    lengths = (const int32_t*)argument(frame, 4)->data;
+    layer = *(const int32_t*)argument(frame, 5)->data;
+    int next = 6;
+    if (attribute<int32_t>(frame, "has_scales")) {
+      k_scale = (const float*)argument(frame, next++)->data;
+      v_scale = (const float*)argument(frame, next++)->data;
+    }
+    if (attribute<int32_t>(frame, "has_sinks")) sinks = (const float*)argument(frame, next++)->data;
+    if (attribute<int32_t>(frame, "is_interleaved")) {  // [P, C, 2 * K, D], given as both
+      P = keys->dims[0], C = keys->dims[1], K = keys->dims[2] / 2, lanes = keys->dims[3];
+      v += lanes;
+      head_step = 2, token_step = 2 * K;
+      block_step = C * token_step;
+    } else {  // [L, P, K, C, lanes]
+      P = keys->dims[1], K = keys->dims[2], C = keys->dims[3], lanes = keys->dims[4];
+      token_step = 1, head_step = C;
+      block_step = K * head_step;
+    }
+    H = q->dims[q->rank - 2], D = q->dims[q->rank - 1];
+    G = H / K;
+    stride = round_up(D, STEP);
+    scale = attribute<float>(frame, "scale");
+    soft_cap = attribute<float>(frame, "soft_cap");
+    window = attribute<int32_t>(frame, "sliding_window");
+    return next;
+  }
+
+  // The numbers of a softmax in progress: peak, total, and sum of values.
+  int state_size() const { return 2 + stride; }
+
+  void start(float* state, float peak, float total) const {
+    memset(state, 0, state_size() * sizeof *state);
+    state[0] = peak;
+    state[1] = total;
+  }
+
+  bool has_sink(int h) const { return sinks && sinks[h] != -__builtin_inff(); }
+
+  // The tile that begins with a token, empty at the end.
+  Tile find(const int32_t* table, int64_t head, int token, int end) const {
+    Tile tile = {};
+    if (token < end) tile.count = end - token < TILE ? end - token : TILE;
+    int64_t column = token / C, offset = token % C;
+    for (int i = 0; i < tile.count; column++, offset = 0) {
+      int64_t block = table[column];
+      block = block < 0 ? 0 : block < P ? block : P - 1;  // what is no block must not end the process
+      int64_t first = (layer * P + block) * block_step + head * head_step;
+      for (; offset < C && i < tile.count; offset++) tile.rows[i++] = first + offset * token_step;
+    }
+    return tile;
+  }
+
+  // Folds a tile into the softmaxes of the first ROWS of `left` queries, each of which sees a part of it,
+  // while the next tile, if there is one, is fetched from memory.
+  template <int ROWS_ = ROWS>
+  void fold_rows(
+      int left, const float* queries, const Tile& tile, const Seen* seen, const Tile* next,
+      float* state) const {
+    if (left >= ROWS_) return fold<ROWS_>(queries, tile, seen, next, state);
+    if constexpr (ROWS_ > 1) fold_rows<ROWS_ - 1>(left, queries, tile, seen, next, state);
+  }
+
+  template <int ROWS_>
+  void fold(
+      const float* queries, const Tile& tile, const Seen* seen, const Tile* next, float* state) const {
+    float weights[ROWS_][TILE], rescale[ROWS_];
+    score<ROWS_>(queries, tile, next, weights);
+    for (int h = 0; h < ROWS_; h++) {
+      float* softmax = state + h * state_size();
+      rescale[h] = weigh(weights[h], tile, seen[h], softmax[0], softmax[1]);
+    }
+    for (int d = 0; d < stride; d += STEP) {
+      if (D - d >= STEP)
+        add_values<ROWS_, true>(weights, rescale, tile, next, d, state + 2 + d);
+      else
+        add_values<ROWS_, false>(weights, rescale, tile, next, d, state + 2 + d);
+    }
+  }
+
+  // Into the second cache: in the first one, what is on its way keeps others waiting.
+  static void fetch(const Element* numbers, int count) {
+    for (int i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(numbers + i, 0, 2);
+  }
+
+  // Scores of a tile; LOWEST past its tokens.
+  template <int ROWS_>
+  void score(
+      const float* queries, const Tile& tile, const Tile* next, float scores[ROWS_][TILE]) const {
+    const Element* keys[TILE];
+    for (int t = 0; t < tile.count; t++) keys[t] = k + tile.rows[t] * lanes;
+    constexpr int TOKENS = (LANES == 16 ? 16 : 8) / (ROWS_ == 3 ? 4 : ROWS_);
+    int t = 0;
+    for (; t + TOKENS <= tile.count; t += TOKENS) {
+      for (int i = t; next && i < t + TOKENS; i++) fetch(k + next->rows[i] * lanes, D);
+      score_tokens<ROWS_, TOKENS>(queries, keys, t, scores);
+    }
+    for (; t < tile.count; t++) score_tokens<ROWS_, 1>(queries, keys, t, scores);
+    for (; t < TILE; t++)
+      for (int h = 0; h < ROWS_; h++) scores[h][t] = LOWEST;
+  }
+
+  template <int ROWS_, int TOKENS_>
+  void score_tokens(
+      const float* queries, const Element** keys, int t, float scores[ROWS_][TILE]) const {
+    float sums[ROWS_][TOKENS_];
+    const float* heads[ROWS_];
+    for (int h = 0; h < ROWS_; h++) heads[h] = queries + h * stride;
+    multiply<InFloats<Type>, TOKENS_, ROWS_>(keys + t, heads, D, sums);
+    for (int h = 0; h < ROWS_; h++)
+      for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
+  }
+
+  // Turns the scores of a tile into weights of its values, relative to the new peak; returns what
+  // weights relative to the old one are multiplied by. What is not seen weighs nothing.
+  float weigh(float* weights, const Tile& tile, Seen seen, float& peak, float& total) const {
+    if (seen.begin >= seen.end) {
+      memset(weights, 0, TILE * sizeof *weights);
+      return 1;
+    }
+    if (k_scale)
+      for (int t = 0; t < tile.count; t++) weights[t] *= k_scale[tile.rows[t]];
+    if (soft_cap != 0)
+      for (int t = 0; t < TILE; t += LANES)
+        store(weights + t, soft_cap * hyperbolic_tangent(load<Floats>(weights + t) / soft_cap));
+    for (int t = 0; t < seen.begin; t++) weights[t] = LOWEST;
+    for (int t = seen.end; t < TILE; t++) weights[t] = LOWEST;
+    float old_peak = peak;
+    Floats peaks = fill(peak);
+    for (int t = 0; t < TILE; t += LANES) peaks = larger(peaks, load<Floats>(weights + t));
+    peak = largest(peaks);
+    Floats sums = {};
+    for (int t = 0; t < TILE; t += LANES) {
+      Floats weight = exponential(load<Floats>(weights + t) - peak);
+      store(weights + t, weight);
+      sums += weight;
+    }
+    float rescale = exponential(fill(old_peak - peak))[0];
+    total = total * rescale + sum(sums);
+    if (v_scale)
+      for (int t = 0; t < tile.count; t++) weights[t] *= v_scale[tile.rows[t]];
+    return rescale;
+  }
+
+  // Adds a step of the weighted values of a tile to the sums of a few heads.
+  template <int ROWS_, bool IS_WHOLE>
+  void add_values(
+      const float weights[ROWS_][TILE], const float* rescale, const Tile& tile, const Tile* next,
+      int d, float* sums) const {
+    Floats total[ROWS_][2];
+#pragma GCC unroll 8
+    for (int h = 0; h < ROWS_; h++)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++)
+        total[h][half] = load<Floats>(sums + h * state_size() + half * LANES) * rescale[h];
+    for (int t = 0; t < tile.count; t++) {
+      if (next) fetch(v + next->rows[t] * lanes + d, STEP);
+      const Element* values = v + tile.rows[t] * lanes + d;
+      Element last[STEP] = {};
+      if (!IS_WHOLE) values = (Element*)memcpy(last, values, (D - d) * sizeof *values);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        Floats value = Type::half(values, half);
+#pragma GCC unroll 8
+        for (int h = 0; h < ROWS_; h++) add_product(total[h][half], value, fill(weights[h][t]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < ROWS_; h++)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++)
+        store(sums + h * state_size() + half * LANES, total[h][half]);
+  }
+};
+
+}  // namespace
