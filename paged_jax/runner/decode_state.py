@@ -14,6 +14,7 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
+from paged_jax.runner.compiler import jit_for
 from paged_jax.sampling import Constraints, SamplingParams, SlotSampling
 
 
@@ -142,8 +143,10 @@ def assign(state: DecodeState, assignments: Sequence[Assignment]) -> DecodeState
     parts = _Parts(
         state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
     )
+    platform = next(iter(state.token_ids.devices())).platform
+    write = jit_for(platform, _write_rows, donate_argnums=0)
     for start in range(0, len(rows), _WIDTH):
-        parts = _write_rows(parts, _stacked(rows[start : start + _WIDTH], state.num_slots))
+        parts = write(parts, _stacked(rows[start : start + _WIDTH], state.num_slots))
     return DecodeState(
         cache=state.cache,
         sampling=parts.sampling,
@@ -209,7 +212,6 @@ def _stacked(rows: list[_Parts], num_slots: int) -> _Parts:
     return jax.tree.map(lambda *values: np.stack(values), *rows)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
     slots = rows.sampling.slot
     others = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), parts[1:], rows[1:])

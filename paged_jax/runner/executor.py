@@ -15,6 +15,7 @@ from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state, warmup
 from paged_jax.runner.bounds import Bounds
 from paged_jax.runner.caller import Caller
+from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.decode_state import Assignment, DecodeState
 from paged_jax.runner.decoding import num_free_in_others
 from paged_jax.runner.heap import give_back_freed_memory
@@ -131,19 +132,14 @@ class Executor:
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
-        division = self.weights.division
-        make = functools.partial(
-            _empty_state,
-            self.weights.config,
-            self.sizes,
-            self.num_blocks,
-            self._cache_dtype,
-            self._device.platform,
-        )
+        division, platform = self.weights.division, self._device.platform
+        shape = self.weights.config, self.sizes, self.num_blocks, self._cache_dtype, platform
         if division is None:
+            make = jit_for(platform, _empty_state, static_argnums=tuple(range(len(shape))))
             with jax.default_device(self._device):
-                return jax.device_put(make(), self._device)
+                return jax.device_put(make(*shape), self._device)
         # What is made on one device would have to fit there.
+        make = functools.partial(_empty_state, *shape)
         places = division.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=places)()
 
@@ -325,7 +321,6 @@ class Executor:
 
 
 # One program: made one by one, arrays leave a program each behind, with what it was compiled from.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _empty_state(
     config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
 ) -> DecodeState:

@@ -34,6 +34,7 @@ from paged_jax.kernels import Pools
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.calls import exporting_for_here
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import (
@@ -41,7 +42,6 @@ from paged_jax.runner.programs import (
     Call,
     Scores,
     Structure,
-    compiler_options,
 )
 
 _PACKAGE = Path(__file__).parents[1]
@@ -106,8 +106,9 @@ class LoweredPrograms:
             leaves, result = exported.call(weights, leaves, args)
             return jax.tree.unflatten(tree, leaves), result
 
-        program.__name__ = name = call.program.__name__
-        options = compiler_options(self._structure, name)
+        program.__name__ = call.program.__name__
+        structure = self._structure
+        options = compiler_options(structure.platform, is_unrolled=not structure.is_scanned)
         return jax.jit(program, donate_argnums=1, compiler_options=options)
 
 

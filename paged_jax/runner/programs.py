@@ -5,7 +5,7 @@ flattening a Flax module, or hashing its graph, would cost more than a small mod
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,18 +18,10 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, write_blocks
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
+from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Graph
-
-# What a compiler is asked for, by `jax.Device.platform`. For GPUs XLA counts the donated pools
-# twice, as arguments and as results, takes the memory for overfull where they fill it, and would
-# compute positions, cosines and sines again in every layer.
-COMPILER_OPTIONS: Mapping[str, dict[str, str]] = {
-    "gpu": {"xla_disable_hlo_passes": "rematerialization"}
-}
-
-_HAS_OLDER_EMITTERS = jax.__version_info__ < (0, 11)
 
 
 class Scores(NamedTuple):
@@ -209,22 +201,8 @@ def _jit(
         program,
         donate_argnums=1,
         static_argnames=("max_steps", "num_top", "width", "group"),
-        compiler_options=compiler_options(structure, program.__name__),
+        compiler_options=compiler_options(structure.platform, is_unrolled=not structure.is_scanned),
     )
-
-
-def compiler_options(structure: Structure, name: str) -> Any:
-    """What the compiler is asked for, of a program of this name.
-
-    What chooses tokens is 190 small kernels. XLA's fusion emitters keep more than 1 MB for each
-    while they compile for CPUs, 230 MB in all; the older ones take 30 MB and a sixth less time, and
-    the step 0.98 to 1.04 of the time. Of prompts they would make slower code, of unrolled layers
-    they take longer to make it; and jax 0.11 no longer has them.
-    """
-    chooses = name in ("decode", "verify", "beam")
-    if structure.platform == "cpu" and structure.is_scanned and chooses and _HAS_OLDER_EMITTERS:
-        return {"xla_cpu_use_fusion_emitters": False}
-    return COMPILER_OPTIONS.get(structure.platform)
 
 
 def _prefill(structure, weights, state, token_ids, slots, num_tokens):

@@ -4,7 +4,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 
 from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
@@ -54,6 +55,6 @@ def _scans_best(config: LlamaConfig, sharding: Sharding) -> bool:
 def _platform(config: LlamaConfig, sharding: Sharding) -> str:
     placement = (
         resolve_sharding(sharding, "embed_tokens", (config.vocab_size, config.hidden_size))
-        or jnp.zeros(()).sharding
+        or jax.device_put(np.zeros(())).sharding  # without a program to compile
     )
     return next(iter(placement.device_set)).platform
