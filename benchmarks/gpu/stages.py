@@ -18,7 +18,10 @@ _KERNEL_TESTS = {
     "tests/kernels/test_triton_write.py": (),
     # One suite for all backends.
     "tests/kernels/test_attention.py": ("-k", "triton"),
+    "tests/kernels/test_ragged.py": ("-k", "triton"),
     "tests/kernels/test_writing.py": ("-k", "triton"),
+    "tests/kernels/test_rope_write.py": ("-k", "triton"),
+    "tests/kernels/test_grouped.py": ("-k", "triton"),
 }
 
 

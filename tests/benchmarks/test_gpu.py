@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import jax
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.gpu import run
 from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
 from benchmarks.step import run as step_run
 from paged_jax import generate
+from paged_jax.kernels.backend import Op
 from paged_jax.kernels.triton import tuning
 from tests.support import ROOT
 
@@ -51,6 +53,26 @@ def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path) ->
             assert is_quick or getattr(options, "budget", 0) <= stage.seconds - 60
         else:
             assert importlib.import_module(module).main
+
+
+def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
+    files = {
+        "decode": "test_triton_decode",
+        "prefill": "test_triton_prefill",
+        "ragged": "test_ragged",
+        "write": "test_triton_write",
+        "rope_write": "test_rope_write",
+        "copy_blocks": "test_writing",
+    }
+    assert set(files) == set(get_args(Op))
+    commands = STAGES["tests"].commands(tmp_path, False)
+    run_there = {command.log.removesuffix(".log") for command in commands}
+    assert {*files.values(), "test_attention", "test_grouped"} <= run_there
+    for command in commands:
+        [file] = [argument for argument in command.arguments if argument.startswith("tests/")]
+        # Compiled where there is a GPU, by itself or as the suite of backends that it takes over.
+        text = (ROOT / file).read_text()
+        assert 'default_backend() != "gpu"' in text or "BACKENDS" in text, file
 
 
 def test_dry_run_starts_nothing(tmp_path, capsys) -> None:

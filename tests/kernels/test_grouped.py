@@ -29,7 +29,7 @@ SIZES = {
 FORMS = {
     "default": {},
     "xla": {"backend": "xla"},
-    "triton": {"backend": "triton", "interpret": True},
+    "triton": {"backend": "triton", "interpret": jax.default_backend() != "gpu"},
     "mosaic_tpu": {"backend": "mosaic_tpu", "interpret": True},
 }
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
