@@ -5,6 +5,7 @@ settings comes in several variants, of which the fastest counts. A peer that can
 not installed, says why. Scores are not scaled, since one of the peers cannot.
 """
 
+import functools
 import importlib.util
 import math
 import sys
@@ -75,6 +76,10 @@ def make_peers(
     return peers, left_out
 
 
+NUM_SPLITS = (1, 2, 4, 32)
+"""The parts of a sequence that a `decode` of one's own is tried with."""
+
+
 def peer_of_file(path: Path) -> Peer:
     """A kernel that is not part of this project, such as a prototype.
 
@@ -82,22 +87,46 @@ def peer_of_file(path: Path) -> Peer:
     ``op(q, layer, (pools, block_tables, context_lens))`` returns what `paged_attention` would, with
     a scale of 1. It raises where it cannot do a case. It may import what lies beside it.
 
+    Or it defines ``decode(q, k_pool, v_pool, block_tables, context_lens, *, num_splits, layer)``
+    alone, with a scale of 1, which is tried with several numbers of parts of a sequence.
+
     Raises:
-      ValueError: the file defines no such function.
+      ValueError: the file defines neither.
     """
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not callable(getattr(module, "make", None)):
-        raise ValueError(f"peer_of_file: {path} must define make(case, inputs). Add it.")
+    make_ops = getattr(module, "make", None)
+    if make_ops is None and callable(decode := getattr(module, "decode", None)):
+        make_ops = functools.partial(_decodes, decode)
+    if not callable(make_ops):
+        raise ValueError(
+            f"peer_of_file: {path} must define make(case, inputs), or decode(q, k_pool, v_pool, "
+            "block_tables, context_lens, *, num_splits, layer). Add one of them."
+        )
 
     def make(case: Case, inputs: Inputs) -> Variants:
         arrays = (inputs.pools, inputs.block_tables, inputs.context_lens)
-        return {str(s): JaxCall(op, arrays) for s, op in module.make(case, inputs).items()}
+        ops: Any = make_ops(case, inputs)
+        return {str(s): JaxCall(op, arrays) for s, op in ops.items()}
 
     return Peer(("cpu", "gpu", "tpu"), _no_bytes, make)
+
+
+def _decodes(decode: Callable[..., Any], case: Case, inputs: Inputs) -> dict[str, Any]:
+    if case.chunk or case.is_quantised:
+        raise PeerUnavailable("it is given decoding over unquantised pools only")
+
+    def variant(num_splits: int) -> Callable[..., Any]:
+        def op(q, layer, arrays):
+            pools, tables, lengths = arrays
+            return decode(q, pools.k, pools.v, tables, lengths, num_splits=num_splits, layer=layer)
+
+        return op
+
+    return {f"num_splits={n}": variant(n) for n in NUM_SPLITS}
 
 
 def _gathered(pool, scale, layer, tables, dtype):

@@ -284,6 +284,30 @@ def test_a_kernel_of_ones_own_is_timed_beside_ours(tiny, tmp_path, monkeypatch) 
         attention_peers.peer_of_file(file)
 
 
+DECODE_ALONE = """
+from paged_jax import paged_attention
+
+def decode(q, k_pool, v_pool, block_tables, context_lens, *, num_splits, layer, scale=1.0):
+    assert num_splits < 32, "the sequence is too short"
+    return paged_attention(q, k_pool, v_pool, block_tables, context_lens, layer=layer, scale=scale)
+"""
+
+
+def test_a_function_that_decodes_is_timed_with_several_numbers_of_parts(
+    tiny, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "prototype.py"
+    file.write_text(DECODE_ALONE)
+    others = {"prototype": attention_peers.peer_of_file(file)}
+    decoded = measure(Case(tiny, 2, 24, 8, "float32"), others)
+    assert decoded["us"].keys() == {"paged_jax", "prototype"}
+    assert decoded["settings"]["prototype"] in {"num_splits=1", "num_splits=2", "num_splits=4"}
+    for case in (Case(tiny, 2, 24, 8, "float32", chunk=24), Case(tiny, 2, 24, 8, "int8")):
+        _, left_out = attention_peers.make_peers(case, make_inputs(case), 0, others)
+        assert left_out == {"prototype": "it is given decoding over unquantised pools only"}
+
+
 def test_measure_refuses_a_wrong_result_of_ours(tiny, monkeypatch) -> None:
     expected = expected_result
     monkeypatch.setattr(decode_attention, "expected_result", lambda inputs: 2 * expected(inputs))
