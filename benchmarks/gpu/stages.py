@@ -7,6 +7,10 @@ from typing import NamedTuple
 # Every stage is over before this, whatever happens to it: lenders cut off after ten minutes.
 LIMIT_SECONDS = 540.0
 
+# After which no further figure of a stage is begun. The tests, the text and what it takes to start
+# each stage are the rest of half an hour.
+_BUDGETS = {"tune": 340, "goals": 360, "step": 400, "divisions": 180}
+
 # The shapes that are tuned: heads of 128 and of 64 lanes, whose nearest shapes follow them.
 _TUNED = ("--models", "Llama-3 8B", "TinyLlama", "--block-sizes", "16")
 
@@ -60,6 +64,10 @@ def _module(module: str, *arguments: str | Path) -> tuple[str, ...]:
     return ("-m", module, *map(str, arguments))
 
 
+def _budget(stage: str) -> tuple[str, ...]:
+    return ("--budget", str(_BUDGETS[stage]))
+
+
 def _device(out: Path, is_quick: bool) -> list[Command]:
     program = (
         "import jax; from pathlib import Path; "
@@ -87,19 +95,19 @@ def _tests(out: Path, is_quick: bool) -> list[Command]:
 
 def _tune(out: Path, is_quick: bool) -> list[Command]:
     table, times = out / "tuning.json", out / "tune.json"
-    extra = ("--dry-run",) if is_quick else ("--budget", "400")
+    extra = ("--dry-run",) if is_quick else _budget("tune")
     arguments = (*_TUNED, "--table", table, "--json", times, *extra)
     return [Command(_module("benchmarks.attention.tune", *arguments), "tune.log")]
 
 
 def _goals(out: Path, is_quick: bool) -> list[Command]:
-    extra = ("--quick", "--rounds", "1") if is_quick else ("--budget", "400")
+    extra = ("--quick", "--rounds", "1") if is_quick else _budget("goals")
     arguments = ("--goals", "--json", out / "decode-attention-gpu.json", *extra)
     return [Command(_module("benchmarks.attention", *arguments), "goals.log")]
 
 
 def _divisions(out: Path, is_quick: bool) -> list[Command]:
-    chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", "--budget", "400")
+    chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", *_budget("divisions"))
     extra = ("--quick", "--rounds", "1") if is_quick else chosen
     results = out / "decode-attention-divisions.json"
     arguments = ("--divisions", "--no-peers", "--json", results, *extra)
@@ -107,7 +115,7 @@ def _divisions(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _step(out: Path, is_quick: bool) -> list[Command]:
-    extra = ("--quick", "--variants", "bare step") if is_quick else ("--budget", "400")
+    extra = ("--quick", "--variants", "bare step") if is_quick else _budget("step")
     arguments = ("--goals", "--json", out / "step-gpu.json", *extra)
     return [Command(_module("benchmarks.step", *arguments), "step.log")]
 
@@ -150,10 +158,10 @@ STAGES: dict[str, Stage] = {
     "tests": Stage("the kernels' values, compiled", _tests, environment=_SHARED_MEMORY),
     "tune": Stage("launch parameters of the usual shapes, into tuning.json", _tune, is_tuned=False),
     "goals": Stage("attention and its goals, beside JAX's own kernel and PyTorch's", _goals),
+    "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
     "divisions": Stage(
         "decode with batches divided in other ways, by batch and context", _divisions
     ),
-    "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
     "text": Stage("text of the bundled model, through the whole engine", _text, 240),
     "pictures": Stage("the results as pictures, where matplotlib is", _pictures, 120),
 }

@@ -75,6 +75,18 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
         assert 'default_backend() != "gpu"' in text or "BACKENDS" in text, file
 
 
+def test_stages_are_half_an_hour_together(tmp_path) -> None:
+    commands = [c for stage in STAGES.values() for c in stage.commands(tmp_path, False)]
+    budgets = {
+        command.log: int(command.arguments[command.arguments.index("--budget") + 1])
+        for command in commands
+        if "--budget" in command.arguments
+    }
+    assert len(budgets) == 4
+    # The tests, the text, and a last case that begins when the time is nearly over.
+    assert sum(budgets.values()) <= 30 * 60 - 8 * 60
+
+
 def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
     out = tmp_path / "results"
     assert run.main(["--dry-run", "--out", str(out), "--peer", "prototype.py"]) == 0
