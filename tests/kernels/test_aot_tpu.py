@@ -23,6 +23,7 @@ from tests.support.aot_cases import (
     parameters,
     run_script,
 )
+from tests.support.decode_step import PrefillStep
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -59,10 +60,8 @@ def test_attention_compiles_for_tpu(results, name) -> None:
     program = compiled(results, name)
     assert program["kernels"] == 1
     assert program["multiplied_types"] == ["f32" if "float32" in name else "bf16"]
-    # The pool is read where it lies: XLA lays no part of it out anew for the kernel, except that
-    # it may lay out scales, which have no whole registers of lanes.
-    case = TPU_ATTENTION[name]
-    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + 1.1 * case.scale_bytes
+    # The pool is read where it lies: XLA lays no part of it out anew for the kernel.
+    assert program["temporary_bytes"] < 0.01 * TPU_ATTENTION[name].pool_bytes
 
 
 @pytest.mark.parametrize("name", parameters(TPU_RAGGED))
@@ -103,7 +102,12 @@ def test_step_copies_no_pool_on_tpu(results, generation) -> None:
         assert program["kernels"] == 1  # in the body of the scan over layers
         # The matrix unit multiplies float32 in several passes.
         assert program["multiplied_types"] == ["bf16"]
-        assert program["temporary_bytes"] < 0.01 * step.pool_gigabytes * 10**9
+        pool_bytes = step.pool_gigabytes * 10**9
+        assert program["aliased_bytes"] > 0.99 * pool_bytes
+        # A chunk needs activations besides, those of the gate and up projections the most.
+        rows = step.chunk if isinstance(step, PrefillStep) else 0
+        activation_bytes = 8 * rows * 2 * step.config.intermediate_size
+        assert program["temporary_bytes"] < 0.01 * pool_bytes + activation_bytes, name
 
 
 def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_tpu(

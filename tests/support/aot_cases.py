@@ -249,7 +249,23 @@ TPU_UPDATES: Mapping[str, Case] = {
 
 # Weights of 8B in bfloat16 fill the 16 GB of a v5e by themselves; a v6e has 32 GB.
 TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
-    "v5e": {"step of Qwen 3 1.7B": DecodeStep(QWEN_3_1B7, pool_gigabytes=8)},
+    "v5e": {
+        "step of Qwen 3 1.7B": DecodeStep(QWEN_3_1B7, pool_gigabytes=8),
+        "chunk of Qwen 3 1.7B": PrefillStep(QWEN_3_1B7, pool_gigabytes=8, batch=1),
+        **{
+            f"{name} of Qwen 3 1.7B, {kind}": step(
+                QWEN_3_1B7,
+                pool_gigabytes=8,
+                # The scales of fewer tokens fill no whole register, and XLA lays them out anew.
+                block_size=128,
+                max_blocks_per_slot=64,
+                batch=batch,
+                pool_dtype=pool_dtype,
+            )
+            for kind, pool_dtype in (("int8", "int8"), ("fp8", "float8_e4m3fn"))
+            for name, step, batch in (("step", DecodeStep, 64), ("chunk", PrefillStep, 1))
+        },
+    },
     "v6e": {"step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=12)},
 }
 

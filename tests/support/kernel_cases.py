@@ -82,12 +82,6 @@ class Case:
         arrays = jax.tree.leaves(self._pools(None))
         return sum(array.size * array.dtype.itemsize for array in arrays)
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales of K and V, 0 where the pools are not quantised."""
-        scales = self._pools(None)[2:]
-        return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(scales))
-
     def function(self) -> Callable[..., Any]:
         """The op, for the arrays of `shapes`.
 

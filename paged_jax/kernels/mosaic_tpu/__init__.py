@@ -25,8 +25,7 @@ may be any number of them. The running softmax (Milakov and Gimelshein, 2018) is
 The pool is handed over whole, with the layer's number, and stays where it is. That takes a last
 axis of whole registers, 128 lanes: XLA lays out other arrays with the blocks innermost, and would
 copy all of them before every call (so do the compilers for v5e and v6e of jax 0.10.2 and
-0.12.0). The same holds for scales, which XLA gathers for the kernel: they are left in place if they
-are carried as ``[L, P, K * C]``, and are copied as ``[L, P, K, C]``.
+0.12.0). XLA gathers scales for the kernel, and may lay out those of one layer for that.
 """
 
 from dataclasses import dataclass

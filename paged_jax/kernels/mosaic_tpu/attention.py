@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -175,9 +176,12 @@ def _gather_scales(
     Tokens are lanes in a tile of scores, and a copy must begin at a whole register of them. The
     scales of a block are fewer, so they are brought together first.
     """
-    L, P, K, C = scale.shape
+    _, P, K, C = scale.shape
     B, M = block_tables.shape
-    rows = layer * P + jnp.clip(block_tables, 0, P - 1)
-    gathered = scale.reshape(L * P, K * C).at[rows].get(mode="promise_in_bounds")
+    # The gather wants the scales of a block in one row, so XLA lays them out anew: those of one
+    # layer, if no other is in sight.
+    own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
+    rows = jnp.clip(block_tables, 0, P - 1)
+    gathered = own.at[rows].get(mode="promise_in_bounds")
     gathered = gathered.reshape(B, M, K, C).transpose(0, 2, 1, 3).reshape(B, K, M * C)
     return jnp.pad(gathered, ((0, 0), (0, 0), (0, -M * C % tiling.keys)))
