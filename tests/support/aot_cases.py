@@ -143,10 +143,17 @@ GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     "step, fp8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="float8_e4m3fn"),
     "step of SmolLM2 135M": _layers_of(SMOLLM2_135M, DecodeStep),
     "step of SmolLM2 135M, int8": _layers_of(SMOLLM2_135M, DecodeStep, pool_dtype="int8"),
+    "step of SmolLM2 135M, fp8": _layers_of(SMOLLM2_135M, DecodeStep, pool_dtype="float8_e4m3fn"),
     "chunk of Llama 3 8B": _layers_of(LLAMA_3_8B, PrefillStep, batch=1),
     "chunk, int8": _layers_of(LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="int8"),
     "chunk, fp8": _layers_of(LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="float8_e4m3fn"),
     "chunk of SmolLM2 135M": _layers_of(SMOLLM2_135M, PrefillStep, batch=1),
+    "chunk of SmolLM2 135M, int8": _layers_of(
+        SMOLLM2_135M, PrefillStep, batch=1, pool_dtype="int8"
+    ),
+    "chunk of SmolLM2 135M, fp8": _layers_of(
+        SMOLLM2_135M, PrefillStep, batch=1, pool_dtype="float8_e4m3fn"
+    ),
 }
 
 # Programs of several devices, whose pools are of each.
