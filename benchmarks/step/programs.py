@@ -23,7 +23,7 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.pool_size import choose_num_blocks
-from paged_jax.kernels import rope
+from paged_jax.kernels import rope, triton
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import build
@@ -56,6 +56,7 @@ class Variant(NamedTuple):
       compiler_options: of XLA, in place of the engine's; None leaves those.
       backend: of the attention.
       query_dtype: the type of queries, in place of that of the pool.
+      is_apart: queries and keys are rotated by XLA, and then written by a kernel of its own.
       steps_per_dispatch: decode steps of one dispatch.
       sampling: how tokens are chosen.
       is_bare: `Llama.decode` alone, jitted with its cache donated: no loop, no choice of tokens.
@@ -65,6 +66,7 @@ class Variant(NamedTuple):
     compiler_options: dict[str, Any] | None = None
     backend: str | None = None
     query_dtype: str | None = None
+    is_apart: bool = False
     steps_per_dispatch: int = STEPS_PER_DISPATCH
     sampling: SamplingParams = _GREEDY
     is_bare: bool = False
@@ -86,6 +88,7 @@ def _command_buffers(kinds: str) -> dict[str, str]:
 VARIANTS: dict[str, Variant] = {
     ENGINE: Variant(),
     "float32 queries": Variant(query_dtype="float32", is_for=lambda _, platform: platform != "cpu"),
+    "rotation and write apart": Variant(is_apart=True, is_for=_on_gpu),
     "rematerialised": Variant(compiler_options={}, is_for=_on_gpu),
     "one step a dispatch": Variant(steps_per_dispatch=1, is_for=_decodes),
     "sampled, top-k and top-p": Variant(sampling=_SAMPLED, is_for=_decodes),
@@ -273,7 +276,8 @@ def _bare_step(structure: Structure, weights: Any, state: Any, slots: jax.Array)
 
 def _changed(program: Program, variant: Variant) -> Program:
     """A program of the engine: itself, or made anew where its tracing or compiling differs."""
-    if variant.compiler_options is None and variant.query_dtype is None:
+    is_traced_otherwise = variant.query_dtype is not None or variant.is_apart
+    if variant.compiler_options is None and not is_traced_otherwise:
         return program
     options = variant.compiler_options
     if options is None:
@@ -293,14 +297,20 @@ def _changed(program: Program, variant: Variant) -> Program:
 _ROPE_WRITE = importlib.import_module("paged_jax.kernels.triton.rope_write")
 
 
+def _rotate_then_write(args: Any, options: Any, interpret: Any) -> Any:
+    return rope.rope_then_write(functools.partial(triton.write, interpret=interpret), args, options)
+
+
 @contextlib.contextmanager
 def _traced_with(variant: Variant) -> Iterator[None]:
     """A context for tracing: what no argument of a program can change."""
-    if variant.query_dtype is None:
-        yield
-        return
-    dtype = jnp.dtype(variant.query_dtype)
     with contextlib.ExitStack() as stack:
+        if variant.is_apart:
+            stack.enter_context(mock.patch.object(triton, "rope_write", _rotate_then_write))
+        if variant.query_dtype is None:
+            yield
+            return
+        dtype = jnp.dtype(variant.query_dtype)
         for module in (rope, _ROPE_WRITE):
             stack.enter_context(mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype))
         # What JAX has traced before is of another type, and so is this for what comes after.

@@ -124,15 +124,23 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
     assert sorted(set(ids)) != ids.tolist() and len(set(ids)) == 12
     assert cache.k.dtype == jnp.int8 and len(np.unique(np.asarray(cache.k))) > 200
     assert cache.v_scale is not None and float(jnp.std(cache.v_scale)) > 0
-    # The variant asks for what the engine does not: queries of int8 pools are bfloat16.
-    for name, has_casts in ((ENGINE, True), ("float32 queries", False)):
+    # Variants ask for what the engine does not: queries of int8 pools are bfloat16, and one kernel
+    # rotates and writes.
+    for name, has_casts, is_fused in (
+        (ENGINE, True, True),
+        ("float32 queries", False, True),
+        ("rotation and write apart", True, False),
+        (ENGINE, True, True),
+    ):
         variant = programs.VARIANTS[name]
         call = bench._calls(variant)[0]
         with programs._traced_with(variant):
             traced = call.program.trace(
                 bench._executor.weights.arrays, bench._executor.state, *call.args, **call.static
             )
-        assert ("bf16[" in str(traced.jaxpr)) == has_casts
+        text = str(traced.jaxpr)
+        assert ("bf16[" in text) == has_casts
+        assert ("paged_rope_write" in text, "paged_write" in text) == (is_fused, not is_fused)
     assert rope.query_dtype("int8") == jnp.bfloat16
 
 
@@ -146,11 +154,12 @@ def test_variants_compile_with_their_options(monkeypatch) -> None:
 
     program = programs.Program("decode", Jitted())
     assert programs._changed(program, programs.VARIANTS[ENGINE]) is program
-    for name in ("rematerialised", "float32 queries", "without command buffers"):
+    names = ("rematerialised", "float32 queries", "rotation and write apart")
+    for name in (*names, "without command buffers"):
         programs._changed(program, programs.VARIANTS[name])
     remat = {"xla_disable_hlo_passes": "rematerialization"}
     options = [each["compiler_options"] for each in asked]
-    assert options == [{}, remat, {**remat, "xla_gpu_enable_command_buffer": ""}]
+    assert options == [{}, remat, remat, {**remat, "xla_gpu_enable_command_buffer": ""}]
     assert all(each["donate_argnums"] == 1 for each in asked)
 
 
