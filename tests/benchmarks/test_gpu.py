@@ -1,6 +1,7 @@
 """Half an hour on a lent GPU: its commands are understood, stages end in time, results are kept."""
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -114,6 +115,13 @@ def test_stages_are_shown_kept_and_counted(tmp_path, monkeypatch, capfd) -> None
         "goals": {"0.log": 0, "1.log": 1},
         "step": {"0.log": 0},
     }
+
+
+def test_without_matplotlib_pictures_are_left_to_others(tmp_path, monkeypatch) -> None:
+    (tmp_path / "step-gpu.json").write_text("{}")
+    assert STAGES["pictures"].commands(tmp_path, False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run.main(["--stage", "pictures", "--out", str(tmp_path)]) == 0
 
 
 def test_a_stage_ends_in_time(tmp_path, monkeypatch) -> None:
