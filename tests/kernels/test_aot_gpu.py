@@ -20,6 +20,7 @@ from tests.support.aot_cases import (
     GPU_PARALLEL,
     GPU_PREFILL,
     GPU_RAGGED,
+    GPU_SINGLE,
     GPU_STEPS,
     GPU_UPDATES,
     asked_for,
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def results(request) -> dict[str, Any]:
     """What the script says of the cases: of the ops in one process, of whole steps in another."""
-    steps = {**GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES}.keys()
+    steps = {**GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES}.keys()
     names = asked_for(request, "name")
     parts = names - steps, names & steps
     with ThreadPoolExecutor() as threads:
@@ -310,6 +311,16 @@ def test_layer_of_a_decode_step_has_few_launches_on_h200(results, name, fewest, 
     # From one layer's write to the next one's.
     numbers = [end - begin for begin, end in itertools.pairwise(layers)]
     assert min(numbers) <= fewest and statistics.median_low(numbers) <= usual
+
+
+@pytest.mark.parametrize("name", GPU_SINGLE)
+def test_step_of_one_sequence_has_few_launches_on_h200(results, name) -> None:
+    launches = [launch["name"] for launch in compiled(results, name)["launches"]]
+    layers = [i for i, launch in enumerate(launches) if launch == "paged_rope_write"]
+    assert len(layers) == GPU_SINGLE[name].config.num_hidden_layers
+    assert max(end - begin for begin, end in itertools.pairwise(layers)) <= 11
+    # What parts are counted in, made zero for all layers at once.
+    assert len([launch for launch in launches if "broadcast" in launch]) == 1, launches
 
 
 @pytest.mark.parametrize("name", ["engine with full pools"])

@@ -156,6 +156,11 @@ GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     ),
 }
 
+# Of one sequence, whose products XLA makes without tensor cores: a step that is launches alone.
+GPU_SINGLE: Mapping[str, DecodeStep] = {
+    "step of one sequence": _layers_of(SMOLLM2_135M, DecodeStep, num_layers=4, batch=1),
+}
+
 # Programs of several devices, whose pools are of each.
 GPU_PARALLEL: Mapping[str, EngineStep] = {
     "parallel step of Llama 3 8B": EngineStep(
@@ -192,7 +197,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 GPU_CASES: Mapping[str, Case | ExpertCase | DecodeStep | EngineStep] = {
     **EXPERTS, **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
-    **GPU_STEPS, **GPU_PARALLEL, **GPU_FAMILIES
+    **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES
 }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def _decode(
     results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
     counts, aliases = None, {}
     if schedule.num_parts:
-        counts, aliases = _zeros(context_lens, K, layer), {0: len(results)}
+        counts, aliases = _zeros(args, K), {0: len(results)}
         results += [(counts.shape, counts.dtype), ((N, H, D), jnp.float32), ((N, H), jnp.float32)]
     out, lse, *_ = pallas_call(
         functools.partial(
@@ -112,15 +112,18 @@ def _decode(
     return out, lse
 
 
-def _zeros(context_lens: jax.Array, num_kv_heads: int, layer: int | jax.Array) -> jax.Array:
+def _zeros(args: AttentionArgs, num_kv_heads: int) -> jax.Array:
     """What the parts of each sequence and head are counted in, i32 ``[B, K]``.
 
     Not simply zeros: those of all layers would be one for XLA, of which each layer then has a copy
     made, in a launch of its own. Zeros that XLA takes for different ones, because they depend on
-    the layer, all come out of one kernel. (A length below 0 is one of 0, which has no parts.)
+    the layer, all come out of one kernel. (A length below 0 is one of 0, which has no parts.) They
+    depend on the tables, too: XLA makes one kernel of those that read the same array, unless that
+    is a single number, as is the length of one sequence.
     """
-    is_one = context_lens == -1 - layer
-    return jnp.broadcast_to(is_one[:, None], (len(context_lens), num_kv_heads)).astype(jnp.int32)
+    number = -1 - jnp.asarray(args.layer, jnp.int32)
+    is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
+    return jnp.broadcast_to(is_one[:, None], (is_one.size, num_kv_heads)).astype(jnp.int32)
 
 
 class _Source(NamedTuple):
