@@ -92,7 +92,8 @@ class _Plain:
         rest = list(rest)
         scales = (rest.pop(0), rest.pop(0)) if self.has_scales else (None, None)
         sinks = rest.pop(0) if self.has_sinks else None
+        query_lens = rest.pop(0) if self.op == "prefill" else None
         pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
-        args = AttentionArgs(q, pools, block_tables, context_lens, *rest or [None], sinks, layer)
+        args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
         attend = xla.decode if self.op == "decode" else xla.prefill
         return attend(args, dataclasses.replace(self.options, value_scale=1.0))
