@@ -78,6 +78,12 @@ struct Attention {
     state[1] = total;
   }
 
+  // The result of a softmax: the mean of values, and the logarithm of the total. Nothing gives zeros.
+  void finish(float peak, float total, const float* sums, float* out, float* lse) const {
+    restore<Type>(out, sums, D, total == 0 ? 0.0f : 1 / total);
+    *lse = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
+  }
+
   bool has_sink(int h) const { return sinks && sinks[h] != -__builtin_inff(); }
 
   // The tile that begins with a token, empty at the end.

@@ -80,8 +80,7 @@ struct Merge {
         store(sums + d, load<Floats>(sums + d) * rescale + load<Floats>(state + 2 + d) * weight);
     }
     int64_t row = (int64_t)b * its.H + h;
-    restore<Type>(decode.out + row * its.D, sums, its.D, total == 0 ? 0.0f : 1 / total);
-    decode.lse[row] = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
+    its.finish(peak, total, sums, decode.out + row * its.D, decode.lse + row);
   }
 };
 

@@ -78,9 +78,7 @@ struct Prefill {
     for (int row = 0; row < num_rows; row++) {
       const float* state = states + (int64_t)row * its.state_size();
       int64_t to = row_of(sequence, first + row / G, head * G + row % G);
-      float total = state[1];
-      restore<Type>(out + to * its.D, state + 2, its.D, total == 0 ? 0.0f : 1 / total);
-      lse[to] = total == 0 ? -__builtin_inff() : state[0] + __builtin_logf(total);
+      its.finish(state[0], state[1], state + 2, out + to * its.D, lse + to);
     }
     free(queries);
   }
