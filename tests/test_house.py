@@ -15,7 +15,7 @@ from tests.support import ROOT
 from tests.test_imports import FILES, PACKAGE, imported_files, name_of
 
 # In lines: of a file, of half of the package's files, of a class, of a function.
-MAX_FILE, MAX_MEDIAN, MAX_CLASS, MAX_FUNCTION = 450, 180, 300, 60
+MAX_FILE, MAX_MEDIAN, MAX_CLASS, MAX_FUNCTION = 500, 180, 300, 60
 # Functions that may be longer, and why.
 LONG = {
     "paged_jax.engine.parts.EngineParts.__init__": "hands each argument to the part it is for",
