@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 # Types of a quantised pool, each with the largest magnitude that it represents.
@@ -61,6 +62,20 @@ def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
         return jnp.promote_types(a, b)
 
 
+def scale_of_peak(peak: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the f32 scale for rows with these largest magnitudes; 1 where a row is all zero.
+
+    The peak is multiplied by the float32 number nearest to ``1 / 127`` or ``1 / 448``. A division
+    gives other bits in each compiler: XLA replaces it by this multiplication, and Triton by an
+    approximate division.
+
+    Args:
+      peak: f32, the largest magnitude of each row.
+      dtype: int8 or float8_e4m3fn.
+    """
+    return jnp.where(peak > 0, peak * np.float32(1 / QUANTISED[jnp.dtype(dtype)]), 1.0)
+
+
 def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Round the last axis of an array to int8 or fp8 with one scale for all of it.
 
@@ -81,8 +96,7 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     dtype = jnp.dtype(dtype)
     largest = QUANTISED[dtype]
     x = x.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(x), axis=-1)
-    scale = jnp.where(peak > 0, peak / largest, 1.0)
+    scale = scale_of_peak(jnp.max(jnp.abs(x), axis=-1), dtype)
     scaled = jnp.clip(x / scale[..., None], -largest, largest)
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)

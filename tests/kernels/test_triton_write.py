@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Options, Problem
@@ -17,7 +18,7 @@ from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.triton.write import _round_half_to_even
 from paged_jax.kernels.writing import paged_write
-from tests.support.kernel_cases import Case, lower
+from tests.support.kernel_cases import Case, lower, lowering_for
 
 
 def lowered(case: Case) -> str:
@@ -85,6 +86,47 @@ def test_round_half_to_even_is_jnp_round():
         [halves, np.nextafter(halves, np.float32(np.inf)), np.nextafter(halves, -np.float32(9e9))]
     )
     np.testing.assert_array_equal(jax.jit(_round_half_to_even)(x), np.asarray(jnp.round(x)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("write", "triton", pool_dtype="int8"),
+        Case("write", "triton", pool_dtype="float8_e4m3fn"),
+        Case("rope_write", "triton", D=80, pool_dtype="int8", has_norms=True),
+        Case("decode", "triton", pool_dtype="int8", soft_cap=5.0, has_sinks=True),
+        Case("prefill", "triton", pool_dtype="int8", soft_cap=5.0, has_sinks=True),
+    ],
+    ids=str,
+)
+def test_kernels_divide_no_float_by_a_constant(case):
+    """Triton's division is approximate, and XLA multiplies by the reciprocal instead."""
+    with lowering_for("cuda"):
+        program = jax.make_jaxpr(case.function())(*case.shapes())
+    divisions = [x for x in equations(program.jaxpr) if x.primitive.name == "div"]
+    floats = [x for x in divisions if jnp.issubdtype(x.outvars[0].aval.dtype, jnp.floating)]
+    assert floats and not [x for x in floats if isinstance(x.invars[1], Literal)]
+
+
+def equations(program):
+    """All operations of a program, those of its loops, branches and kernels too."""
+    for equation in program.eqns:
+        yield equation
+        for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield from equations(part)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_quantise_multiplies_the_peak_by_the_reciprocal(dtype):
+    """One rounded product, whatever compiles it: a division would differ in the last bit."""
+    x = np.random.default_rng(0).lognormal(size=(1000, 4)).astype(np.float32)
+    peak, largest = x.max(-1), {jnp.int8: 127, jnp.float8_e4m3fn: 448}[dtype]
+    expected = peak * np.float32(1 / largest)
+    assert (expected != peak / np.float32(largest)).any()
+    for function in (quantise, jax.jit(quantise, static_argnums=1)):
+        np.testing.assert_array_equal(function(jnp.asarray(x), dtype)[1], expected)
 
 
 @pytest.mark.slow

@@ -108,6 +108,7 @@ GPU_UPDATES: Mapping[str, Case] = {
     "rope_write, norms, int8": _gpu(
         "rope_write", B=64, T=1, has_norms=True, **(_PROJECTION | {"pool_dtype": "int8"})
     ),
+    "rope_write, norms, D 80": _gpu("rope_write", B=64, T=1, D=80, has_norms=True, **_PROJECTION),
     "rope_write, fp8": _gpu(
         "rope_write", B=64, T=1, **(_PROJECTION | {"pool_dtype": "float8_e4m3fn"})
     ),

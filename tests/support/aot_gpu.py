@@ -162,6 +162,7 @@ def examine_kernel(path: Path) -> dict[str, Any]:
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "counting": find_counting(listing),
+        "divisions_by_constants": find_divisions_by_constants(ptx),
     }
 
 
@@ -206,6 +207,13 @@ def find_counting(listing: str) -> list[str]:
     [count] = counts
     begin = max(i for i in range(count) if names[i] == "STG")
     return names[begin : names.index("LDG", count) + 1]
+
+
+def find_divisions_by_constants(ptx: str) -> list[str]:
+    """Return the divisors of approximate divisions by a number that the compiler knows."""
+    constants = dict(re.findall(r"mov\.[bf]32\s+(%\w+), (0f\w+|\d+);", ptx))
+    divisors = re.findall(r"div\.full\.f32\s+%\w+, [^,]+, ([^;]+);", ptx)
+    return [constants.get(x, x) for x in divisors if x in constants or not x.startswith("%")]
 
 
 def find(pattern: str, text: str) -> str:

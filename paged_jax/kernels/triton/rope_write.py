@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -148,7 +149,8 @@ def _normed(
 ) -> tuple[jax.Array, jax.Array]:
     """As `paged_jax.kernels.rope.rms_norm` of heads in two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-    factor = lax.rsqrt(total / (2 * half) + eps)[:, None]
+    # Triton divides by a constant approximately, where XLA multiplies by its reciprocal.
+    factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
     w_first, w_second = (
         plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)
         for start in (0, half)

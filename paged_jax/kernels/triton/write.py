@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
-from paged_jax.kernels.quantisation import QUANTISED
+from paged_jax.kernels.quantisation import QUANTISED, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.xla import writing as scatter
@@ -184,8 +184,7 @@ def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], 
     largest = QUANTISED[jnp.dtype(dtype)]
     parts = [part.astype(jnp.float32) for part in parts]
     peaks = [jnp.max(jnp.abs(part), axis=1) for part in parts]
-    peak = functools.reduce(jnp.maximum, peaks)
-    scale = jnp.where(peak > 0, peak / largest, 1.0)
+    scale = scale_of_peak(functools.reduce(jnp.maximum, peaks), dtype)
 
     def rounded(part: jax.Array) -> jax.Array:
         scaled = jnp.minimum(jnp.maximum(part / scale[:, None], -largest), largest)
