@@ -198,7 +198,7 @@ class Dispatch:
                 f"{self.function}: backend must be None or one of {', '.join(map(repr, names))}, "
                 f"got {self.backend!r}."
             )
-        why_not = _why_not(BACKENDS[self.backend], self.problem)
+        why_not = _why_not(self._asked_for(self.backend), self.problem)
         if why_not is not None:
             raise NotImplementedError(f"{self.function}: {self.backend} cannot: {why_not}")
 
@@ -229,10 +229,7 @@ class Dispatch:
     def _run(self, op_of: Callable[[Backend], Callable[[Args], Result]], args: Args) -> Result:
         """Run an op, given as a function of the backend, with one branch for each platform."""
         if self.backend is not None:
-            backend = BACKENDS[self.backend]
-            if self.interpret and isinstance(backend, PallasBackend):
-                backend = backend.interpreted(self.interpret)
-            return op_of(backend)(args)
+            return op_of(self._asked_for(self.backend))(args)
         branches = {}
         for platform in _PLATFORMS:
             # Whether kernels can be had here is asked when the program is lowered.
@@ -242,6 +239,12 @@ class Dispatch:
             else:
                 branches[platform] = op_of(BACKENDS[choice.backend])
         return lax.platform_dependent(args, default=op_of(BACKENDS["xla"]), **branches)
+
+    def _asked_for(self, name: str) -> Backend:
+        backend = BACKENDS[name]
+        if self.interpret and isinstance(backend, PallasBackend):
+            return backend.interpreted(self.interpret)
+        return backend
 
 
 def _attention(backend: Backend) -> AttentionOps:

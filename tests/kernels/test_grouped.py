@@ -16,8 +16,10 @@ from paged_jax.kernels import dispatch, grouped, grouped_linear
 from paged_jax.kernels.mosaic_tpu.grouped_linear import choose_tiling
 from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.triton.grouped_linear import find_tile
+from paged_jax.kernels.triton.tuning import Device
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
+from tests.support.kernel_cases import lower
 
 # Sizes of groups, of which one at least is empty, and rows of no group behind them.
 SIZES = {
@@ -215,3 +217,14 @@ def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, sizes, message) -> 
 def test_grouped_linear_refuses_int8() -> None:
     with pytest.raises(ValueError, match="got int8"):
         grouped_linear(jnp.ones((3, 4)), jnp.ones((2, 5, 4), jnp.int8), jnp.ones(2, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "is_kernel"),
+    [(Device("Tesla T4", 40, (7, 5)), False), (Device("NVIDIA A100", 108, (8, 0)), True)],
+)
+def test_grouped_linear_is_left_to_xla_where_triton_does_not_compile(gpu, is_kernel) -> None:
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((33, 64), (4, 128, 64))]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    text = lower(lambda *x: grouped_linear(*x), *shapes, sizes, platform="cuda", gpu=gpu).as_text()
+    assert ("gpu.triton" in text) == is_kernel

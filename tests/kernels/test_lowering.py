@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 
+from paged_jax.kernels.triton import tuning
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from tests.support.compiler import needs_compiler
@@ -219,6 +220,20 @@ def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None
 )
 def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
     assert KERNEL[platform] not in case.lower(platform).as_text()
+
+
+T4 = tuning.Device("Tesla T4", 40, (7, 5))
+
+
+@pytest.mark.parametrize(
+    "op", ["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
+)
+def test_gpus_that_triton_does_not_compile_for_are_left_to_xla(op) -> None:
+    """XLA says "Triton support is only enabled for Ampere GPUs (compute capability 8.0) and up"."""
+    case = Case(op, B=7, T=3, P=13)
+    assert KERNEL["cuda"] not in case.lower("cuda", gpu=T4).as_text()
+    with pytest.raises(NotImplementedError, match=r"8\.0 and later only, and Tesla T4 has 7\.5"):
+        Case(op, "triton").lower("cuda", gpu=T4)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Problem
+from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.triton import decode, refusal, tuning
 from paged_jax.kernels.triton.tuning import DecodeParams
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
@@ -318,6 +319,19 @@ def test_refusal_of_fp8_depends_on_the_gpu() -> None:
     with tuning.assume(tuning.Device("NVIDIA A100", 108, (8, 0))):
         assert "compute capability 8.9" in (refusal(fp8) or "")
         assert refusal(problem()) is None
+        assert refusal(fp8, interpret=True) is None
+
+
+def test_refusal_of_gpus_before_ampere_names_them() -> None:
+    with tuning.assume(tuning.Device("Tesla T4", 40, (7, 5))):
+        choice = choose_backend(problem(), "cuda")
+        assert choice.backend == "xla"
+        assert choice.reason == (
+            "triton cannot: XLA compiles Triton for compute capability 8.0 and later only, and "
+            "Tesla T4 has 7.5"
+        )
+        # The interpreter needs no GPU.
+        assert refusal(problem(), interpret=True) is None
 
 
 def test_refusal_is_none_for_what_works() -> None:

@@ -6,11 +6,13 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from benchmarks.attention import cases as attention_cases
 from benchmarks.attention import tune as tune_kernels
 from benchmarks.common.device_time import Rates
-from paged_jax.kernels.backend import Options
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.tuning import DecodeParams, Device, PrefillParams, Shape
 
@@ -157,13 +159,83 @@ def test_device_is_the_assumed_one() -> None:
 
 
 def test_device_is_the_abstract_gpu() -> None:
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
     for cores, expected in ((114, 114), (None, tuning.DEFAULT.num_cores)):
         gpu = AbstractDevice("NVIDIA H100 PCIe", cores, "gpu")
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
             assert tuning.device() == Device("NVIDIA H100 PCIe", expected)
             assert not tuning.is_assumed()
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0)),
+        ("Tesla T4", (7, 5)),
+        ("Quadro RTX 8000", (7, 5)),
+        ("NVIDIA TITAN RTX", (7, 5)),
+        ("NVIDIA GeForce RTX 2080 Ti", (7, 5)),
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("NVIDIA A100 80GB PCIe", (8, 0)),
+        ("NVIDIA A30", (8, 0)),
+        ("NVIDIA A10G", (8, 6)),
+        ("NVIDIA A10", (8, 6)),
+        ("NVIDIA RTX A6000", (8, 6)),
+        ("NVIDIA GeForce RTX 3090", (8, 6)),
+        ("NVIDIA L4", (8, 9)),
+        ("NVIDIA L40S", (8, 9)),
+        ("NVIDIA RTX 6000 Ada Generation", (8, 9)),
+        ("NVIDIA RTX 5000 Ada Generation", (8, 9)),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB300", (10, 3)),
+        ("NVIDIA GeForce RTX 5090", (12, 0)),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0)),
+        ("NVIDIA GB10", (12, 1)),
+    ],
+)
+def test_capability_of_names_is_that_of_nvidias_list(kind, capability) -> None:
+    assert tuning.capability_of(kind) == capability
+
+
+FP8_DECODE = Problem(
+    op="decode",
+    sizes=(("B", 1), ("H", 4), ("K", 2), ("C", 16), ("D", 128)),
+    q_dtype=jnp.dtype(jnp.bfloat16),
+    pool_dtype=jnp.dtype(jnp.float8_e4m3fn),
+    has_sinks=False,
+    options=Options(),
+    lanes=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "expected", "backend"),
+    [
+        ("NVIDIA A100-SXM4-80GB", tuning.DEFAULT, (8, 0), "xla"),
+        ("NVIDIA H100 80GB HBM3", tuning.DEFAULT, (9, 0), "triton"),
+        ("NVIDIA of Tomorrow", Device("NVIDIA of Tomorrow", 40, (8, 6)), (8, 6), "xla"),
+        ("NVIDIA of Tomorrow", tuning.DEFAULT, (9, 0), "triton"),
+    ],
+)
+def test_device_inside_shard_map_has_its_own_capability(
+    monkeypatch, kind, first, expected, backend
+) -> None:
+    """JAX names the GPUs of a mesh, and does not say what they can do."""
+    monkeypatch.setattr(tuning, "_first_gpu", lambda: first)
+    gpu = AbstractDevice(kind, 40, "gpu")
+    mesh = AbstractMesh((2,), ("x",), abstract_device=gpu)
+    seen = []
+
+    def each(x):
+        seen.append((tuning.device(), choose_backend(FP8_DECODE, "cuda").backend))
+        return x
+
+    spec = PartitionSpec("x")
+    jax.make_jaxpr(jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.zeros(2))
+    assert seen == [(Device(kind, 40, expected), backend)]
 
 
 def test_device_is_assumed_where_jax_has_none(monkeypatch) -> None:

@@ -27,6 +27,8 @@ from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.kernels.triton import tuning
 
+H200 = tuning.Device("NVIDIA H200", 132)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -143,7 +145,9 @@ class Case:
         q = array(self.B, self.T, H, self.D, dtype=self.dtype)
         return AttentionArgs(q, pools, tables, lens, lens, sinks, layer)
 
-    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
+    def lower(
+        self, platform: str, sharding: Any = None, gpu: tuning.Device = H200
+    ) -> jax.stages.Lowered:
         """The op for ``"cuda"`` or ``"tpu"``, with the pools donated where it writes to them."""
         donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
         shapes = self.shapes(sharding)
@@ -153,7 +157,9 @@ class Case:
             tpu = AbstractDevice(kind, 1, "tpu")
             with use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
                 return lower(self.function(), *shapes, platform=platform)
-        return lower(self.function(), *shapes, platform=platform, donate_argnums=donated)
+        with lowering_for(platform, gpu):  # what the kernels refuse is asked when it is made
+            function = self.function()
+        return lower(function, *shapes, platform=platform, gpu=gpu, donate_argnums=donated)
 
     def _pools(self, sharding: Any) -> Any:
         shape = (self.L, self.P, self.K, self.C)
@@ -169,20 +175,29 @@ class Case:
 
 
 def lower(
-    function: Callable[..., Any], *shapes: Any, platform: str, **jit_options: Any
+    function: Callable[..., Any],
+    *shapes: Any,
+    platform: str,
+    gpu: tuning.Device = H200,
+    **jit_options: Any,
 ) -> jax.stages.Lowered:
     """Lower a function for ``"cuda"`` or ``"tpu"``, on a machine that may have neither."""
-    with lowering_for(platform):
+    with lowering_for(platform, gpu):
         return jax.jit(function, **jit_options).trace(*shapes).lower(lowering_platforms=(platform,))
 
 
 @contextlib.contextmanager
-def lowering_for(platform: str) -> Iterator[None]:
-    """A context for tracing and lowering for a device that may not be here."""
+def lowering_for(platform: str, gpu: tuning.Device = H200) -> Iterator[None]:
+    """A context for tracing and lowering for a device that may not be here.
+
+    Args:
+      platform: ``"cuda"`` or another one.
+      gpu: the device, where the platform is ``"cuda"``.
+    """
     if platform != "cuda":
         yield
         return
-    with tuning.assume(tuning.Device("NVIDIA H200", 132)), warnings.catch_warnings():
+    with tuning.assume(gpu), warnings.catch_warnings():
         # jax 0.11 and later announce the end of Pallas' Triton backend, which they still have.
         warnings.filterwarnings(
             "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning

@@ -50,7 +50,7 @@ class Triton:
 
     def refusal(self, problem: Problem) -> str | None:
         """Why these kernels cannot do what is asked, or None if they can."""
-        return refusal(problem)
+        return refusal(problem, self.interpret)
 
     def interpreted(self, interpret: Interpret) -> "Triton":
         """The same backend, with its kernels interpreted."""
@@ -85,9 +85,14 @@ class Triton:
         return copy_blocks(args, self.interpret)
 
 
-def refusal(problem: Problem) -> str | None:
-    """Why these kernels cannot do what is asked, or None if they can."""
-    if (why_not := pallas.refusal()) is not None:
+def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
+    """Return why these kernels cannot solve a problem, or None if they can.
+
+    Args:
+      problem: the call.
+      interpret: as in `Triton`; the interpreter runs without a GPU, so the GPU is not asked.
+    """
+    if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
     if problem.op == "ragged" and problem["B"] > schedule.MOST_SEQUENCES:
         return f"a ragged batch has {schedule.MOST_SEQUENCES} rows at most, not {problem['B']}"
@@ -106,6 +111,13 @@ def _pool_refusal(problem: Problem, verb: str) -> str | None:
         return f"its pools are {known}, int8 or float8_e4m3fn, not {pool_dtype}"
     if problem["D"] % 2 or problem.lanes % 2:
         return f"it {verb} bytes in pairs, and the head dimension is odd, {problem['D']}"
-    if pool_dtype == jnp.float8_e4m3fn and tuning.device().compute_capability < (8, 9):
+    return None
+
+
+def _gpu_refusal(problem: Problem) -> str | None:
+    if (why_not := pallas.gpu_refusal()) is not None:
+        return why_not
+    is_fp8 = jnp.dtype(problem.pool_dtype) == jnp.float8_e4m3fn
+    if is_fp8 and tuning.device().compute_capability < (8, 9):
         return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     return None

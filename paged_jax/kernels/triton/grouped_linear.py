@@ -49,7 +49,7 @@ class Tiling(NamedTuple):
 
 def refusal(x: Any, w: Any) -> str | None:
     """Why the kernel cannot multiply arrays of such shapes and types, or None if it can."""
-    if (why_not := pallas.refusal()) is not None:
+    if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
     if w.dtype.name not in tiles.FLOATING:
         return f"its weights are {', '.join(tiles.FLOATING)}, not {w.dtype}"

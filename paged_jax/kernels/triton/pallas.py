@@ -19,6 +19,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_ab
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import tuning
 
+# XLA refuses to compile Triton kernels for older GPUs (Turing, Volta and before).
+_LEAST_CAPABILITY = (8, 0)
+
 plgpu: Any = None
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -27,8 +30,20 @@ except ImportError:
 
 
 def refusal() -> str | None:
-    """Why no kernel can be built with this jax, or None."""
+    """Return why no kernel can be built with this jax, or None."""
     return f"jax {jax.__version__} has no Triton backend of Pallas" if plgpu is None else None
+
+
+def gpu_refusal() -> str | None:
+    """Return why no kernel can be compiled for `tuning.device`, or None."""
+    gpu = tuning.device()
+    if gpu.compute_capability < _LEAST_CAPABILITY:
+        needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))
+        return (
+            f"XLA compiles Triton for compute capability {needed} and later only, and {gpu.kind} "
+            f"has {found}"
+        )
+    return None
 
 
 def pallas_call(

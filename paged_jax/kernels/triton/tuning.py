@@ -25,7 +25,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,16 +138,58 @@ def assume(device: Device) -> Iterator[None]:
 def device() -> Device:
     """The device that kernels are shaped for, whatever the platform of this process.
 
-    In this order: what `assume` says; the abstract GPU of `jax.sharding.use_abstract_mesh`, if it
-    says how many cores it has; the first CUDA device of this process; `DEFAULT`.
+    In this order: the device that `assume` names; the abstract GPU of the current mesh (of
+    `jax.sharding.use_abstract_mesh`, and of every mesh inside of `jax.shard_map`); the first CUDA
+    device of this process; `DEFAULT`.
+
+    An abstract GPU has no compute capability. It is that of the first CUDA device if both have the
+    same name, else the one that belongs to the name.
     """
     assumed = _assumed.get()
     if assumed is not None:
         return assumed
+    first = _first_gpu()
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None and abstract.platform == "gpu":
-        return Device(abstract.device_kind, abstract.num_cores or DEFAULT.num_cores)
-    return _first_gpu()
+    if abstract is None or abstract.platform != "gpu":
+        return first
+    kind = abstract.device_kind
+    if kind == first.kind:
+        return first._replace(num_cores=abstract.num_cores or first.num_cores)
+    capability = capability_of(kind) or first.compute_capability
+    return Device(kind, abstract.num_cores or DEFAULT.num_cores, capability)
+
+
+# The compute capability of GPUs by words in their names; the first entry that fits counts. From
+# "CUDA GPU Compute Capability" on NVIDIA's pages.
+_CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
+    (r"Quadro RTX \d+|TITAN RTX|RTX 20\d\d|GTX 16\d\d|T4G?|T\d{3,4}", (7, 5)),
+    (r"P100", (6, 0)),
+    (r"P40?|GTX 10\d\d|TITAN Xp?", (6, 1)),
+    (r"V100S?|GV100|TITAN V", (7, 0)),
+    (r"A100X?|A800|A30X?", (8, 0)),
+    (r"A2|A10[GM]?|A16|A40|RTX A\d+|RTX 30\d\d", (8, 6)),
+    (r"Orin", (8, 7)),
+    (r"Ada|L2|L4|L20|L40S?|RTX 40\d\d", (8, 9)),
+    (r"H20|H100|H200|H800|GH200", (9, 0)),
+    (r"B100|B200|GB200", (10, 0)),
+    (r"B300|GB300", (10, 3)),
+    (r"Thor", (11, 0)),
+    (r"RTX PRO \d+|RTX 50\d\d", (12, 0)),
+    (r"GB10", (12, 1)),
+)
+
+
+def capability_of(kind: str) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU with this name, or None if the name is unknown.
+
+    Example:
+      >>> [capability_of(kind) for kind in ("NVIDIA A100-SXM4-80GB", "Tesla T4", "another")]
+      [(8, 0), (7, 5), None]
+    """
+    for names, capability in _CAPABILITY_OF_NAMES:
+        if re.search(rf"\b(?:{names})\b", kind):
+            return capability
+    return None
 
 
 def is_assumed() -> bool:
@@ -257,8 +299,9 @@ def _decode_rule(shape: Shape) -> DecodeParams:
 # precision, and 8 warps 64 in float32.
 _MOST_PROGRAMS = 3
 
-# KB of shared memory of a multiprocessor, by compute capability (CUDA C++ programming guide).
-_SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100}
+# KB of shared memory of a multiprocessor, by compute capability (CUDA C++ programming guide). The
+# others have 228.
+_SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
 def programs_per_core(shape: Shape, params: DecodeParams, device: Device) -> int:
