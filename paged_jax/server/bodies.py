@@ -6,7 +6,14 @@ Fields have OpenAI's names, or vLLM's where OpenAI has none.
 import difflib
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from paged_jax.sampling.params import NUMBERS, Number
@@ -18,13 +25,19 @@ T = TypeVar("T")
 # A list is refused at its first mistake: reporting a million of them would block the server for
 # seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _whole(value: Any) -> Any:
+    """Return a number without a fraction as an integer: JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
 TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 # The kind of error that a field is which does not exist.
 UNKNOWN_FIELD = "extra_forbidden"
-# A field that clients send without meaning it: null or an empty list.
-Nothing = Annotated[list[Any] | None, Field(max_length=0)]
 
 # How vLLM named the fields of structured outputs before they were one: guided_json and so on.
 _OLD_FORMS = "guided_"
@@ -62,10 +75,24 @@ class Body(BaseModel):
         return {"name": name, "rule": f"{neutral.refusal(name)}.{hint}"}
 
 
+class Part(Body):
+    """A JSON object within a request, such as a message. Its unknown fields are ignored."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    @classmethod
+    def ignores(cls, name: str, value: Any) -> bool:
+        """Return True: what no template reads cannot change the answer."""
+        return True
+
+
 def _optional(number: Number) -> Any:
-    """The type of a field for a sampling parameter: the number within its bounds, or null."""
+    """Return the type of a sampling parameter: the number within its bounds, or null."""
     bounds: dict[str, Any] = dict(number.bounds)
-    return Annotated[number.type | None, Field(**bounds)]
+    if number.type is float:
+        return Annotated[float | None, Field(**bounds)]
+    whole: Any = Annotated[int, Field(**bounds), WHOLE]
+    return whole | None
 
 
 class StreamOptions(Body):
@@ -75,6 +102,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: whether each event has the usage of its sample."
     )
+    include_obfuscation: Literal[False] | None = None
 
 
 _FIELDS: dict[str, Any] = {name: (_optional(number), None) for name, number in NUMBERS.items()}
@@ -104,12 +132,12 @@ class SamplingBody(_SamplingNumbers):
 
     model_config = ConfigDict(json_schema_extra=_add_neutral)
 
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    n: Annotated[int | None, Field(ge=1)] = None
-    max_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = Field(
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    n: Annotated[int, Field(ge=1), WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
         None, description="0 scores the prompt and draws nothing."
     )
-    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     stop: Text | Items[Text] | None = None
     stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -126,7 +154,7 @@ class SamplingBody(_SamplingNumbers):
     cache_salt: str | None = Field(
         None, description="Requests share cached blocks only if their salts are equal."
     )
-    priority: Annotated[int | None, Field(gt=-(2**31), lt=2**31)] = Field(
+    priority: Annotated[int, Field(gt=-(2**31), lt=2**31), WHOLE] | None = Field(
         None, description="Requests with a lower value are served first."
     )
     timeout: Annotated[float | None, Field(gt=0)] = Field(
@@ -149,8 +177,8 @@ class GenerateBody(SamplingBody):
 
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
-    logprobs: Annotated[int | None, Field(ge=0)] = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
+    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
 
 
 class NamedSchema(Body):
@@ -181,7 +209,7 @@ class OpenAiBody(SamplingBody):
     """Fields that both of OpenAI's endpoints take."""
 
     model: str | None = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0)] = Field(
+    prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
         None, description="Most probable tokens to report at each position of the prompt."
     )
     use_beam_search: bool | None = Field(
@@ -198,7 +226,7 @@ class OpenAiBody(SamplingBody):
     response_format: ResponseFormat | None = None
     # Fields that clients often send: accepted with the values that change nothing.
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = Field(None, description="Ignored: answers are not stored.")
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -211,37 +239,44 @@ class CompletionBody(OpenAiBody):
         | TokenIds
         | Annotated[Items[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    logprobs: Annotated[int | None, Field(ge=0)] = None
+    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     echo: bool | None = None
     suffix: Literal[""] | None = None
-    best_of: Annotated[int | None, Field(ge=1)] = Field(
+    best_of: Annotated[int, Field(ge=1), WHOLE] | None = Field(
         None, description="Samples to draw, of which the answer has the `n` most probable ones."
     )
 
 
-class TextPart(Body):
+class TextPart(Part):
     """A part of a message's content: a text."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(Body):
+class RefusalPart(Part):
+    """A part of a message's content: the model's refusal of an earlier request."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class FunctionCall(Part):
     """A call that the model has made: the name of a function, and its arguments as JSON."""
 
     name: Text
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Body):
+class ToolCall(Part):
     """A call that the model has made, as an answer has it."""
 
-    id: str
-    type: Literal["function"]
+    id: str | None = None
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Function(Body):
+class Function(Part):
     """A function that the model may call: `parameters` is a JSON schema. It always binds."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -250,7 +285,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Part):
     """A tool that the model may use: a function."""
 
     type: Literal["function"]
@@ -270,30 +305,33 @@ class ToolChoice(Body):
     function: FunctionName
 
 
-class Message(Body):
-    """A message of a chat; one with calls may have no content."""
+class Message(Part):
+    """A message of a chat; one with calls may have no content.
+
+    The chat template gets all fields, so one that it does not read is ignored.
+    """
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "required": ["role", "content"],
-            "additionalProperties": {"type": "null"},
-        }
+        json_schema_extra={"required": ["role", "content"], "additionalProperties": True}
     )
 
     role: Text
-    content: str | Items[TextPart] | None = None
+    content: str | Items[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
+    # What the model thought before the message. Clients know it by either name.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
     # Fields of an answer's message, which clients send back as part of the chat.
-    refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Nothing = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        said = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
+        if "content" not in self.model_fields_set and not said:
             raise PydanticCustomError("content", "content or tool_calls must be given")
         return self
 
@@ -331,9 +369,9 @@ class ChatBody(OpenAiBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0)] = None
+    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the model's chat template, such as enable_thinking."
     )

@@ -18,30 +18,47 @@ def num_chars(messages: Sequence[bodies.Message]) -> int:
 
 
 def _as_message(message: bodies.Message) -> dict[str, Any]:
-    # A template may ask whether there is a name, or a call.
-    calls = [_as_call(call) for call in message.tool_calls or ()]
+    # All fields, as a template may read any of them, and only those with a value, as it may ask
+    # whether there is one.
+    content, refusal = _content(message), message.refusal
     fields: dict[str, Any] = {
+        **(message.model_extra or {}),
         "name": message.name,
         "tool_call_id": message.tool_call_id,
-        "tool_calls": calls or None,
+        "tool_calls": [_as_call(call) for call in message.tool_calls or ()] or None,
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
     }
     given = {name: value for name, value in fields.items() if value is not None}
-    return message.model_dump(include={"role", "content"}) | given
+    return {"role": message.role, "content": content or refusal or content} | given
+
+
+def _content(message: bodies.Message) -> str | list[dict[str, Any]] | None:
+    """Return the content with nothing but texts in its parts."""
+    if message.content is None or isinstance(message.content, str):
+        return message.content
+    parts = message.content
+    texts = [part.text if isinstance(part, bodies.TextPart) else part.refusal for part in parts]
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _as_call(call: bodies.ToolCall) -> dict[str, Any]:
-    """A call as templates expect it, with its arguments as an object."""
-    try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:
-        arguments = call.function.arguments  # cut short, as the model has written them
+    """Return a call as templates expect it, with its arguments as an object."""
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # cut short, as the model has written them
     function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": call.type, "function": function}
+    given = {} if call.id is None else {"id": call.id}
+    return {**given, "type": call.type, "function": function}
 
 
 def _num_chars(message: bodies.Message) -> int:
-    content = message.content or ""
-    called = sum(len(call.function.arguments) for call in message.tool_calls or ())
+    called = [call.function.arguments for call in message.tool_calls or ()]
+    count = sum(len(arguments) for arguments in called if isinstance(arguments, str))
+    content = _content(message) or message.refusal or ""
     if isinstance(content, str):
-        return called + len(content)
-    return called + sum(len(part.text) for part in content)
+        return count + len(content)
+    return count + sum(len(part["text"]) for part in content)

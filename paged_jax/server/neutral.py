@@ -12,6 +12,7 @@ _ADVISORY = frozenset({
     "include_reasoning",
     "prediction",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "reasoning_effort",
     "rid",

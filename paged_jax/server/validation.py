@@ -18,10 +18,8 @@ _UNSUPPORTED = {
     "content": 'be a text or a list of {"type": "text"} parts, as this server does not support '
     "images or audio",
     "modalities": f'be null or ["text"], {_NO_AUDIO}',
-    "annotations": "be null or empty, as this server does not support annotations",
-    "refusal": "be null, as this server does not support refusals",
+    "include_obfuscation": "be null or false, as this server does not pad its events",
     "suffix": "be null or empty, as this server does not support text after the completion",
-    "store": "be null or false, as this server stores no answers",
     "service_tier": 'be null, "auto" or "default", as this server has one tier',
 }
 # Fields that may have several forms.

@@ -302,6 +302,55 @@ def test_openai_chat_goes_on(client) -> None:
         client.chat.completions.create(messages=[{"role": "user", "content": parts}], **options)
 
 
+def test_chat_ignores_fields_that_no_template_reads(server) -> None:
+    """Clients send messages back with fields of their own, or of other servers."""
+    part = {"type": "text", "text": "ab"}
+    plain = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+    ]
+    extra = [
+        {"role": "user", "content": [{**part, "cache_control": {"type": "ephemeral"}}], "id": "m"},
+        {"role": "assistant", "content": "a", "timestamp": 4.5, "annotations": [{"type": "x"}]},
+        {"role": "tool", "content": "b", "tool_call_id": "1", "is_error": False, "index": 0},
+    ]
+    plain_body, body = {"messages": plain, **GREEDY}, {"messages": extra, **GREEDY}
+    want = server.post("/v1/chat/completions", plain_body).json()
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+    assert answer.json()["choices"][0]["message"] == want["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("endpoint", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_integers_may_be_written_with_a_fraction_of_zero(server, endpoint) -> None:
+    """A number with a zero fractional part is an integer (JSON Schema, section 6.1.1)."""
+    prompt = {"messages": [{"role": "user", "content": "ab"}]}
+    if "chat" not in endpoint:
+        prompt = {"prompt": "ab"}
+    sizes = {"max_tokens": 4, "top_k": 3, "n": 1, "seed": 5, "min_tokens": 2, "priority": 0}
+    body = {**prompt, **sizes, "stop_token_ids": [5], "temperature": 1, "ignore_eos": True}
+    written = {name: float(value) for name, value in sizes.items()} | {"stop_token_ids": [5.0]}
+    want = server.post(endpoint, body).json()
+    answer = server.post(endpoint, {**body, **written})
+    assert answer.status_code == 200, answer.text
+    field = "text" if endpoint == "/generate" else "choices"
+    assert answer.json()[field] == want[field]
+    for wrong in (4.5, True, "4"):
+        error_of(server.post(endpoint, {**body, "max_tokens": wrong}), 400)
+
+
+def test_prompts_may_be_token_ids_with_a_fraction_of_zero(server) -> None:
+    for prompt in ([3, 4], [[3, 4], [5]]):
+        body = {"prompt": prompt, **GREEDY}
+        written = json.dumps(body).replace("3", "3.0").replace("4", "4.0")
+        want = server.post("/v1/completions", body).json()["choices"]
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(server.url + "/v1/completions", content=written, headers=headers)
+        assert answer.json()["choices"] == want
+
+
 def test_chat_template_kwargs_reach_the_template(server) -> None:
     body = {"messages": [{"role": "user", "content": "ab"}], **GREEDY}
     path = "/v1/chat/completions"
@@ -330,11 +379,11 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
     assert server.post("/v1/completions", body).status_code == 200
     messages = [{"role": "assistant", "content": "hi", "refusal": None}]
     body = {"messages": messages, "tools": [], "tool_choice": "none", **habits, **GREEDY}
+    body |= {"store": True, "stream_options": {"include_obfuscation": False}}
     # OpenAI's hints, other servers' fields with their defaults, and null for whatever there is.
     body |= {"safety_identifier": "me", "prompt_cache_key": "k", "reasoning_effort": "low"}
     body |= {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True}
     body |= {"web_search_options": None, "functions": [], "use_beam_search": False}
-    messages[0]["thinking"] = None
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
 
@@ -349,10 +398,16 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
             "max_token",
             "max_token is not supported here. Did you mean max_tokens?",
         ),
+        ({"top_key": 1}, "top_key", "Did you mean top_k?"),
         (
-            {"messages": [{"role": "user", "content": "ab", "thinking": "x"}]},
-            "messages.0.thinking",
-            "thinking is not supported here.",
+            {"stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "as this server does not pad its events.",
+        ),
+        (
+            {"stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "Did you mean include_usage?",
         ),
     ],
 )

@@ -171,7 +171,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with its thoughts, if it has any, by the names that templates have for them."""
-    given = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    given = next((message[key] for key in _REASONING if message.get(key)), None)
     if given is None:
         return message
     return {"thinking": given, **message, "reasoning_content": given}
