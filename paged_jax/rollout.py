@@ -85,9 +85,11 @@ def rollout(
       temperature, top_k, top_p, min_p: see `SamplingParams`; one for all prompts or one for each;
         they may be traced.
       seed: an integer of 0 to 2**32 - 1, or ``jax.random.key`` of it, one for all prompts or one
-        for each; may be traced, as from the number of the training step. Row b of the result is
-        sample b of its seed, so rows with the same prompt differ, and a row's draws do not depend
-        on the rows beside it.
+        for each; may be traced, as from the number of the training step. A raw key of
+        ``jax.random.PRNGKey`` is rejected, because its words look like the seeds of two or four
+        prompts: pass ``jax.random.wrap_key_data(key)``. Row b of the result is sample b of its
+        seed, so rows with the same prompt differ, and a row's draws do not depend on the rows
+        beside it.
       stop_token_ids: tokens that end a row; None for ``model.config.eos_token_ids``, () for none
         (static).
       block_size: C, tokens in a block of the cache, see `PagedCache`.
@@ -322,15 +324,14 @@ def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array
     return jnp.repeat(jnp.broadcast_to(value, (B,)), num_samples)
 
 
+# Words of a raw key: 2 of threefry2x32, 4 of rbg and unsafe_rbg.
+_WORDS_OF_RAW_KEYS = (2, 4)
+
+
 def _keys(seed: ArrayLike) -> jax.Array:
-    """The keys of seeds, or keys as they are; of the kind that `sampling` draws with."""
-    if isinstance(seed, (int, np.integer)):
-        if not 0 <= seed < 2**32:
-            raise ValueError(
-                f"rollout: seed must be in [0, 2**32), got {seed}. Pass the number of the step."
-            )
-        seed = np.uint32(seed)  # jnp would take it for an int32
-    seed = jnp.asarray(seed)
+    """Return seeds as threefry2x32 keys, the kind that `sampling` draws with."""
+    if not isinstance(seed, jax.Array):
+        seed = _checked_seeds(seed)
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         if jax.random.key_data(seed).shape[seed.ndim :] != (2,):
             raise ValueError(
@@ -340,7 +341,26 @@ def _keys(seed: ArrayLike) -> jax.Array:
         return seed
     if not jnp.issubdtype(seed.dtype, jnp.integer):
         raise ValueError(f"rollout: seed must be an integer or a key, got {seed.dtype}.")
-    low = seed.astype(jnp.uint32)
+    if seed.dtype == np.uint32 and seed.ndim and seed.shape[-1] in _WORDS_OF_RAW_KEYS:
+        raise ValueError(
+            f"rollout: seed must not be a raw key of jax.random.PRNGKey, got uint32 "
+            f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed); "
+            "for one seed for each prompt, pass int32 numbers."
+        )
+    # NumPy's integers are cast by NumPy, as jnp.asarray cuts 64 bits down to a signed 32.
+    low = jnp.asarray(seed.astype(np.uint32))
     return jax.random.wrap_key_data(
         jnp.stack([jnp.zeros_like(low), low], axis=-1), impl="threefry2x32"
     )
+
+
+def _checked_seeds(seed: ArrayLike) -> np.ndarray:
+    """Return seeds of Python or NumPy as an array, and check that they are in range."""
+    seeds = np.asarray(seed)
+    if seeds.dtype.kind in "iuO":  # an integer of more than 64 bits is an object for NumPy
+        wrong = [number for number in seeds.ravel().tolist() if not 0 <= number < 2**32]
+        if wrong:
+            raise ValueError(
+                f"rollout: seed must be in [0, 2**32), got {wrong[0]}. Pass the number of the step."
+            )
+    return seeds

@@ -195,9 +195,10 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         ({"prompt_token_ids": PROMPTS[0]}, r"must have shape \[B, T\], got \[5\]"),
         ({"max_tokens": 0}, "max_tokens must be a positive integer, got 0"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
-        ({"seed": 0.5}, "rollout: seed must be an integer or a key, got float32"),
+        ({"seed": 0.5}, "rollout: seed must be an integer or a key, got float64"),
         ({"seed": jax.random.key(0, impl="rbg")}, r"a threefry2x32 key, got key<rbg>"),
-        ({"seed": jax.random.PRNGKey(0)}, r"seed must be one value or have shape \[3\], .* \[2\]"),
+        ({"seed": np.array([3, 2**32, 1])}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
+        ({"seed": np.arange(2)}, r"seed must be one value or have shape \[3\], .* \[2\]"),
         ({"top_p": np.ones((3, 1))}, r"top_p must be one value or have shape \[3\]"),
         ({"max_tokens": 60}, r"at most max_position_embeddings = 64 of the model, got 5 \+ 60\."),
         ({"prompt_token_ids": PROMPTS * 1.0}, "rollout: prompt_token_ids must be an integer array"),
@@ -211,6 +212,26 @@ def test_mistakes_are_refused(model, changes, message) -> None:
     arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS, "max_tokens": N}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: rollout(model, **{**arguments, **changes}))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("num_prompts", [1, 2, 4])
+def test_rollout_rejects_a_raw_key(model, impl, num_prompts) -> None:
+    """Its two or four words look like the seeds of as many prompts."""
+    key = jax.random.PRNGKey(7, impl=impl)
+    prompts, num_tokens = np.resize(PROMPTS, (num_prompts, T)), np.ones(num_prompts, np.int32)
+
+    def draw(seed):
+        return rollout(model, prompts, num_tokens, max_tokens=1, seed=seed)
+
+    for seed in (key, np.asarray(key), jnp.stack([key] * num_prompts)):
+        with pytest.raises(ValueError, match="seed must not be a raw key of jax.random.PRNGKey"):
+            jax.eval_shape(draw, seed)
+        with pytest.raises(ValueError, match="seed must not be a raw key of jax.random.PRNGKey"):
+            jax.eval_shape(lambda seed=seed: draw(seed))
+    wrapped = jax.random.wrap_key_data(jax.random.PRNGKey(7))
+    jax.eval_shape(draw, wrapped)
+    jax.eval_shape(draw, np.arange(num_prompts))
 
 
 def test_a_size_that_jit_traces_is_refused(model) -> None:
