@@ -80,6 +80,41 @@ def test_what_is_chosen_blindly_has_the_form(start, tokenizer, form, has_form) -
     assert len(set(texts)) > 2
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [f"label {index}" for index in range(5000)],
+        [str(index) for index in range(9000)],
+        [f'"{index}"\n' for index in range(5000)],
+        [*range(4000), *map(str, range(4000)), None, {"a": [1]}],
+    ],
+    ids=["words", "digits", "escapes", "kinds"],
+)
+def test_an_enum_of_thousands_of_labels_is_followed(start, tokenizer, labels) -> None:
+    rng = np.random.default_rng(0)
+    schema = {"type": "object", "properties": {"it": {"enum": labels}}, "required": ["it"]}
+    lark = f"start: call\ncall: %json {json.dumps({**schema, 'additionalProperties': False})}"
+    for form in ({"json": schema}, {"grammar": lark}):
+        text = tokenizer.decode(walk(start(**form), rng))
+        assert json.loads(text)["it"] in labels, text
+
+
+def test_a_choice_of_thousands_of_digits_is_followed(start, tokenizer) -> None:
+    choice = [str(index) for index in range(9000)]
+    text = tokenizer.decode(walk(start(choice=choice), np.random.default_rng(0)))
+    assert text in choice
+
+
+@pytest.mark.parametrize("place", ["$defs", "default", "properties"])
+def test_labels_give_the_rest_of_a_schema_no_fuel(grammars, place) -> None:
+    """A pattern that takes 200 MB stays too large, whatever enums stand beside it."""
+    enum = {"enum": [*range(9000)]}
+    beside = {"properties": {"label": enum}} if place == "properties" else {place: {"all": enum}}
+    schema = {"anyOf": [{"type": "string", "pattern": "a?" * 10_000}, {"type": "null"}], **beside}
+    with pytest.raises(ArgumentError, match="too big"):
+        grammars.compile(StructuredOutputsParams(json=schema))
+
+
 def test_what_must_come_is_forced_up_to_the_end(start, tokenizer) -> None:
     cursor = start(json=PERSON)
     cursor.follow([], 0)

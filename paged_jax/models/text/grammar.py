@@ -5,6 +5,7 @@ The work is llguidance's, of the extra ``structured``. Here its matchers follow 
 
 import functools
 import json
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -33,6 +34,11 @@ _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
 # Of llguidance's default a twentieth: 10,000 optional letters in a row take 200 MB.
 _LEXER_FUEL = 50_000
+# An enum with more labels gets fuel of its own.
+_MANY_LABELS = 1000
+_ENUM = re.compile(r'"enum"\s*:\s*(?=\[)')
+# Characters that JSON escapes.
+_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
 _PLAIN = SamplingParams()
 _STACK_LOCK = threading.Lock()
 # How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
@@ -254,15 +260,27 @@ class GrammarCursor:
 
 
 def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
-    """A matcher of the form, of which the first token can be told.
+    """Return a matcher of the form, positioned before the first token.
+
+    Labels get fuel beyond the limit, as their cost is linear. The rest of the form must be within
+    the limit without them.
 
     Raises:
-      ValueError: there is none.
+      ValueError: llguidance rejects the form, or the form is too large.
     """
+    text = _text(form)
+    labels, shorter = (form.choice, text) if form.choice is not None else _split_labels(text)
+    if shorter != text and len(labels) > _MANY_LABELS:
+        _compiled(tokenizer, _source(form, shorter), _LEXER_FUEL)
+    return _compiled(tokenizer, _source(form, text), _LEXER_FUEL + _label_fuel(labels))
+
+
+def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
+    """Return a matcher of llguidance's source; raise ValueError if it cannot compute a mask."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
-    matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=limits)
+    limits = LLParserLimits(initial_lexer_fuel=fuel)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     first = matcher
     if not matcher.is_error():  # some are found to be too large only here
         first = matcher.deep_copy()
@@ -272,6 +290,32 @@ def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatc
     if first.is_error():
         raise ValueError(first.get_error())
     return matcher
+
+
+def _split_labels(text: str) -> tuple[list[Any], str]:
+    """Return the labels of all enums in a text with JSON schemas, and the text with one of each."""
+    labels: list[Any] = []
+    shorter, end = "", 0
+    for match in _ENUM.finditer(text):
+        start = match.end()
+        if start < end:  # within the labels of another enum
+            continue
+        try:
+            values, stop = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            continue
+        labels += values
+        shorter += text[end:start] + json.dumps(values[:1])
+        end = stop
+    return labels, shorter + text[end:]
+
+
+def _label_fuel(labels: Sequence[Any]) -> int:
+    """Return more fuel than labels take: 13 each and 75 for an escaped character (measured)."""
+    if len(labels) <= _MANY_LABELS:
+        return 0
+    num_escapes = sum(len(_ESCAPED.findall(str(label))) for label in labels)
+    return 16 * len(labels) + 128 * num_escapes
 
 
 def _with_stack(size: int, function: Callable[[], T]) -> T:
@@ -301,20 +345,27 @@ def _with_stack(size: int, function: Callable[[], T]) -> T:
     return results[0]
 
 
-def _source(form: StructuredOutputsParams) -> str:
-    """What llguidance compiles."""
+def _text(form: StructuredOutputsParams) -> str:
+    """Return the form as a regular expression, a Lark grammar or a JSON schema."""
+    if form.choice is not None:
+        # As one terminal: a rule may have no more than 2,000 that can come next.
+        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
+    if form.regex is not None or form.grammar is not None:
+        return str(form.regex or form.grammar)
+    return json.dumps(
+        {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
+    )
+
+
+def _source(form: StructuredOutputsParams, text: str) -> str:
+    """Return llguidance's source for a text of the form."""
     from llguidance import LLMatcher
 
     if form.regex is not None:
-        return LLMatcher.grammar_from_regex(form.regex)
-    if form.grammar is not None:
-        return LLMatcher.grammar_from_lark(form.grammar)
-    if form.choice is not None:
-        # As one terminal: a rule may have no more than 2,000 that can come next.
-        texts = " | ".join(map(json.dumps, form.choice))
-        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
-    schema = {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_LAYOUT)
+        return LLMatcher.grammar_from_regex(text)
+    if form.grammar is not None or form.choice is not None:
+        return LLMatcher.grammar_from_lark(text)
+    return LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
