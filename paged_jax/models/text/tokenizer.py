@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
-from paged_jax.models.json_file import read_json
 from paged_jax.models.text.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     check_variables,
     read_templates,
+)
+from paged_jax.models.text.special_tokens import (
+    TokenizerError,
+    add_special_tokens,
+    read_optional,
+    set_post_processor,
 )
 from paged_jax.models.text.tools import ToolFormat, find_format
 from paged_jax.sampling.params import NUMBERS
@@ -27,10 +31,6 @@ _MAX_OPEN_BYTES = 3
 # characters: so many of that kind in a row are no text that a model writes.
 _MAX_PENDING = 16
 _SAMPLING_KEYS = tuple(name for name, number in NUMBERS.items() if number.is_recommended)
-
-
-class TokenizerError(ValueError):
-    """A folder holds no tokenizer that this library reads."""
 
 
 class Tokenizer:
@@ -80,26 +80,26 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read ``tokenizer.json`` and what lies beside it.
+        """Read ``tokenizer.json`` and the files beside it.
 
-        ``tokenizer_config.json`` and ``special_tokens_map.json`` name the special tokens and say
-        whether a text starts with one, ``chat_template.jinja`` or the former has the chat
-        template, and ``generation_config.json`` more stop tokens and sampling defaults.
+        ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json`` define
+        special tokens. The first also says whether a text starts with one. The chat template is
+        in ``chat_template.jinja`` or in ``tokenizer_config.json``. ``generation_config.json`` has
+        more stop tokens and sampling defaults.
 
         Raises:
-          TokenizerError: there is no ``tokenizer.json``, or it is damaged.
+          TokenizerError: there is no ``tokenizer.json``, it is damaged, or a special token does
+            not fit its vocabulary.
           ValueError: a file beside it is not JSON.
           ChatTemplateError: the chat template is not valid Jinja.
         """
         folder = Path(folder)
         backend = _read_backend(folder)
-        config = _read_optional(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(
-            {**_read_optional(folder / "special_tokens_map.json"), **config}
-        )
-        _set_post_processor(backend, config, special_tokens)
+        config = read_optional(folder / "tokenizer_config.json")
+        special_tokens = add_special_tokens(backend, folder, config)
+        set_post_processor(backend, config, special_tokens)
         chat_template, tool_template = read_templates(folder, config)
-        generation = _read_optional(folder / "generation_config.json")
+        generation = read_optional(folder / "generation_config.json")
         return cls(
             backend,
             special_tokens=special_tokens,
@@ -387,44 +387,6 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{path}: not a tokenizer: {error}.") from None
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = config.get(key)
-        if isinstance(token, Mapping):  # with how it is split off, which tokenizer.json says too
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[key] = token
-    return tokens
-
-
-def _set_post_processor(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Add BOS and EOS as tokenizer_config.json says, where it does and tokenizer.json differs."""
-    added = backend.encode("", add_special_tokens=True).ids
-    template, ids, differs = ["$A"], [], False
-    for key in ("bos", "eos"):
-        token = special_tokens.get(f"{key}_token", "")
-        token_id = backend.token_to_id(token)
-        if token_id is None:
-            continue
-        wanted = config.get(f"add_{key}_token")
-        wanted = token_id in added if wanted is None else bool(wanted)
-        differs |= wanted != (token_id in added)
-        if wanted:
-            template = [token, *template] if key == "bos" else [*template, token]
-            ids.append((token, token_id))
-    if differs:
-        backend.post_processor = processors.TemplateProcessing(
-            single=template, pair=None, special_tokens=ids
-        )
 
 
 def _eos_token_ids(

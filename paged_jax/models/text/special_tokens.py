@@ -1,0 +1,194 @@
+"""Special tokens of a checkpoint, from ``tokenizer.json`` and the files beside it.
+
+    tokenizer_config.json    names of special tokens; `added_tokens_decoder`: ids and flags
+    special_tokens_map.json  names; read only if there is no `added_tokens_decoder`
+    added_tokens.json        ids; read only if there is no `added_tokens_decoder`
+
+The order of precedence is the order of transformers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import processors
+
+from paged_jax.models.json_file import read_json
+
+# Names that every model may have. A model may have more: each key that ends in "_token".
+# They get their ids in this order.
+_NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+)  # fmt: skip
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_CONFIG = "tokenizer_config.json"
+
+
+class TokenizerError(ValueError):
+    """A folder holds no tokenizer that this library reads."""
+
+
+def add_special_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Add the special tokens that the files beside ``tokenizer.json`` define.
+
+    Tokens with stated ids come first, in the order of their ids. Named tokens and extra tokens
+    follow. A token that the vocabulary does not have gets the next free id.
+
+    Args:
+      backend: the tokenizer of ``tokenizer.json``. It is modified.
+      folder: the folder of the model.
+      config: the contents of its ``tokenizer_config.json``.
+
+    Returns:
+      The special tokens by name, such as ``{"bos_token": "<s>"}``.
+
+    Raises:
+      TokenizerError: a token is malformed, or its id is not the stated one.
+      ValueError: a file is not JSON.
+    """
+    tokens = _read_special_tokens(folder, config)
+    known = backend.get_added_tokens_decoder()
+    # Without `added_tokens_decoder`, transformers reads the flags of tokenizer.json as well.
+    flagged = tokens.stated if tokens.file == _CONFIG else {**tokens.stated, **known}
+    added = [token for _, token in sorted(flagged.items(), key=lambda item: item[0])]
+    names = {token.content for token in tokens.named.values()}
+    for token in added:
+        token.special |= token.content in names
+    contents = {token.content for token in (*known.values(), *added)}
+    named = sorted(tokens.named.items(), key=lambda item: _place(item[0]))
+    for token in (*(token for _, token in named), *tokens.extra):
+        if token.content not in contents:
+            token.special |= token.content in names
+            added.append(token)
+    backend.add_tokens(added)
+    for token_id, token in tokens.stated.items():
+        found = backend.token_to_id(token.content)
+        if token.content and found != token_id:
+            raise TokenizerError(
+                f"{folder / tokens.file}: token {token.content!r} must get its stated id "
+                f"{token_id}, got {found}. Save the tokenizer again, so that its files agree."
+            )
+    return {name: token.content for name, token in tokens.named.items()}
+
+
+def set_post_processor(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Add BOS and EOS to texts as ``tokenizer_config.json`` says, if it does."""
+    added = backend.encode("", add_special_tokens=True).ids
+    template, ids, differs = ["$A"], [], False
+    for key in ("bos", "eos"):
+        token = special_tokens.get(f"{key}_token", "")
+        token_id = backend.token_to_id(token)
+        if token_id is None:
+            continue
+        wanted = config.get(f"add_{key}_token")
+        wanted = token_id in added if wanted is None else bool(wanted)
+        differs |= wanted != (token_id in added)
+        if wanted:
+            template = [token, *template] if key == "bos" else [*template, token]
+            ids.append((token, token_id))
+    if differs:
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, pair=None, special_tokens=ids
+        )
+
+
+def read_optional(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; return an empty one if there is no file."""
+    return read_json(path) if path.is_file() else {}
+
+
+class _SpecialTokens(NamedTuple):
+    """The special tokens that the files beside ``tokenizer.json`` define.
+
+    Attributes:
+      named: tokens by name, such as ``"bos_token"``.
+      extra: special tokens without a name.
+      stated: tokens with stated ids.
+      file: name of the file that states the ids.
+    """
+
+    named: dict[str, tokenizers.AddedToken]
+    extra: list[tokenizers.AddedToken]
+    stated: dict[int, tokenizers.AddedToken]
+    file: str
+
+
+def _read_special_tokens(folder: Path, config: Mapping[str, Any]) -> _SpecialTokens:
+    named, extra = _named_and_extra(folder / _CONFIG, config)
+    stated = config.get("added_tokens_decoder")
+    if stated is not None:
+        path = folder / _CONFIG
+        if not isinstance(stated, Mapping):
+            rule = f"added_tokens_decoder must be an object, got {stated!r}."
+            raise TokenizerError(f"{path}: {rule}")
+        tokens = {
+            _token_id(path, token_id): _added_token(path, f"added_tokens_decoder.{token_id}", token)
+            for token_id, token in stated.items()
+        }
+        return _SpecialTokens(named, extra, tokens, _CONFIG)
+    path = folder / "special_tokens_map.json"
+    tokens_map = read_optional(path)
+    replaced, more = _named_and_extra(path, tokens_map)
+    named = {name: token for name, token in named.items() if name not in tokens_map} | replaced
+    if not extra or "extra_special_tokens" in tokens_map:
+        extra += more
+    special = {token.content for token in (*named.values(), *extra)}
+    path = folder / "added_tokens.json"
+    tokens = {
+        _token_id(path, token_id): tokenizers.AddedToken(content, special=content in special)
+        for content, token_id in read_optional(path).items()
+    }
+    return _SpecialTokens(named, extra, tokens, path.name)
+
+
+def _named_and_extra(
+    path: Path, config: Mapping[str, Any]
+) -> tuple[dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
+    """Return the tokens with a name, and the other special tokens."""
+    tokens = {key: config[key] for key in _NAMES if config.get(key) is not None}
+    for key, value in config.items():
+        if key not in _NAMES and key.endswith("_token") and isinstance(value, str | Mapping):
+            tokens[key] = value
+    key = "extra_special_tokens"
+    if not config.get(key):
+        key = "additional_special_tokens"  # its name in transformers before version 5
+    extra = config.get(key) or []
+    if isinstance(extra, Mapping):
+        tokens, extra = {**tokens, **extra}, []
+    if not isinstance(extra, list):
+        raise TokenizerError(f"{path}: {key} must be a list of tokens, got {extra!r}.")
+    named = {name: _special_token(path, name, value) for name, value in tokens.items()}
+    return named, [_special_token(path, key, each) for each in extra]
+
+
+def _place(name: str) -> int:
+    return _NAMES.index(name) if name in _NAMES else len(_NAMES)
+
+
+def _special_token(path: Path, key: str, value: Any) -> tokenizers.AddedToken:
+    if isinstance(value, str):
+        return tokenizers.AddedToken(value, special=True)
+    return _added_token(path, key, value, is_special=path.name != _CONFIG)
+
+
+def _added_token(
+    path: Path, key: str, value: Any, *, is_special: bool = False
+) -> tokenizers.AddedToken:
+    content = value.get("content") if isinstance(value, Mapping) else None
+    if not isinstance(content, str):
+        rule = 'must be a token such as "<s>" or {"content": "<s>"}'
+        raise TokenizerError(f"{path}: {key} {rule}, got {value!r}.")
+    flags = {flag: bool(value[flag]) for flag in _FLAGS if flag in value}
+    return tokenizers.AddedToken(content, **{"special": is_special, **flags})
+
+
+def _token_id(path: Path, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise TokenizerError(f"{path}: token ids must be integers, got {value!r}.") from None

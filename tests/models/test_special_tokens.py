@@ -1,0 +1,157 @@
+"""Special tokens that only the files beside tokenizer.json define, against transformers."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from paged_jax.models.text.tokenizer import Tokenizer, TokenizerError
+
+# The vocabulary of `_backend` ends with "<|in|>" (256), which is no special token there, and
+# "<|old|>" (257), which is.
+_TEXT = "<|in|>a <|old|> b<|im_start|>c <|im_end|> [PAD]<x>"
+
+
+def _backend():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "<|in|>"])}
+    backend = Backend(models.BPE(vocab, []))
+    backend.add_special_tokens(["<|old|>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _write(folder, backend=None, **files):
+    (backend or _backend()).save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def _stated(content, **flags):
+    return {"content": content, "special": True, "normalized": False, **flags}
+
+
+_FILES = {
+    "ids and flags": {
+        "tokenizer_config": {
+            "added_tokens_decoder": {
+                "259": _stated("<|im_end|>", lstrip=True),
+                "258": _stated("<|im_start|>", rstrip=True),
+                "256": _stated("<|in|>", special=False),
+            },
+            "eos_token": "<|im_end|>",
+        }
+    },
+    "special in vocabulary": {
+        "tokenizer_config": {"eos_token": "<|in|>", "pad_token": "[PAD]"},
+    },
+    "named before extra": {
+        "tokenizer_config": {
+            "additional_special_tokens": ["<x>", "<|im_start|>"],
+            "pad_token": "[PAD]",
+            "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "rstrip": True},
+        },
+    },
+    "names of the model": {
+        "tokenizer_config": {
+            "extra_special_tokens": {"start_token": "<|im_start|>", "x_token": "<x>"},
+            "end_token": "<|im_end|>",
+            "add_bos_token": False,
+            "eos_token": "<|old|>",
+        },
+    },
+    "added_tokens.json": {
+        "added_tokens": {"<|im_end|>": 259, "<|im_start|>": 258, "<|in|>": 256},
+        "tokenizer_config": {"eos_token": "<|im_end|>"},
+    },
+    "special_tokens_map.json": {
+        "special_tokens_map": {
+            "eos_token": {"content": "<|im_end|>", "lstrip": True, "normalized": False},
+            "pad_token": "[PAD]",
+            "additional_special_tokens": ["<x>"],
+        },
+        "tokenizer_config": {"eos_token": "<|old|>", "cls_token": "<|in|>"},
+    },
+    "added_tokens_decoder replaces the older files": {
+        "special_tokens_map": {"eos_token": "<|old|>", "bos_token": "<x>"},
+        "added_tokens": {"<x>": 258},
+        "tokenizer_config": {
+            "added_tokens_decoder": {"258": _stated("[PAD]", special=False, normalized=True)},
+            "eos_token": "[PAD]",
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_from_folder_adds_special_tokens_as_transformers_does(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    folder = _write(tmp_path, **_FILES[name])
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = Tokenizer.from_folder(folder)
+    assert ours.encode(_TEXT) == theirs.encode(_TEXT)
+    assert ours.decode(ours.encode(_TEXT)) == theirs.decode(
+        theirs.encode(_TEXT), skip_special_tokens=True
+    )
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.vocab_size == len(theirs)
+
+
+def test_from_folder_adds_special_tokens_with_their_ids(tmp_path):
+    folder = _write(
+        tmp_path,
+        tokenizer_config={
+            "added_tokens_decoder": {
+                "258": _stated("<|im_start|>"),
+                "259": _stated("<think>", special=False),
+                "260": _stated("<|im_end|>"),
+            },
+            "eos_token": "<|im_end|>",
+            "pad_token": "[PAD]",
+            "extra_special_tokens": ["<x>"],
+        },
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    added = ["<|im_start|>", "<think>", "<|im_end|>", "[PAD]", "<x>"]
+    assert tokenizer.encode("".join(added)) == [258, 259, 260, 261, 262]
+    assert tokenizer.decode([258, 259, 260, 261, 262]) == "<think>"
+    assert tokenizer.eos_token_ids == (260,)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"tokenizer_config": {"added_tokens_decoder": {"300": _stated("<x>")}}},
+            r"tokenizer_config.json: token '<x>' must get its stated id 300, got 258\. Save",
+        ),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": {"258": _stated("<|in|>")}}},
+            "token '<|in|>' must get its stated id 258, got 256",
+        ),
+        ({"added_tokens": {"<x>": 259}}, r"added_tokens.json: token '<x>' .* 259, got 258"),
+        ({"added_tokens": {"<x>": 257}}, "token '<x>' must get its stated id 257, got None"),
+        ({"added_tokens": {"<x>": "a"}}, "added_tokens.json: token ids must be integers, got 'a'"),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": ["<x>"]}},
+            "added_tokens_decoder must be an object, got",
+        ),
+        ({"tokenizer_config": {"eos_token": 5}}, "eos_token must be a token such as .*, got 5"),
+        (
+            {"special_tokens_map": {"eos_token": {"id": 5}}},
+            "special_tokens_map.json: eos_token must be a token such as .*, got {'id': 5}",
+        ),
+        (
+            {"tokenizer_config": {"extra_special_tokens": "<x>"}},
+            "extra_special_tokens must be a list of tokens, got '<x>'",
+        ),
+    ],
+)
+def test_from_folder_refuses_special_tokens_that_do_not_fit(tmp_path, files, message):
+    folder = _write(tmp_path, **files)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_folder(folder)
