@@ -4,7 +4,7 @@ import json
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from paged_jax.models.text.tokenizer import Tokenizer, TokenizerError
 
@@ -155,3 +155,34 @@ def test_from_folder_refuses_special_tokens_that_do_not_fit(tmp_path, files, mes
     folder = _write(tmp_path, **files)
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_folder(folder)
+
+
+_TEMPLATES = {
+    "none": None,
+    "start": ["<|old|>", "$A"],
+    "end": ["$A", "<|old|>"],
+    "both": ["<|old|>", "$A", "<|old|>"],
+}
+
+
+@pytest.mark.parametrize("adds_bos", [None, False, True])
+@pytest.mark.parametrize("adds_eos", [None, False, True])
+@pytest.mark.parametrize("template", _TEMPLATES)
+def test_encode_leaves_tokenizer_json_to_add_a_token_that_is_bos_and_eos(
+    tmp_path, adds_bos, adds_eos, template
+):
+    backend, single = _backend(), _TEMPLATES[template]
+    if single is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, pair=None, special_tokens=[("<|old|>", 257)]
+        )
+    config = {"bos_token": "<|old|>", "eos_token": "<|old|>"}
+    adds = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    config |= {key: value for key, value in adds.items() if value is not None}
+    folder = _write(tmp_path, backend, tokenizer_config=config)
+    # transformers.PreTrainedTokenizerFast encodes all of them as the library does.
+    assert Tokenizer.from_folder(folder).encode("ab") == backend.encode("ab").ids
+    if adds_bos is False and adds_eos is None:
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        assert theirs.encode("ab") == backend.encode("ab").ids

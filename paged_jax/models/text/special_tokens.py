@@ -77,7 +77,14 @@ def add_special_tokens(
 def set_post_processor(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Add BOS and EOS to texts as ``tokenizer_config.json`` says, if it does."""
+    """Add BOS and EOS to texts as ``tokenizer_config.json`` says, if it does.
+
+    If BOS and EOS are the same token, ``tokenizer.json`` decides, as in transformers: the added
+    token does not tell which of the two it is.
+    """
+    bos, eos = (special_tokens.get(f"{key}_token") for key in ("bos", "eos"))
+    if bos is not None and bos == eos:
+        return
     added = backend.encode("", add_special_tokens=True).ids
     template, ids, differs = ["$A"], [], False
     for key in ("bos", "eos"):
