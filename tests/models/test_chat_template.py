@@ -1,13 +1,16 @@
 """Chat templates as those of the families are written, against transformers."""
 
 import json
+import tomllib
 
 import pytest
 import tokenizers
+from packaging.requirements import Requirement
 from tokenizers import models
 
-from paged_jax.models.text.chat_template import ChatTemplateError
+from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
 from paged_jax.models.text.tokenizer import Tokenizer
+from tests.support import ROOT
 
 
 def _backend():
@@ -160,3 +163,33 @@ def test_templates_in_the_style_of_families_are_written_as_by_transformers(famil
             )
             assert ours.apply_chat_template(chat, **options) == expected
             assert len(expected) > 3
+
+
+def test_jinja2_is_required_without_the_escapes_of_its_sandbox():
+    """CVE-2025-27516 is fixed in 3.1.6."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [jinja2] = [each for each in map(Requirement, project["dependencies"]) if each.name == "jinja2"]
+    assert jinja2.specifier.contains("3.1.6")
+    assert not jinja2.specifier.contains("3.1.5")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # The first three escape from the sandbox of jinja2 3.1.5.
+        "{{ ('{0.__globals__}'|attr('format'))(raise_exception) }}",
+        "{{ ('{0.__globals__}'|safe|attr('format'))(strftime_now) }}",
+        "{{ ('{x.__globals__}'|attr('format_map'))({'x': strftime_now}) }}",
+        "{{ (['{0.__globals__}']|map(attribute='format')|first)(strftime_now) }}",
+        "{% set f = '{0.__globals__}'.format %}{{ f(strftime_now) }}",
+        "{{ strftime_now|attr('__globals__') }}{{ lipsum.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_render_keeps_a_template_in_its_sandbox(template):
+    try:
+        text = ChatTemplate(template).render([])
+    except ChatTemplateError as error:
+        text = str(error)
+    assert "__name__" not in text
+    assert text == "" or "unsafe" in text
