@@ -44,7 +44,7 @@ PAGES = {
             "paged_jax",
             "paged_attention paged_prefill_attention ragged_paged_attention cascade_attention "
             "merge_attention "
-            "paged_rope_write paged_write copy_blocks",
+            "paged_rope_write paged_write write_kv_pages copy_blocks",
         )
         + _of(
             "paged_jax.kernels",

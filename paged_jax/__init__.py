@@ -3,8 +3,8 @@ it lies, a Flax Llama that threads it, and text generation on top.
 
 Each part is usable without the ones above it: the ops over bare pools (`paged_attention`,
 `paged_prefill_attention`, `ragged_paged_attention`, `paged_rope_write`, `paged_write`,
-`copy_blocks`), `PagedCache` and the functions of `paged_jax.cache` and `paged_jax.blocks`, `Llama`,
-`rollout`, `Engine`, and `LLM`.
+`write_kv_pages`, `copy_blocks`), `PagedCache` and the functions of `paged_jax.cache` and
+`paged_jax.blocks`, `Llama`, `rollout`, `Engine`, and `LLM`.
 """
 
 from paged_jax.async_engine import AsyncEngine
@@ -25,6 +25,7 @@ from paged_jax.kernels import (
     paged_rope_write,
     paged_write,
     ragged_paged_attention,
+    write_kv_pages,
 )
 from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
@@ -82,4 +83,5 @@ __all__ = [
     "paged_write",
     "ragged_paged_attention",
     "rollout",
+    "write_kv_pages",
 ]

@@ -18,7 +18,7 @@ from paged_jax.kernels.layout import padded_head_dim
 from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.ragged import ragged_paged_attention
-from paged_jax.kernels.writing import copy_blocks, paged_rope_write, paged_write
+from paged_jax.kernels.writing import copy_blocks, paged_rope_write, paged_write, write_kv_pages
 
 __all__ = [
     "BACKENDS",
@@ -38,4 +38,5 @@ __all__ = [
     "paged_write",
     "quantise",
     "ragged_paged_attention",
+    "write_kv_pages",
 ]

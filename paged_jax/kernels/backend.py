@@ -165,6 +165,7 @@ class RaggedArgs(NamedTuple):
       cu_query_lens: i32 ``[B + 1]``, row of `q` where each chunk begins, and where the last one
         ends; from the number of sequences on all the same.
       num_sequences: i32 ``[1]``, rows that are sequences, in 0..B.
+      sinks: floating point ``[H]``, or None.
     """
 
     q: jax.Array
@@ -173,6 +174,7 @@ class RaggedArgs(NamedTuple):
     context_lens: jax.Array
     cu_query_lens: jax.Array
     num_sequences: jax.Array
+    sinks: jax.Array | None = None
 
 
 class WriteArgs(NamedTuple):
@@ -256,14 +258,16 @@ class Options:
 
 @dataclass(frozen=True)
 class RaggedOptions(Options):
-    """What a ragged op means, and what JAX's kernel for TPUs may be told besides.
+    """Options of a ragged op, and tile sizes for JAX's kernel for TPUs.
 
     Attributes:
+      return_lse: whether the log-sum-exp is used; otherwise a backend may return NaN for it.
       num_kv_pages_per_block: blocks in a tile of keys there; None for its own choice.
       num_queries_per_block: query tokens in a tile there; None for its own choice.
       vmem_limit_bytes: bytes of VMEM that it may use; None for ours.
     """
 
+    return_lse: bool = False
     num_kv_pages_per_block: int | None = None
     num_queries_per_block: int | None = None
     vmem_limit_bytes: int | None = None
@@ -344,8 +348,8 @@ class AttentionOps(Protocol):
         """Attend with a chunk of queries: ``(out, lse)``, as `paged_prefill_attention`."""
         ...
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
-        """Attend with chunks of any lengths: the output, as `ragged_paged_attention`."""
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+        """Attend with chunks of any lengths: ``(out, lse)``, as `ragged_paged_attention`."""
         ...
 
 

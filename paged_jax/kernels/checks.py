@@ -82,6 +82,40 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
+def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
+    """Check interleaved pages, and return the shape and dtype of their keys: ``[P, C, K, D]``.
+
+    Raises:
+      ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or have another dtype than
+        floating point or int8.
+    """
+    if kv_pages.ndim != 4 or kv_pages.shape[2] % 2:
+        raise ValueError(
+            f"{function}: kv_pages must have shape [P, C, 2 * K, D], of keys and values in turn, "
+            f"got {list(kv_pages.shape)}."
+        )
+    if not (jnp.issubdtype(kv_pages.dtype, jnp.floating) or kv_pages.dtype == jnp.int8):
+        raise ValueError(
+            f"{function}: kv_pages must be floating point or int8, got {kv_pages.dtype}."
+        )
+    P, C, K2, D = kv_pages.shape
+    return jax.ShapeDtypeStruct((P, C, K2 // 2, D), kv_pages.dtype)
+
+
+def as_scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
+    """Return a factor, a number or an array of one element, as an array of shape ``[]``.
+
+    Raises:
+      ValueError: the array has more elements, or does not hold numbers.
+    """
+    array = jnp.asarray(value)
+    if array.size != 1 or not jnp.issubdtype(array.dtype, jnp.number):
+        raise ValueError(
+            f"{function}: {name} must be one number, got {array.dtype} {list(array.shape)}."
+        )
+    return array.reshape(()).astype(dtype)
+
+
 def check_sharding(function: str, arrays: Any) -> None:
     """Refuse arrays on a mesh with explicit axes: they ask of every index how to shard its result.
 

@@ -210,7 +210,7 @@ class Dispatch:
         """Prefill on the backend, or on that of the platform."""
         return self._run(lambda each: partial(_attention(each).prefill, options=options), args)
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
         """A ragged batch on the backend, or on that of the platform."""
         return self._run(lambda each: partial(_attention(each).ragged, options=options), args)
 

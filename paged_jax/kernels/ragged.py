@@ -1,7 +1,7 @@
-"""Attention of a ragged batch over interleaved pages: the op that others' models call.
+"""Attention of ragged batches over interleaved pages.
 
-JAX's kernel for TPUs has this signature and this layout, and models of levanter and others call it.
-Here it runs on GPUs and CPUs too, over the pages where they lie.
+JAX's kernel for TPUs has the same signature and the same page layout, and the models of Levanter,
+EasyDeL and sglang-jax use both. This op also runs on GPUs and CPUs, and reads the pages in place.
 """
 
 import dataclasses
@@ -17,10 +17,19 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from paged_jax import dims
 from paged_jax.kernels import xla
 from paged_jax.kernels.backend import Pages, Problem, RaggedArgs, RaggedOptions
-from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, checked_options, static
+from paged_jax.kernels.checks import (
+    as_arrays,
+    as_int32,
+    as_scalar,
+    check_sharding,
+    checked_options,
+    half_of_pages,
+    static,
+)
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import prefill_backward
-from paged_jax.kernels.ragged_batch import cut_into_tiles
+from paged_jax.kernels.quantisation import wider_dtype
+from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
 
 _FUNCTION = "ragged_paged_attention"
 
@@ -33,26 +42,29 @@ def ragged_paged_attention(
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
     *,
-    sm_scale: float = 1.0,
+    sm_scale: float | jax.Array = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     mask_value: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
     num_kv_pages_per_block: int | None = None,
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
     backend: str | None = None,
     interpret: Any = False,
-) -> jax.Array:
+) -> Any:
     """Attend causally with chunks of any lengths, single tokens among them, in one flat batch.
 
     The signature and the meaning are those of
-    ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which runs on TPUs; this runs on
-    GPUs and CPUs, too. The queries of sequence ``s`` are rows ``cu_q_lens[s]`` to before
-    ``cu_q_lens[s + 1]`` of `q` and the last tokens of the sequence, whose keys and values are
-    written already. Differentiable in `q` and floating-point pages, once and in reverse
-    (`jax.grad`), which computes the attention once more.
+    ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which runs on TPUs only; this op
+    also runs on GPUs and CPUs, and adds `sinks` and `return_lse`. The queries of sequence ``s`` are
+    rows ``cu_q_lens[s]`` to ``cu_q_lens[s + 1] - 1`` of `q`. They are the last tokens of the
+    sequence, and their keys and values have been written (see `write_kv_pages`). Differentiable in
+    `q`, `sinks`, floating-point pages and factors that are arrays, once and in reverse
+    (`jax.grad`); the backward pass computes the attention again.
 
     Args:
       q: ``[N, H, D]`` floating point.
@@ -64,21 +76,27 @@ def ragged_paged_attention(
       page_indices: integer ``[S, M]``, pages of each sequence in order. Entries past the length may
         hold anything.
       cu_q_lens: integer ``[S + 1]``, ascending from 0 to at most N.
-      num_seqs: integer ``[1]``, how many of the S rows are sequences; the rows after them may hold
-        anything.
-      sm_scale: factor of the scores; 1, not ``D ** -0.5`` (static, as all that follow).
-      sliding_window: attend to this many last tokens only, the query's own included.
-      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
-      mask_value: for the signature's sake: a token that is not seen weighs nothing here.
-      k_scale, v_scale: what all keys and all values are multiplied by; None for 1. They are not
-        rounded to the type of `q` in between.
-      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: for JAX's kernel on TPUs.
-        Ours choose their tiles by themselves.
+      num_seqs: integer ``[1]`` or ``[]``, number of the S rows that are sequences; the rows after
+        them may hold anything.
+      sm_scale: factor of the scores; 1 by default, not ``D ** -0.5``. A Python number becomes part
+        of the program. A JAX array, traced or not, is multiplied into `q`, which is then rounded to
+        its dtype again.
+      sliding_window: number of last tokens that a query sees, its own included (static).
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (static).
+      mask_value: accepted for compatibility. Tokens that a query does not see have weight 0.
+      k_scale, v_scale: factors of all keys and of all values, numbers or arrays as `sm_scale`; None
+        for 1. The scaled keys and values are not rounded to the dtype of `q`.
+      sinks: floating point ``[H]``, one more logit in the softmax of each head, without a value;
+        None for none. On TPUs XLA computes batches with sinks.
+      return_lse: also return the log-sum-exp (static). On TPUs XLA then computes the batch.
+      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tile sizes for JAX's kernel
+        on TPUs (static). The other backends choose their own tiles.
       backend, interpret: see `paged_attention`.
 
     Returns:
       ``[N, H, D]`` in the dtype of `q`; 0 in rows of no sequence. Softmax and accumulation are in
-      float32.
+      float32. With `return_lse`, ``(out, lse)``: the logarithm of each softmax denominator, sinks
+      included, f32 ``[N, H]``; -inf in rows of no sequence.
 
     Raises:
       ValueError, NotImplementedError: as for `paged_attention`.
@@ -95,79 +113,96 @@ def ragged_paged_attention(
       [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     """
     del mask_value
-    args, sizes = _checked(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
-    key_factor, value_factor = (_factor("k_scale", k_scale), _factor("v_scale", v_scale))
-    common = checked_options(_FUNCTION, sm_scale, sliding_window, soft_cap)
+    args, sizes = _checked(
+        sinks,
+        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+    )  # fmt: skip
+    factors = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
+    arrays = {name: x for name, x in factors.items() if isinstance(x, jax.Array)}
+    numbers = {name: _factor(name, x) for name, x in factors.items() if name not in arrays}
+    args = _scale_queries(args, arrays)
+    scale = numbers.get("sm_scale", 1.0) * numbers.get("k_scale", 1.0)
+    common = checked_options(_FUNCTION, scale, sliding_window, soft_cap)
     tiles = {
         "num_kv_pages_per_block": num_kv_pages_per_block,
         "num_queries_per_block": num_queries_per_block,
         "vmem_limit_bytes": vmem_limit_bytes,
     }
     options = RaggedOptions(
-        scale=common.scale * key_factor,
+        scale=scale,
         sliding_window=common.sliding_window,
         soft_cap=common.soft_cap,
-        value_scale=value_factor,
+        value_scale=numbers.get("v_scale", 1.0),
+        return_lse=return_lse,
         **{name: static(_FUNCTION, name, x, operator.index) for name, x in tiles.items()},
     )
-    ops = Dispatch(
-        _FUNCTION,
-        Problem.of("ragged", sizes, args.q.dtype, args.pages, options),
-        backend,
-        interpret,
-    )
+    has_sinks = args.sinks is not None
+    problem = Problem.of("ragged", sizes, args.q.dtype, args.pages, options, has_sinks=has_sinks)
+    ops = Dispatch(_FUNCTION, problem, backend, interpret)
     if not interpret:
         check_arrays_are_on_its_device(_FUNCTION, backend, args.q)
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
-        return jnp.zeros_like(args.q)
-    return _attend(ops, options, args)
+        out, lse = jnp.zeros_like(args.q), jnp.full(args.q.shape[:2], -jnp.inf, jnp.float32)
+    else:
+        out, lse = _attend(ops, options, args)
+    if "v_scale" in arrays:
+        out = _multiply(out, "v_scale", arrays["v_scale"])
+    return (out, lse) if return_lse else out
+
+
+def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArgs:
+    """Multiply the factors of the scores that are arrays into the queries."""
+    for name in ("sm_scale", "k_scale"):
+        if name in factors:
+            # Unused rows may hold NaN, which the gradient of the factor must not contain.
+            is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
+            q = _multiply(jnp.where(is_query, args.q, 0), name, factors[name])
+            args = args._replace(q=q)
+    return args
+
+
+def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
+    """Multiply by a factor that is an array, and round to the dtype of `x` again."""
+    dtype = wider_dtype(x.dtype, jnp.float32)
+    factor = as_scalar(_FUNCTION, name, factor, dtype)
+    return (x.astype(dtype) * factor).astype(x.dtype)
 
 
 def _factor(name: str, scale: float | None) -> float:
-    """What keys or values are multiplied by."""
+    """Return a static factor as a Python number."""
     factor = static(_FUNCTION, name, 1.0 if scale is None else scale, float)
     if not math.isfinite(factor):
         raise ValueError(f"{_FUNCTION}: {name} must be finite, got {factor}.")
     return factor
 
 
-def _checked(
-    q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
-) -> tuple[RaggedArgs, dict[str, int]]:
-    """The arguments as arrays, lengths within what there is, and the sizes of their letters."""
-    named = as_arrays(
-        _FUNCTION,
-        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
-        num_seqs=num_seqs,
-    )  # fmt: skip
-    check_sharding(_FUNCTION, named)
+def _checked(sinks: Any, **arrays: Any) -> tuple[RaggedArgs, dict[str, int]]:
+    """Return the arguments as arrays, with lengths in range, and the size of each dimension."""
+    named = as_arrays(_FUNCTION, **arrays)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    check_sharding(_FUNCTION, (named, sinks))
     q, kv_pages = named.pop("q"), named.pop("kv_pages")
-    for name, array in {"q": q, "kv_pages": kv_pages}.items():
-        is_int8 = name == "kv_pages" and array.dtype == jnp.int8
-        if not (jnp.issubdtype(array.dtype, jnp.floating) or is_int8):
-            allowed = "floating point or int8" if name == "kv_pages" else "floating point"
-            raise ValueError(f"{_FUNCTION}: {name} must be {allowed}, got {array.dtype}.")
-    if kv_pages.ndim != 4 or kv_pages.shape[2] % 2:
-        raise ValueError(
-            f"{_FUNCTION}: kv_pages must have shape [P, C, 2 * K, D], of keys and values in turn, "
-            f"got {list(kv_pages.shape)}."
-        )
-    P, C, K2, D = kv_pages.shape
-    one_part: Any = jax.ShapeDtypeStruct((P, C, K2 // 2, D), kv_pages.dtype)
+    for name, array in {"q": q, "sinks": sinks}.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{_FUNCTION}: {name} must be floating point, got {array.dtype}.")
     kv_lens, tables, cu_q_lens, num_seqs = as_int32(_FUNCTION, **named)
     sizes = dims.bind(
         _FUNCTION,
         q=(q, "NHD"),
-        kv_pages=(one_part, "PCKD"),
+        kv_pages=(half_of_pages(_FUNCTION, kv_pages), "PCKD"),
         kv_lens=(kv_lens, "B"),
         page_indices=(tables, "BM"),
+        **({} if sinks is None else {"sinks": (sinks, "H")}),
     )
     if not sizes["K"] or sizes["H"] % sizes["K"]:
         raise ValueError(
             f"{_FUNCTION}: q must have a multiple of the {sizes['K']} KV heads of kv_pages, "
             f"got {sizes['H']} heads."
         )
-    B, N, longest = sizes["B"], sizes["N"], sizes["M"] * C
+    B, N, longest = sizes["B"], sizes["N"], sizes["M"] * sizes["C"]
+    if num_seqs.shape == ():
+        num_seqs = num_seqs[None]
     for name, array, shape in (("cu_q_lens", cu_q_lens, (B + 1,)), ("num_seqs", num_seqs, (1,))):
         if array.shape != shape:
             raise ValueError(
@@ -177,11 +212,11 @@ def _checked(
     index = jnp.arange(B + 1, dtype=jnp.int32)
     ends = jnp.clip(cu_q_lens[jnp.minimum(index, num_seqs)], 0, N)
     kv_lens = jnp.where(index[:B] < num_seqs, jnp.clip(kv_lens, 0, longest), 0)
-    return RaggedArgs(q, Pages(kv_pages), tables, kv_lens, ends, num_seqs), sizes
+    return RaggedArgs(q, Pages(kv_pages), tables, kv_lens, ends, num_seqs, sinks), sizes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(ops: Dispatch, options: RaggedOptions, args: RaggedArgs) -> jax.Array:
+def _attend(ops: Dispatch, options: RaggedOptions, args: RaggedArgs):
     return ops.ragged(args, options)
 
 
@@ -207,24 +242,28 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
     return ops.ragged(args, options), _Residuals(args, wants_pages)
 
 
-def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, out_bar: Any):
-    """Through chunks of equal lengths, whose results are computed once more.
+def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars: Any):
+    """Compute the gradients through chunks of equal lengths, whose results are computed again.
 
-    So no backend needs to keep a log-sum-exp, which JAX's kernel for TPUs does not give.
+    Therefore a backend need not return the log-sum-exp. JAX's kernel for TPUs does not.
     """
     del ops
     args = residuals.args
     N, S = args.q.shape[0], len(args.context_lens)
-    if isinstance(out_bar, SymbolicZero):
-        out_bar = jnp.zeros_like(args.q)
-    # As long as chunks are on average, so that little is padding.
+    zeros = jnp.zeros_like(args.q), jnp.zeros(args.q.shape[:2], jnp.float32)
+    out_bar, lse_bar = (
+        zero if isinstance(bar, SymbolicZero) else bar
+        for zero, bar in zip(zeros, bars, strict=True)
+    )
+    # Tiles are as long as the average chunk: then few of their rows are padding.
     tiles, rows_BT = cut_into_tiles(args, min(xla.QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
-    # What values are multiplied by is the result's factor, and so the gradient's.
+    # The factor of the values is the factor of the result, and of its gradient.
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = (out_bar * options.value_scale).at[rows_BT].get(mode="fill", fill_value=0)
+    lse_bar_BTH = lse_bar.at[rows_BT].get(mode="fill", fill_value=0)
     out, lse = xla.prefill(tiles, unscaled)
     gradients = prefill_backward(
-        tiles, unscaled, out, lse, bar_BTHD, jnp.zeros_like(lse), wants_pools=residuals.wants_pages
+        tiles, unscaled, out, lse, bar_BTHD, lse_bar_BTH, wants_pools=residuals.wants_pages
     )
     q_bar = jnp.zeros_like(args.q).at[rows_BT].set(gradients.q, mode="drop")
     pages_bar = None
@@ -232,7 +271,7 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, out_
         bar_PCKD = (jnp.swapaxes(bar, 1, 2) for bar in (gradients.k, gradients.v))
         kv_bar = jnp.stack(list(bar_PCKD), axis=3).reshape(args.pages.kv.shape)
         pages_bar = Pages(kv_bar.astype(args.pages.dtype))
-    args_bar: Any = RaggedArgs(q_bar, pages_bar, None, None, None, None)  # type: ignore
+    args_bar: Any = RaggedArgs(q_bar, pages_bar, None, None, None, None, gradients.sinks)  # type: ignore
     return (args_bar,)
 
 

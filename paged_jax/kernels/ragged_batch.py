@@ -44,34 +44,40 @@ def find_chunks(args: RaggedArgs) -> Chunks:
 
 def attend_in_parts(
     decode: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]],
-    attend_to_chunks: Callable[[RaggedArgs, Chunks], jax.Array],
+    attend_to_chunks: Callable[[RaggedArgs, Chunks], tuple[jax.Array, jax.Array]],
     args: RaggedArgs,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Attend with single queries by one function, and with the other chunks by another.
 
     Args:
       decode: attends with one query for each sequence, as a backend's decode.
-      attend_to_chunks: attends with the queries of the chunks that it is given, ``[N, H, D]``; in
-        other rows its result may be anything.
+      attend_to_chunks: attends with the queries of the given chunks: ``[N, H, D]`` and the
+        log-sum-exp ``[N, H]``. Other rows of its results may hold anything.
       args: the batch.
+
+    Returns:
+      ``(out, lse)``: ``[N, H, D]`` and ``[N, H]``.
     """
     chunks = find_chunks(args)
     is_single = chunks.lens == 1
-    single, _ = decode(
+    single, single_lse = decode(
         AttentionArgs(
             q=args.q.at[chunks.starts].get(mode="clip"),
             pools=args.pages,
             block_tables=args.block_tables,
             context_lens=jnp.where(is_single, args.context_lens, 0),
             query_lens=None,
-            sinks=None,
+            sinks=args.sinks,
             layer=jnp.zeros((), jnp.int32),
         )
     )
-    out = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
+    out, lse = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
     rows = find_rows(args, chunks)
-    is_single_N = is_single[rows.sequence][:, None, None]
-    return rows.mask(jnp.where(is_single_N, single[rows.sequence], out))
+    is_single_N1 = is_single[rows.sequence][:, None]
+    return rows.mask(
+        jnp.where(is_single_N1[..., None], single[rows.sequence], out),
+        jnp.where(is_single_N1, single_lse[rows.sequence], lse),
+    )
 
 
 class Rows(NamedTuple):
@@ -87,9 +93,10 @@ class Rows(NamedTuple):
     token: jax.Array
     is_query: jax.Array
 
-    def mask(self, out: jax.Array) -> jax.Array:
-        """``[N, H, D]`` with zeros in rows that are no queries."""
-        return jnp.where(self.is_query[:, None, None], out, 0)
+    def mask(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Set `out` to 0 and `lse` to -inf in rows that are not queries."""
+        is_query_N1 = self.is_query[:, None]
+        return jnp.where(is_query_N1[..., None], out, 0), jnp.where(is_query_N1, lse, -jnp.inf)
 
 
 def find_rows(args: RaggedArgs, chunks: Chunks) -> Rows:
@@ -133,7 +140,7 @@ def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, j
         block_tables=args.block_tables[sequence],
         context_lens=jnp.where(lens > 0, before + lens, 0),
         query_lens=lens,
-        sinks=None,
+        sinks=args.sinks,
         layer=jnp.zeros((), jnp.int32),
     )
     return tiles, rows_BT

@@ -43,22 +43,21 @@ class Reference:
         """A chunk of queries for each sequence."""
         return prefill(args, options)
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
         """Chunks of any lengths."""
         return ragged(args, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def ragged(args: RaggedArgs, options: Options) -> jax.Array:
-    """Chunks of any lengths: each query is that of a sequence which ends with it."""
+def ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attend with each query as the last token of a sequence of its own."""
     chunks = find_chunks(args)
     rows = find_rows(args, chunks)
     before = args.context_lens - chunks.lens
     context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
     tables = args.block_tables[rows.sequence]
-    return decode(AttentionArgs(args.q, args.pages, tables, context_lens, None, None, 0), options)[
-        0
-    ]
+    flat = AttentionArgs(args.q, args.pages, tables, context_lens, None, args.sinks, 0)
+    return rows.mask(*decode(flat, options))
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -20,9 +20,18 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.checks import as_int32, check_pools, check_sharding, pool_letters
+from paged_jax.kernels.checks import (
+    as_arrays,
+    as_int32,
+    as_scalar,
+    check_pools,
+    check_sharding,
+    half_of_pages,
+    pool_letters,
+)
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
-from paged_jax.kernels.quantisation import query_dtype
+from paged_jax.kernels.quantisation import query_dtype, wider_dtype
+from paged_jax.kernels.xla.writing import set_rows
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
 _MAX_ROWS = 2**31 - 1
@@ -231,6 +240,85 @@ def copy_blocks(
     if not sizes["N"]:
         return pools
     return ops.copy_blocks(CopyArgs(pools, sources, targets))
+
+
+def write_kv_pages(
+    kv_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+) -> jax.Array:
+    """Write K and V of N tokens to interleaved pages; in place if the pages are donated.
+
+    `ragged_paged_attention` reads these pages. Where a program has a slot for each token, ``page *
+    C + offset``, pass ``*jnp.divmod(slots, C)`` for `pages` and `offsets`.
+
+    Args:
+      kv_pages: ``[P, C, 2 * K, D]``, see `ragged_paged_attention`.
+      k: ``[N, K, D]`` floating point, cast to the dtype of the pages.
+      v: the values, as the keys.
+      pages: integer ``[N]``. Tokens whose page is not in 0..P - 1 are dropped.
+      offsets: integer ``[N]``, place of each token in its page. Tokens whose offset is not in
+        0..C - 1 are dropped. No two written tokens share a place.
+      k_scale, v_scale: numbers or JAX arrays of one element: `k` and `v` are divided by them before
+        the cast. Pass the same factors to `ragged_paged_attention`. None for 1.
+
+    Returns:
+      The pages. Integers are rounded, and int8 and float8 saturate. Differentiable in `kv_pages`,
+      `k` and `v`, unless the pages are int8 or float8: then a gradient is refused with
+      NotImplementedError.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit together.
+
+    Example:
+      >>> kv_pages, k = jnp.zeros((4, 8, 2, 16)), jnp.ones((2, 1, 16))
+      >>> kv_pages = write_kv_pages(kv_pages, k, 2 * k, jnp.array([3, -1]), jnp.array([7, 0]))
+      >>> kv_pages[3, 7, :, 0].tolist(), float(kv_pages.sum())
+      ([1.0, 2.0], 48.0)
+    """
+    function = "write_kv_pages"
+    named = as_arrays(function, kv_pages=kv_pages, k=k, v=v, pages=pages, offsets=offsets)
+    check_sharding(function, (named, k_scale, v_scale))
+    kv_pages, k, v, pages, offsets = named.values()
+    pages, offsets = as_int32(function, pages=pages, offsets=offsets)
+    sizes = dims.bind(
+        function,
+        kv_pages=(half_of_pages(function, kv_pages), "PCKD"),
+        k=(k, "NKD"), v=(v, "NKD"), pages=(pages, "N"), offsets=(offsets, "N"),
+    )  # fmt: skip
+    P, C, N = sizes["P"], sizes["C"], sizes["N"]
+    parts = []
+    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{function}: {name} must be floating point, got {x.dtype}.")
+        if scale is not None:
+            wide = wider_dtype(x.dtype, jnp.float32)
+            x = x.astype(wide) / as_scalar(function, f"{name}_scale", scale, wide)
+        parts.append(_to_page_dtype(function, x, kv_pages.dtype))
+    rows = jnp.stack(parts, axis=2).reshape(N, *kv_pages.shape[2:])
+    is_kept = (pages >= 0) & (pages < P) & (offsets >= 0) & (offsets < C)
+    # Each dropped token has its own row past the end: the indices of the scatter are unique.
+    past = P * C + jnp.arange(N, dtype=jnp.int32)
+    index = jnp.where(is_kept, pages * C + offsets, past)
+    all_rows = kv_pages.reshape(P * C, *kv_pages.shape[2:])
+    return set_rows(all_rows, index, rows).reshape(kv_pages.shape)
+
+
+def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
+    """Round and saturate keys or values to the dtype of the pages."""
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    x = _without_gradient(function, x)
+    if jnp.issubdtype(dtype, jnp.integer):
+        x, limits = jnp.round(x), jnp.iinfo(dtype)
+    else:
+        limits = jnp.finfo(dtype)
+    return jnp.clip(x, float(limits.min), float(limits.max)).astype(dtype)
 
 
 def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:

@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"sm_scale": 0.3, "sliding_window": 20, "soft_cap": 3.0, "k_scale": 0.5, "v_scale": 3.0},
 }
+SINKS = np.linspace(-2, 3, 6, dtype=np.float32)  # one for each query head of a batch
 
 
 def test_every_backend_has_ragged_batches() -> None:
@@ -66,6 +67,46 @@ def test_ragged_attention_matches_float64(name, options) -> None:
     np.testing.assert_allclose(got, want, atol=1e-5)
     # Where there are fewer tokens than queries, and behind the last sequence.
     assert not got[batch.cu_q_lens[6]].any() and not got[batch.num_rows :].any()
+
+
+@pytest.mark.parametrize("name", [marked(n, is_slow=n == "triton") for n in NAMES])
+def test_ragged_attention_with_sinks_returns_the_lse_of_float64(name) -> None:
+    batch, options = RaggedBatch.random(LENGTHS), OPTIONS["all"] | {"sinks": SINKS}
+    out, lse = batch.attend(**BACKENDS[name], **options, return_lse=True)
+    want, want_lse = batch.expected_with_lse(**options)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5)  # -inf in rows of no sequence
+    assert lse.dtype == np.float32
+
+
+@pytest.mark.parametrize("name", [marked("xla"), marked("cpu")])
+def test_ragged_attention_takes_scales_as_arrays(name) -> None:
+    """Traced factors, as Levanter passes them, give the result of numbers, and gradients."""
+    batch = RaggedBatch.random(LENGTHS[:5])
+    scales = {"sm_scale": 0.3, "k_scale": 0.5, "v_scale": 3.0}
+
+    @jax.jit
+    def objective(scales):
+        out, lse = ragged_paged_attention(
+            *batch.arrays, **scales, soft_cap=3.0, return_lse=True, backend=name
+        )
+        return jnp.sum(out[: batch.num_rows] ** 2), (out, lse)
+
+    def expected(**scales):
+        return batch.expected_with_lse(**scales, soft_cap=3.0)
+
+    traced = {name: jnp.float32(x) for name, x in scales.items()}
+    grads, (out, lse) = jax.grad(objective, has_aux=True)(traced)
+    want, want_lse = expected(**scales)
+    np.testing.assert_allclose(out, want, atol=2e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+    for factor, grad in grads.items():
+        step = 1e-4
+        above, below = (
+            (expected(**(scales | {factor: scales[factor] + sign * step}))[0] ** 2).sum()
+            for sign in (1, -1)
+        )
+        np.testing.assert_allclose(grad, (above - below) / (2 * step), rtol=1e-4)
 
 
 # Every type, and sizes that are no powers of two; each kernel has its own ways through most.
@@ -195,27 +236,36 @@ def test_ragged_attention_copies_no_pages(name, dtype) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_ragged_attention_gradients_match_float64(options) -> None:
     batch, options = RaggedBatch.random(LENGTHS), {"sm_scale": 0.2} | OPTIONS[options]
-    bar = np.random.default_rng(7).normal(size=batch.q.shape).astype(np.float32)
+    rng, is_row = np.random.default_rng(7), np.isfinite(batch.expected_with_lse()[1])
+    bar, all_lse_bars = (
+        rng.normal(size=x).astype(np.float32) for x in (batch.q.shape, is_row.shape)
+    )
 
-    def objective(q, pages):
-        out = ragged_paged_attention(q, pages, *batch.arrays[2:], backend="xla", **options)
-        return jnp.sum(out * bar)
+    def objective(q, pages, sinks):
+        out, lse = ragged_paged_attention(
+            q, pages, *batch.arrays[2:], sinks=sinks, return_lse=True, backend="xla", **options
+        )
+        return jnp.sum(out * bar) + jnp.sum(jnp.where(is_row, lse, 0) * all_lse_bars)
 
-    q_bar, pages_bar = jax.jit(jax.grad(objective, (0, 1)))(*batch.arrays[:2])
+    gradients = jax.jit(jax.grad(objective, (0, 1, 2)))
+    q_bar, pages_bar, sinks_bar = gradients(*batch.arrays[:2], SINKS)
     want_q, want_pages = np.zeros(q_bar.shape), np.zeros(pages_bar.shape)
+    want_sinks = np.zeros(sinks_bar.shape)
     k_scale, v_scale = options.pop("k_scale", 1.0), options.pop("v_scale", 1.0)
     scale, C = options.pop("sm_scale"), pages_bar.shape[1]
     for s in range(len(LENGTHS)):
         rows, k, v = batch.sequence(s)
-        lse_bar = np.zeros(bar[rows].shape[:2])
-        want_q[rows], k_bar, v_bar, _ = oracles.attention_gradients(
-            batch.q[rows], k * k_scale, v * v_scale, bar[rows], lse_bar, scale=scale, **options
-        )
+        want_q[rows], k_bar, v_bar, s_bar = oracles.attention_gradients(
+            batch.q[rows], k * k_scale, v * v_scale, bar[rows], all_lse_bars[rows], scale=scale,
+            sinks=SINKS, **options,
+        )  # fmt: skip
+        want_sinks += s_bar
         places = np.arange(len(k))
         place = batch.page_indices[s, places // C], places % C
         want_pages[*place, 0::2], want_pages[*place, 1::2] = k_bar * k_scale, v_bar * v_scale
     np.testing.assert_allclose(q_bar, want_q, atol=2e-5)
     np.testing.assert_allclose(pages_bar, want_pages, atol=2e-5)
+    np.testing.assert_allclose(sinks_bar, want_sinks, atol=1e-4)
 
 
 def test_ragged_attention_refuses_a_gradient_in_quantised_pages() -> None:
@@ -263,8 +313,8 @@ def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
         value_scale=options.get("v_scale", 1.0),
     )
     with jax.disable_jit():
-        out = on_tpu.ragged(args, ours)
-        nothing = on_tpu.ragged(args._replace(cu_query_lens=jnp.zeros(10, jnp.int32)), ours)
+        out, _ = on_tpu.ragged(args, ours)
+        nothing, _ = on_tpu.ragged(args._replace(cu_query_lens=jnp.zeros(10, jnp.int32)), ours)
     np.testing.assert_allclose(out, batch.expected(**options), atol=1e-5)
     assert not nothing.any()
 
@@ -278,12 +328,15 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"kv_pages": PAGES.astype(np.int16)}, "kv_pages must be floating point or int8"),
     "q type": ({"q": np.zeros((5, 4, 16), np.int32)}, "q must be floating point, got int32"),
     "rows": ({"cu_q_lens": np.zeros(2, np.int32)}, r"cu_q_lens must have shape \[3\]"),
-    "number": ({"num_seqs": np.int32(2)}, r"num_seqs must have shape \[1\], got \[\]"),
+    "number": ({"num_seqs": np.ones(2, np.int32)}, r"num_seqs must have shape \[1\], got \[2\]"),
     "lengths": ({"kv_lens": np.zeros(2, np.float32)}, "kv_lens must be an integer array"),
     "missing": ({"kv_lens": None}, "kv_lens must be an array, got None"),
     "window": ({"sliding_window": 0}, "sliding_window must be an integer, at least 1"),
     "cap": ({"soft_cap": 0.0}, "soft_cap must be positive or None"),
     "scale": ({"v_scale": float("inf")}, "v_scale must be finite"),
+    "scales": ({"sm_scale": jnp.ones(2)}, r"sm_scale must be one number, got float32 \[2\]"),
+    "sinks": ({"sinks": np.zeros(2, np.float32)}, "sinks must have H"),
+    "sinks type": ({"sinks": np.zeros(4, np.int32)}, "sinks must be floating point"),
     "backend": ({"backend": "cuda"}, "backend must be None or one of 'cpu', 'mosaic_tpu'"),
 }
 
@@ -318,6 +371,19 @@ def test_jax_is_not_asked_for_what_it_cannot(sizes, reason) -> None:
     batch = RaggedBatch.random([(1, 3)], **(TPU | sizes))
     with pytest.raises(NotImplementedError, match=f"mosaic_tpu cannot: {reason}"):
         ragged_paged_attention(*batch.arrays, backend="mosaic_tpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"return_lse": True}, "JAX's kernel does not return the log-sum-exp"),
+        ({"sinks": SINKS}, "JAX's kernel has no attention sinks"),
+    ],
+)
+def test_sinks_and_lse_are_refused_on_tpu(options, reason) -> None:
+    batch = RaggedBatch.random([(1, 3)], **TPU)
+    with pytest.raises(NotImplementedError, match=f"mosaic_tpu cannot: {reason}"):
+        ragged_paged_attention(*batch.arrays, backend="mosaic_tpu", **options)
 
 
 @pytest.mark.parametrize("setting", ["x64", "strict"])

@@ -138,7 +138,7 @@ class Case:
         tables, lens = array(self.B, self.M), array(self.B)
         if self.op == "ragged":
             q = array(N, H, self.D, dtype=self.dtype)
-            return RaggedArgs(q, pools, tables, lens, array(self.B + 1), array(1))
+            return RaggedArgs(q, pools, tables, lens, array(self.B + 1), array(1), sinks)
         if self.op == "decode":
             q = array(self.B, H, self.D, dtype=self.dtype)
             return AttentionArgs(q, pools, tables, lens, None, sinks, layer)

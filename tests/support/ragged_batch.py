@@ -14,7 +14,7 @@ from tests.support import oracles
 OUT_OF_RANGE = 10**6
 STATIC = (
     "sm_scale", "sliding_window", "soft_cap", "mask_value", "k_scale", "v_scale", "backend",
-    "interpret",
+    "return_lse", "interpret",
 )  # fmt: skip
 attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 
@@ -82,10 +82,10 @@ class RaggedBatch:
         """Rows of sequences."""
         return int(self.cu_q_lens[self.num_seqs[0]])
 
-    def attend(self, **options) -> np.ndarray:
-        """The op."""
+    def attend(self, **options) -> Any:
+        """The op: its result, or its results with ``return_lse``, as numpy arrays."""
         batch = self.slid(options.get("sliding_window"))
-        return np.asarray(attend(*batch.arrays, **options))
+        return jax.tree.map(np.asarray, attend(*batch.arrays, **options))
 
     def slid(self, window: int | None) -> "RaggedBatch":
         """The batch without the pages of which no query sees a token, see `PagedBatch.slid`."""
@@ -107,13 +107,17 @@ class RaggedBatch:
         kv = self.kv_pages[self.page_indices[s, places // C], places % C].astype(np.float64)
         return rows, kv[:, 0::2], kv[:, 1::2]
 
-    def expected(
+    def expected(self, **options) -> np.ndarray:
+        """Return the expected result of the op, in float64."""
+        return self.expected_with_lse(**options)[0]
+
+    def expected_with_lse(
         self, *, sm_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0, **options
-    ) -> np.ndarray:
-        """What the op must return, in float64."""
-        out = np.zeros(self.q.shape)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the expected result of the op and the log-sum-exp, in float64."""
+        out, lse = np.zeros(self.q.shape), np.full(self.q.shape[:2], -np.inf)
         for s in range(self.num_seqs[0]):
             rows, k, v = self.sequence(s)
-            attention = functools.partial(oracles.attention, scale=sm_scale, **options)
-            out[rows] = attention(self.q[rows], k * k_scale, v * v_scale)
-        return out
+            attention = functools.partial(oracles.attention_and_lse, scale=sm_scale, **options)
+            out[rows], lse[rows] = attention(self.q[rows], k * k_scale, v * v_scale)
+        return out, lse

@@ -67,7 +67,7 @@ class Cpu:
         """A chunk of queries for each sequence."""
         return attention.prefill(args, options)
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
         """Single queries by the kernel, chunks by XLA."""
         return attend_in_parts(
             functools.partial(self.decode, options=options),

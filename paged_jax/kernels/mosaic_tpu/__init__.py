@@ -75,7 +75,7 @@ class MosaicTpu:
         """A chunk of queries for each sequence."""
         return prefill(args, options, self.interpret)
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
         """Chunks of any lengths, by the kernel that JAX has for them."""
         if self.interpret:
             raise NotImplementedError(

@@ -38,6 +38,10 @@ def refusal(problem: Problem) -> str | None:
     """Why JAX's kernel cannot do what is asked, in a sentence; None where it can."""
     if jax_kernel is None:
         return f"jax {jax.__version__} has no kernel for ragged batches"
+    if problem.has_sinks:
+        return "JAX's kernel has no attention sinks"
+    if isinstance(problem.options, RaggedOptions) and problem.options.return_lse:
+        return "JAX's kernel does not return the log-sum-exp"
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return "JAX's kernel cannot be traced where numbers have 64 bits"
     if problem["D"] != LANES:
@@ -61,8 +65,8 @@ def refusal(problem: Problem) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def ragged(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
-    """Chunks of any lengths."""
+def ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    """Attend with chunks of any lengths. The log-sum-exp is NaN: see `refusal`."""
     chunks = find_chunks(args)
     # Those behind the last sequence with queries are left out, and none is without tokens.
     index = jnp.arange(len(chunks.lens), dtype=jnp.int32)
@@ -75,7 +79,7 @@ def ragged(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
     )
     if options.value_scale != 1.0:
         out = (out.astype(jnp.float32) * options.value_scale).astype(out.dtype)
-    return find_rows(args, chunks).mask(out)
+    return find_rows(args, chunks).mask(out, jnp.full(args.q.shape[:2], jnp.nan, jnp.float32))
 
 
 def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:

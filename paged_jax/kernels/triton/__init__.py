@@ -64,7 +64,7 @@ class Triton:
         """A chunk of queries for each sequence, in one launch."""
         return prefill(args, options, interpret=self.interpret)
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
         """Chunks of any lengths: single queries by one kernel, the others by the other one."""
         return attend_in_parts(
             functools.partial(self.decode, options=options),

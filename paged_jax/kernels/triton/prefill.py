@@ -65,12 +65,15 @@ def attend_to_chunks(
     *,
     interpret: Interpret = False,
     params: tuning.PrefillParams | None = None,
-) -> jax.Array:
-    """Attend with the queries of all chunks, ``[N, H, D]``, in one launch; others hold anything.
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with the queries of all chunks in one launch.
 
     Args:
-      args, chunks, options: the call; a chunk of one token is welcome, too.
+      args, chunks, options: the call. A chunk may have a single token.
       interpret, params: as for `prefill`.
+
+    Returns:
+      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks hold anything.
     """
     flat = AttentionArgs(
         q=args.q,
@@ -78,10 +81,10 @@ def attend_to_chunks(
         block_tables=args.block_tables,
         context_lens=args.context_lens,
         query_lens=chunks.lens,
-        sinks=None,
+        sinks=args.sinks,
         layer=jnp.zeros((), jnp.int32),
     )
-    return _prefill(flat, chunks.starts, options, params or _params(flat), interpret)[0]
+    return _prefill(flat, chunks.starts, options, params or _params(flat), interpret)
 
 
 def _params(args: AttentionArgs) -> tuning.PrefillParams:

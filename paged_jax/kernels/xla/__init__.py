@@ -47,7 +47,7 @@ class Xla:
         """A chunk of queries for each sequence."""
         return prefill(args, options)
 
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> jax.Array:
+    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
         """Chunks of any lengths."""
         return attend_in_parts(
             functools.partial(decode, options=options),
