@@ -145,7 +145,8 @@ def ragged_paged_attention(
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
         out, lse = jnp.zeros_like(args.q), jnp.full(args.q.shape[:2], -jnp.inf, jnp.float32)
     else:
-        out, lse = _attend(ops, options, args)
+        results: Any = _attend(ops, options, args)
+        out, lse = results
     if "v_scale" in arrays:
         out = _multiply(out, "v_scale", arrays["v_scale"])
     return (out, lse) if return_lse else out
