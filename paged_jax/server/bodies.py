@@ -277,7 +277,7 @@ class ToolCall(Part):
 
 
 class Function(Part):
-    """A function that the model may call: `parameters` is a JSON schema. It always binds."""
+    """A function that the model may call: `parameters` is a JSON schema, a hint unless strict."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None

@@ -328,7 +328,7 @@ class ChatAnswer(OpenAiAnswer):
         if self._tool_use is not None:
             if "structured_outputs" in params:
                 raise ApiError(400, "give tools or another form, not both.", param="tools")
-            params["structured_outputs"] = self._tool_use.form()
+            params["structured_outputs"] = self._tool_use.form(self.service.tool_grammars)
         return params
 
     def answer(self, outputs: Sequence[RequestOutput]) -> schemas.Piece:

@@ -15,6 +15,7 @@ from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine import Engine, EngineAsleepError
 from paged_jax.engine.loading import find_eos_token_ids
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.request import Request
 from paged_jax.server.cache_recorder import CacheRecorder
 from paged_jax.server.connected import Connected
@@ -89,6 +90,7 @@ class Service:
         self.limits = settings.limits
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.grammars = engine.grammars
+        self.tool_grammars = ToolGrammars(self.grammars)
         self.max_token_chars = (
             math.inf if engine.tokenizer is None else engine.tokenizer.max_token_chars
         )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.models.text.tools import ToolReader
 from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.server import bodies, schemas
@@ -41,10 +42,13 @@ class ToolUse:
         self._is_parallel = body.parallel_tool_calls is not False
         self._readers: dict[int, _Reader] = {}
 
-    def form(self) -> StructuredOutputsParams:
-        """The form of an answer that can be read."""
-        grammar = self._format.grammar(self.tools, self._choice, is_parallel=self._is_parallel)
-        return StructuredOutputsParams(grammar=grammar)
+    def form(self, grammars: ToolGrammars) -> StructuredOutputsParams:
+        """Return the form of an answer that can be read.
+
+        Raises:
+          ArgumentError: see `ToolGrammars.form`.
+        """
+        return grammars.form(self._format, self.tools, self._choice, is_parallel=self._is_parallel)
 
     def message(self, delta: SampleDelta) -> schemas.ChatMessage:
         """The message of a whole sample."""

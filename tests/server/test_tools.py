@@ -108,6 +108,23 @@ def test_an_answer_may_be_text(client, server) -> None:
     assert choice.finish_reason == "length"
 
 
+def test_a_schema_that_cannot_be_expressed_is_a_hint(server) -> None:
+    """Without strict, as at OpenAI; the other tools still bind."""
+    parameters = {"type": "object", "properties": {"x": {"$ref": "https://example.com/x.json"}}}
+    function = {"name": "fetch", "parameters": parameters}
+    tools = [{"type": "function", "function": function}, TOOLS[0]]
+    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 4}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    body |= {"tool_choice": "required", "temperature": 1, "max_tokens": None}
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = server.post("/v1/chat/completions", {**body, "tool_choice": choice}).json()
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"city", "days"}
+    function["strict"] = True
+    error = error_of(server.post("/v1/chat/completions", body), 400)
+    assert error["param"] == "tools" and "'fetch'" in error["message"]
+
+
 def test_no_tools_are_shown_where_none_may_be_used(server) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
     plain, silent, shown = (

@@ -1,4 +1,4 @@
-"""JSON schemas whose objects have no properties but those that they name."""
+"""JSON schemas as grammars need them: without annotations, and with closed objects."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +10,41 @@ _ALONE = ("items", "additionalProperties")
 # What says more about the properties of the same object.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
+
+
+# What a schema says to readers. Validation does not depend on it.
+_ANNOTATIONS = frozenset({
+    "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
+    "readOnly", "title", "writeOnly",
+})  # fmt: skip
+_MORE_MAPPINGS = (*_MAPPINGS, "dependentSchemas")
+_MORE_LISTS = (*_LISTS, "allOf", "items")
+_MORE_ALONE = (
+    *_ALONE, "additionalItems", "contains", "else", "if", "not", "propertyNames", "then",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without descriptions, titles, defaults and the like.
+
+    They can be most of a schema. Texts that follow one schema follow the other.
+
+    Example:
+      >>> without_annotations({"title": "T", "properties": {"title": {"description": "It."}}})
+      {'properties': {'title': {}}}
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    new = {name: part for name, part in schema.items() if name not in _ANNOTATIONS}
+    for name, part in new.items():
+        if name in _MORE_MAPPINGS and isinstance(part, Mapping):
+            new[name] = {key: without_annotations(value) for key, value in part.items()}
+        elif name in _MORE_LISTS and isinstance(part, list):
+            new[name] = [*map(without_annotations, part)]
+        elif name in _MORE_ALONE:
+            new[name] = without_annotations(part)
+    return new
 
 
 def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from paged_jax.checks import ArgumentError
-from paged_jax.models.text.closed_schema import close
+from paged_jax.models.text.closed_schema import close, without_annotations
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured import StructuredOutputsParams
@@ -86,6 +86,23 @@ class Grammars:
             self._keep(form, grammar)
         return grammar
 
+    def check(self, form: StructuredOutputsParams) -> None:
+        """Compile a form to see whether it can be expressed, and keep nothing.
+
+        Raises:
+          ArgumentError: see `compile`.
+        """
+        self._compile(form)
+
+    def check_available(self) -> None:
+        """Check that texts of this model can be bound to any form.
+
+        Raises:
+          ArgumentError: the model has no tokenizer or no end token, or llguidance is not
+            installed.
+        """
+        _ = self._ll_tokenizer
+
     def _keep(self, form: StructuredOutputsParams, grammar: "Grammar") -> None:
         self._alive[form] = self._kept[form] = grammar
         self._kept.move_to_end(form)
@@ -97,6 +114,8 @@ class Grammars:
 
     def _compile(self, form: StructuredOutputsParams) -> "Grammar":
         tokenizer = self._ll_tokenizer
+        if len(form.json or "") > _MAX_CHARS:
+            form = _without_annotations(form)
         num_chars = len(form.json or form.regex or form.grammar or "")
         num_chars += sum(map(len, form.choice or ()))
         if num_chars > _MAX_CHARS:
@@ -366,6 +385,15 @@ def _source(form: StructuredOutputsParams, text: str) -> str:
     if form.grammar is not None or form.choice is not None:
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
+
+
+def _without_annotations(form: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the form with a schema that has no descriptions, which can be most of it."""
+    try:
+        schema = json.dumps(without_annotations(json.loads(str(form.json))))
+    except RecursionError:
+        return form
+    return StructuredOutputsParams(json=schema)
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:

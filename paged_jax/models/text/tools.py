@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from paged_jax.models.text.closed_schema import close
+from paged_jax.models.text.closed_schema import close, without_annotations
 
 # What the reader relies on: on one line, as Python writes it.
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -72,8 +72,10 @@ class ToolFormat:
 
     def _rule(self, name: str, function: Mapping[str, Any]) -> str:
         head = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
-        schema = close(function.get("parameters") or {"type": "object", "properties": {}})
-        schema = {**schema, "x-guidance": _LAYOUT}
+        schema = _arguments(function.get("parameters"))
+        # A schema is a hint unless it is strict: parts that cannot be expressed are left out.
+        options = {**_LAYOUT, "lenient": not function.get("strict")}
+        schema = {**close(schema), "x-guidance": options}
         return f'{name}: {_quoted(head)} %json {json.dumps(schema)} "}}"'
 
 
@@ -199,6 +201,17 @@ class ToolReader:
         except ValueError:
             return -1
         return len(self._buffer) - 1
+
+
+def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments, which are always an object."""
+    if parameters is None:
+        return {"type": "object", "properties": {}}
+    schema = without_annotations(parameters)
+    kind = schema.get("type", "object")
+    if kind == "object" or isinstance(kind, list) and "object" in kind:
+        return {**schema, "type": "object"}
+    return {"allOf": [schema, {"type": "object"}]}  # an error, as nothing is both
 
 
 def _quoted(text: str) -> str:
