@@ -212,7 +212,9 @@ def copy_blocks(
         of which either is no block, such as P, are left out.
 
     Returns:
-      The `Pools`. Costs reading and writing each block that is copied.
+      The `Pools`. Costs reading and writing each block that is copied. Differentiable in the pools
+      and scales, in both modes and to any order: the gradient in a target is added to that in its
+      source.
 
     Raises:
       ValueError, NotImplementedError: as for `paged_write`.
@@ -239,7 +241,32 @@ def copy_blocks(
         check_arrays_are_on_its_device("copy_blocks", backend, pools.k)
     if not sizes["N"]:
         return pools
-    return ops.copy_blocks(CopyArgs(pools, sources, targets))
+    return _copy_differentiably(ops, CopyArgs(pools, sources, targets))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _copy_differentiably(ops: Dispatch, args: CopyArgs) -> Pools:
+    # The loops and kernels of the backends have no derivative of their own.
+    return ops.copy_blocks(args)
+
+
+@_copy_differentiably.defjvp
+def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]):
+    (args,), (args_dot,) = primals, tangents
+    pools, sources, targets = args
+    P = pools.num_blocks
+    is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
+    sources = jnp.where(is_copy, sources, 0)
+    # Pairs that are left out go past the end, each to a place of its own: JAX transposes a scatter
+    # only if its indices are unique.
+    targets = jnp.where(is_copy, targets, P + jnp.arange(targets.size, dtype=jnp.int32))
+
+    def copy(dot: jax.Array) -> jax.Array:
+        if dot.dtype == jax.dtypes.float0:  # int8 pools
+            return dot
+        return dot.at[:, targets].set(dot[:, sources], mode="drop", unique_indices=True)
+
+    return _copy_differentiably(ops, args), jax.tree.map(copy, args_dot.pools)
 
 
 def write_kv_pages(

@@ -233,6 +233,34 @@ def test_reserve_copies_for_all_holders_but_one_in_one_call():
     check_invariants(cache.tables)
 
 
+def test_reserve_passes_gradients_to_the_block_that_it_copies():
+    """Expected values: plain concatenation of the prompt and the new token of each slot."""
+    (prompt, _), (new, _) = make_tokens(0, C + 2), make_tokens(1, S)
+    factors = np.random.default_rng(2).normal(size=(S, L, C + 3, K, D)).astype(np.float32)
+    empty, slots = make_cache(), jnp.arange(S, dtype=jnp.int32)
+
+    def grown(prompt, new):
+        cache, _ = lib.reserve(empty, i32([C + 2, 0, 0]), max_tokens=M * C)
+        cache = write_layers(cache, prompt, prompt, i32([0] * (C + 2)), jnp.arange(C + 2))
+        cache, _ = lib.fork(cache, i32([-1, 0, 0]))
+        cache, _ = lib.reserve(cache, i32([1, 1, 1]), max_tokens=M * C)
+        cache = write_layers(cache, new, new, slots, cache.lengths - 1)
+        rows = [[contents.gather(cache, s, layer=i)[0] for i in range(L)] for s in range(S)]
+        return jnp.stack([jnp.stack(row) for row in rows])[:, :, : C + 3]
+
+    def plain(prompt, new):
+        return jnp.stack([jnp.concatenate([prompt, new[:, s : s + 1]], axis=1) for s in range(S)])
+
+    got, expected = (
+        jax.jit(jax.grad(lambda *x, f=f: jnp.sum(factors * f(*x) ** 2), argnums=(0, 1)))(
+            prompt, new
+        )
+        for f in (grown, plain)
+    )
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_reserve_that_fails_changes_nothing():
     cache = append(make_cache(), 0, *make_tokens(0, C + 2))
     cache, _ = FORK(cache, i32([-1, 0, -1]))

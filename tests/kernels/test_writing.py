@@ -283,6 +283,61 @@ def test_copy_blocks_copies_all_layers(backend, dtype):
     assert_same_bits(copied, expected)
 
 
+def plain_copy(pools: Pools, sources, targets) -> Pools:
+    """The copies of pairs that are blocks, one after the other, in plain JAX."""
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        if 0 <= source < P and 0 <= target < P:
+            pools = jax.tree.map(lambda x, s=source, t=target: x.at[:, t].set(x[:, s]), pools)
+    return pools
+
+
+def test_copy_blocks_passes_gradients_on(backend):
+    """Also where a source has several targets, and where pairs are left out."""
+    rng = np.random.default_rng(0)
+    pools = Pools(*rng.normal(size=(2, L, P, K, C, D)).astype(np.float32))
+    factors = Pools(*rng.normal(size=(2, L, P, K, C, D)).astype(np.float32))
+    sources, targets = np.array([3, 0, P, 3, -1], np.int32), np.array([1, 4, 2, 2, 0], np.int32)
+
+    def copied(pools):
+        return run_copy(pools, sources, targets, **backend)
+
+    def plain(pools):
+        return plain_copy(pools, sources, targets)
+
+    def loss(copy):
+        return lambda pools: sum(
+            jnp.sum(f * x**3) for f, x in zip(factors[:2], copy(pools)[:2], strict=True)
+        )
+
+    def curvature(copy):
+        gradient = jax.grad(loss(copy))
+        return jax.grad(lambda pools: sum(jnp.sum(x**2) for x in gradient(pools)[:2]))
+
+    for derive in (lambda copy: jax.grad(loss(copy)), curvature):
+        got, expected = jax.jit(derive(copied))(pools), jax.jit(derive(plain))(pools)
+        for a, b in zip(got[:2], expected[:2], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    got, expected = (jax.jvp(copy, (pools,), (factors,))[1] for copy in (copied, plain))
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *QUANTISED], ids=lambda x: jnp.dtype(x).name)
+def test_copy_blocks_passes_gradients_on_whatever_the_dtype(backend, dtype):
+    """Beside int8 pools, which have no gradient, the scales have one."""
+    pools = jax.tree.map(np.zeros_like, poisoned(jnp.dtype(dtype)))
+    places = np.array([3], np.int32), np.array([1], np.int32)
+
+    def loss(pools):
+        last = run_copy(pools, *places, **backend)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(last))
+
+    bars = jax.tree.leaves(jax.jit(jax.grad(loss, allow_int=True))(pools))
+    for bar in (bar for bar in bars if bar.dtype != jax.dtypes.float0):
+        expected = np.ones(bar.shape, np.float32)
+        expected[:, 3], expected[:, 1] = 2, 0
+        np.testing.assert_array_equal(bar.astype(np.float32), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "K", "C", "D"),
     [
