@@ -29,6 +29,8 @@ from paged_jax.scheduler.outputs import RequestOutput
 _MAX_NUM_SEQS = 16
 # Events that --show-blocks tells.
 _MAX_EVENTS = 50
+# Line ends of Unicode that JSON leaves as they are: `str.splitlines` would split an object there.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -308,7 +310,7 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
             "num_blocks": llm.num_blocks,
         },
     }
-    print(json.dumps(record, ensure_ascii=False), flush=True)
+    print(json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS), flush=True)
 
 
 class _BlockPictures:

@@ -145,6 +145,15 @@ def test_json_holds_exactly_these_keys(run, llm) -> None:
     assert 0 < stats["peak_blocks"] <= stats["num_blocks"] == 20
 
 
+def test_json_of_a_prompt_is_one_line(run) -> None:
+    """Readers of JSON Lines may split wherever `str.splitlines` does."""
+    ends = [end for end in map(chr, range(0x3000)) if len(f"a{end}b".splitlines()) > 1]
+    prompt = "a".join(["", *ends, ""])
+    status, out, _ = run("--prompt", prompt, "--json", "--max-tokens", "1", *SHAPES)
+    [line] = out.splitlines()
+    assert status == 0 and json.loads(line)["prompt"] == prompt
+
+
 def test_samples_are_reproducible(run) -> None:
     args = ["--prompt", "one day", "--n", "4", "--temperature", "1", "--max-tokens", "8", *SHAPES]
     first, again, unseeded = (

@@ -18,14 +18,27 @@ DONE = b"data: [DONE]\n\n"
 """The event that ends a stream."""
 
 
+# Line ends of Unicode that JSON leaves as they are, and their escapes. Clients that read a stream
+# with `str.splitlines`, such as `httpx.Response.iter_lines`, would split an event there.
+_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
+
+
 def json_response(answer: BaseModel | schemas.Piece, status: int = 200) -> Response:
-    """A model as an answer, or a dict that is written as one."""
-    return Response(to_json(answer), status, media_type="application/json")
+    """Return a response with a model or a dict as JSON."""
+    return Response(_one_line(answer), status, media_type="application/json")
 
 
 def encode_event(piece: schemas.Piece) -> bytes:
-    """A dict as an event of a stream."""
-    return b"data: %b\n\n" % to_json(piece)
+    """Return a dict as an event of a stream."""
+    return b"data: %b\n\n" % _one_line(piece)
+
+
+def _one_line(answer: BaseModel | schemas.Piece) -> bytes:
+    """Return an answer as JSON without any character that ends a line."""
+    data = to_json(answer)
+    for end, escape in _LINE_ENDS.items():
+        data = data.replace(end, escape)
+    return data
 
 
 class EventStream(Response):

@@ -140,3 +140,35 @@ def test_a_client_that_leaves_the_proxy_leaves_the_server(proxy, server) -> None
     with proxy.stream("POST", "/llm/v1/completions", json=body) as answer:
         next(answer.iter_lines())
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://127.0.0.1/live", 200),
+        (f"HTTP://{NAME}:8000/live?a=b", 200),
+        (f"https://{NAME}/live", 200),
+        ("http://evil.example/live", 400),
+        (f"http://{NAME}", 404),
+        (f"http://{NAME}?a=b", 404),
+    ],
+)
+@pytest.mark.parametrize("host", ["evil.example", NAME])
+def test_an_absolute_target_replaces_the_host_header(server, target, status, host) -> None:
+    """RFC 9112, 3.2.2: a server accepts the absolute form and ignores the Host header."""
+    head = f"GET {target} HTTP/1.1\r\nhost: {host}\r\n\r\n"
+    assert server.send(head.encode())[0] == status
+
+
+def test_an_absolute_target_has_a_query_and_a_body(server) -> None:
+    body = b'{"prompt": "ab", "max_tokens": 1}'
+    with server.connect() as connection:
+        for _ in range(2):  # on one connection, as clients of a proxy do
+            connection.sendall(
+                b"POST http://%b/generate HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n"
+                b"content-type: application/json\r\n\r\n%b" % (NAME.encode(), len(body), body)
+            )
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
+    head = f"GET http://{NAME}/cache/state?since=no HTTP/1.1\r\nhost: a\r\n\r\n"
+    status, content = server.send(head.encode())
+    assert status == 400 and b"since" in content

@@ -193,6 +193,18 @@ def test_openai_logprobs_and_echo(client, prompt, skip_special_tokens) -> None:
     assert chosen == max(logprobs.top_logprobs[-1].values())
 
 
+def test_events_hold_no_character_that_ends_a_line(server) -> None:
+    """Clients such as httpx split a stream wherever `str.splitlines` does."""
+    ends = [end for end in map(chr, range(0x3000)) if len(f"a{end}b".splitlines()) > 1]
+    text = "a".join(["", *ends, ""])
+    body = {"prompt": text, "echo": True, "stream": True, **GREEDY}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    pieces = [json.loads(line) for line in lines[:-1]]
+    echoed = "".join(choice["text"] for piece in pieces for choice in piece["choices"])
+    assert lines[-1] == "[DONE]" and echoed.startswith(text)
+
+
 def test_openai_chat(client, folder) -> None:
     messages = [{"role": "user", "content": "the cat"}]
     answer = client.chat.completions.create(
