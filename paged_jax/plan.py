@@ -1,6 +1,7 @@
 """Prints what fits in memory, before it is loaded: ``python -m paged_jax.plan --memory 24GiB``.
 
-Only ``config.json`` is read; `paged_jax.engine.memory_plan` computes the plan.
+Only ``config.json`` and the headers of the weights are read, if there are any;
+`paged_jax.engine.memory_plan` computes the plan.
 """
 
 import argparse
@@ -18,8 +19,7 @@ from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.footprint import GroupFootprint, in_units
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.engine.step_bound import DEVICES, Device, collectives, step_bound
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder, read_config
 
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
@@ -130,7 +130,7 @@ def _from_arguments(args: argparse.Namespace, device: Device | None) -> MemoryPl
             f"--memory-fraction must be above 0 and at most 1, got {args.memory_fraction}."
         )
     folder = bundled_folder() if args.model is None else Path(args.model)
-    config = LlamaConfig.from_file(folder)
+    config = read_config(folder)
     memory_bytes = _memory(device) if args.memory is None else args.memory
     platform = args.platform or (jax.default_backend() if device is None else device.platform)
     return make_plan(

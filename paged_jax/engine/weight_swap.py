@@ -15,6 +15,7 @@ from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import NameMap, assemble, find_sources, named_arrays
+from paged_jax.models.loading.pretrained import read_config
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.weight import SCALE, quantise, weight_dtype
 from paged_jax.runner import ModelRunner
@@ -48,7 +49,7 @@ def load_like(model: PagedModel, folder: str | Path) -> Llama:
             "weights into such a model, and pass that to update_params."
         )
     if Path(folder).is_dir():  # else `from_pretrained` says what is wrong
-        _check_config(LlamaConfig.from_file(Path(folder)), model.config)
+        _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     return Llama.from_pretrained(
         folder, dtype=weight_dtype(model), scan_layers=model.scan_layers, sharding=host

@@ -11,8 +11,15 @@ from paged_jax.checks import check_positive
 from paged_jax.models.config_json import read_fields
 from paged_jax.models.config_writing import write_fields
 from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.json_file import read_json
-from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING, LayerGroup, group_layers
+from paged_jax.models.folder_kind import read_config_json
+from paged_jax.models.layer_types import (
+    FULL,
+    LAYER_TYPES,
+    SLIDING,
+    LayerGroup,
+    check_num_layers,
+    group_layers,
+)
 from paged_jax.models.rope import Rope
 from paged_jax.models.rope_scaling import RopeScaling
 
@@ -42,6 +49,7 @@ _OPTIONAL = (
     "final_logit_softcapping",
     "swiglu_limit",
 )
+_MAX_HEAD_DIM = 1 << 16  # far above any model: a typing error must not fill the memory
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -164,8 +172,11 @@ class LlamaConfig:
                 "LlamaConfig: num_attention_heads must be a multiple of num_key_value_heads, got "
                 f"{self.num_attention_heads} and {self.num_key_value_heads}."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"LlamaConfig: head_dim must be even, got {self.head_dim}.")
+        if self.head_dim % 2 or self.head_dim > _MAX_HEAD_DIM:
+            raise ValueError(
+                f"LlamaConfig: head_dim must be even and at most {_MAX_HEAD_DIM}, got "
+                f"{self.head_dim}."
+            )
         for field in _FACTORS:
             value = getattr(self, field)
             if value is None and field in _OPTIONAL:
@@ -176,6 +187,7 @@ class LlamaConfig:
             raise ValueError(
                 f"LlamaConfig: sliding_window must be positive or null, got {self.sliding_window}."
             )
+        check_num_layers(self.num_hidden_layers)
         self._check_layer_types()
         self._check_experts()
         for field, choices in _CHOICES.items():
@@ -263,10 +275,7 @@ class LlamaConfig:
           FileNotFoundError: there is none.
           ValueError: it is not a JSON object, or see `from_dict`.
         """
-        path = Path(path)
-        if path.is_dir():
-            path = path / "config.json"
-        return cls.from_dict(read_json(path))
+        return cls.from_dict(read_config_json(Path(path)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a ``config.json`` that transformers and `from_dict` read.

@@ -8,7 +8,7 @@ from paged_jax.checks import check_positive, is_int
 from paged_jax.models.experts_json import read_experts
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, UnsupportedConfigError
-from paged_jax.models.layer_types import FULL, SLIDING
+from paged_jax.models.layer_types import FULL, SLIDING, check_num_layers
 from paged_jax.models.rope_json import read_rope, read_rope_layers
 
 _REQUIRED: Any = object()  # the default of a key that has none
@@ -44,7 +44,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
     """
-    config = _own_part(config)
+    config = own_part(config)
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
@@ -53,6 +53,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = _integer(config, "num_attention_heads")
     max_position_embeddings = _integer(config, "max_position_embeddings")
     num_hidden_layers = _integer(config, "num_hidden_layers")
+    check_num_layers(num_hidden_layers)
     sliding_window, layer_types = _attention(config, family, num_hidden_layers)
     rope = read_rope(config, family, num_hidden_layers, layer_types)
     if rope["rope_scaling"] is not None:
@@ -97,10 +98,15 @@ def _switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return switches
 
 
-def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model of a larger one, such as of one that sees images too."""
+def own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the text model: a part of the config of a model with images."""
     for model_type, (architecture, key) in PARTS.items():
-        if config.get("model_type") == model_type or config.get("architectures") == [architecture]:
+        architectures = config.get("architectures")
+        if config.get("model_type") == model_type or architectures == [architecture]:
+            known = (architecture, _base_architecture(architecture))
+            for other in architectures if isinstance(architectures, list) else ():
+                if other not in known:
+                    raise _unsupported("architecture", other)
             return _part(config, key)
     return config
 
@@ -109,7 +115,28 @@ def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(part := config.get(key), Mapping):
         raise ValueError(f"LlamaConfig: {key} must be an object, got {part!r}.")
     outer = {name: config[name] for name in _OF_ALL_PARTS if config.get(name) is not None}
-    return {**part, **outer, "architectures": None}
+    # The head belongs to the whole model, and so does its default.
+    tied = config.get("tie_word_embeddings", True) or False
+    return {**part, **outer, "tie_word_embeddings": tied, "architectures": None}
+
+
+def _base_architecture(architecture: str) -> str:
+    """Return the class in transformers of the same model without a head.
+
+    Example:
+      >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")
+      ('Qwen3Model', 'Gemma3TextModel')
+    """
+    if architecture == "Gemma3ForCausalLM":
+        return "Gemma3TextModel"
+    return architecture.partition("For")[0] + "Model"
+
+
+def _unsupported(kind: str, name: str) -> UnsupportedConfigError:
+    return UnsupportedConfigError(
+        f"LlamaConfig: {kind} {name!r} is not supported. See docs/families.md for the models that "
+        "are."
+    )
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
@@ -119,12 +146,10 @@ def _model_type(config: Mapping[str, Any]) -> str:
             f"LlamaConfig: architectures must be a list of names, got {architectures!r}."
         )
     by_architecture = {family.architecture: name for name, family in FAMILIES.items()}
+    by_architecture |= {_base_architecture(name): kind for name, kind in by_architecture.items()}
     for architecture in architectures:
         if architecture not in by_architecture:
-            raise UnsupportedConfigError(
-                f"LlamaConfig: architecture {architecture!r} is not supported, only "
-                f"{', '.join(by_architecture)}."
-            )
+            raise _unsupported("architecture", architecture)
     model_type = config.get("model_type")
     if model_type is None and architectures:
         return by_architecture[architectures[0]]
@@ -133,9 +158,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise ValueError(f"LlamaConfig: model_type must be a name, got {model_type!r}.")
     if model_type not in FAMILIES:
-        raise UnsupportedConfigError(
-            f"LlamaConfig: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}."
-        )
+        raise _unsupported("model_type", model_type)
     if any(by_architecture[architecture] != model_type for architecture in architectures):
         raise ValueError(
             f"LlamaConfig: architectures must fit model_type {model_type!r}, got {architectures}."

@@ -102,6 +102,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
         prefixes={
             "language_model.model.": "model.",
             "language_model.lm_head.": "lm_head.",
+            "language_model.": "model.",
             "model.language_model.": "model.",
             "vision_tower.": None,
             "multi_modal_projector.": None,

@@ -3,9 +3,25 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paged_jax.checks import check_positive
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
+_MAX_LAYERS = 10_000  # far above any model: a typing error must not fill the memory
+
+
+def check_num_layers(num_layers: int) -> None:
+    """Check the number of layers before anything is made for each of them.
+
+    Raises:
+      ValueError: it is not positive, or no model can have as many.
+    """
+    check_positive("LlamaConfig", num_hidden_layers=num_layers)
+    if num_layers > _MAX_LAYERS:
+        raise ValueError(
+            f"LlamaConfig: num_hidden_layers must be at most {_MAX_LAYERS}, got {num_layers}."
+        )
 
 
 class LayerGroup(NamedTuple):

@@ -73,6 +73,11 @@ def _edit(folder, edit):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _rename(tensors, names):
+    for old, new in names.items():
+        tensors[new] = tensors.pop(old)
+
+
 def test_load_weights_reproduces_the_logits_of_a_real_model(data_dir):
     folder = data_dir / "models" / "stories260K"
     items = json.loads((folder / "reference.json").read_text(encoding="utf-8"))["items"]
@@ -167,11 +172,47 @@ def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
     save_weights(_model(config), tmp_path)
 
     def add(tensors):
-        tensors["lm_head.weight"] = np.zeros((24, 16), np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
 
     _edit(tmp_path, add)
     _assert_same(load_weights(Llama, tmp_path, config), _model(config))
+
+
+@pytest.mark.parametrize("row", [0, 23])
+def test_load_weights_unties_a_head_that_differs_from_the_embeddings(tmp_path, row):
+    untied = _model()
+    untied.lm_head[...] = untied.embed_tokens[...].at[row, 3].add(1.0)
+    save_weights(untied, tmp_path)
+    tied = dataclasses.replace(_CONFIG, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="lm_head.weight differs from the embeddings"):
+        model = load_weights(Llama, tmp_path, tied)
+    assert not model.config.tie_word_embeddings
+    _assert_same(model, untied)
+
+
+def test_load_weights_takes_a_single_head_for_the_embeddings(tmp_path):
+    config = dataclasses.replace(_CONFIG, tie_word_embeddings=True)
+    save_weights(_model(config), tmp_path)
+    rename = {"model.embed_tokens.weight": "lm_head.weight"}
+    _edit(tmp_path, lambda tensors: _rename(tensors, rename))
+    _assert_same(load_weights(Llama, tmp_path, config), _model(config))
+    with pytest.raises(WeightsError, match="model.embed_tokens.weight is missing"):
+        load_weights(Llama, tmp_path, _CONFIG)
+
+
+def test_load_weights_reads_names_without_the_prefix_of_the_inner_model(folder):
+    tensors = load_file(folder / "model.safetensors")
+    rename = {name: name.removeprefix("model.") for name in tensors}
+    _edit(folder, lambda tensors: _rename(tensors, rename))
+    _assert_same(load_weights(Llama, folder, _CONFIG), _model())
+
+    def add_twice(tensors):
+        tensors["model.norm.weight"] = tensors["norm.weight"].copy()
+
+    _edit(folder, add_twice)
+    with pytest.raises(WeightsError, match="must not both be 'model.norm.weight'"):
+        load_weights(Llama, folder, _CONFIG)
 
 
 @pytest.mark.parametrize(

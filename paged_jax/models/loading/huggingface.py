@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading.foreign_names import check_counts, check_names
 from paged_jax.models.loading.int8 import read_quantised
 from paged_jax.models.loading.parameters import (
     Model,
@@ -31,7 +32,8 @@ from paged_jax.models.loading.parameters import (
 )
 from paged_jax.models.loading.piece import Piece
 from paged_jax.models.loading.stored import INDEX, SINGLE, Stored, find_tensors
-from paged_jax.models.loading.tensor_map import find_pieces, pieces
+from paged_jax.models.loading.tensor_map import HEAD, find_pieces, pieces
+from paged_jax.models.loading.tied_head import untie_if_different
 from paged_jax.models.weight import SCALE
 
 _READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
@@ -54,7 +56,8 @@ def load_weights(
     Args:
       model_class: class of the model to make, such as `Llama`.
       folder: folder of the safetensors.
-      config: configuration of the model, which they must fit.
+      config: configuration of the model, which they must fit. If it ties the head and the files
+        contain a different head, the model is loaded untied, with a warning.
       dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``.
       scan_layers: stack the layers, see `Llama`.
       sharding: one for all parameters, or a function of a parameter's name and shape.
@@ -65,6 +68,11 @@ def load_weights(
     """
     dtype = resolve_dtype("load_weights", dtype, config)
     stored = find_tensors(Path(folder), config)
+    check_names(stored)
+    check_counts(
+        {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
+    )
+    config = untie_if_different(config, stored)
     shapes = parameter_shapes(model_class, config, scan_layers=scan_layers)
     layout = parameter_layout(model_class, config, dtype=dtype, scan_layers=scan_layers)
     parts = {name: find_pieces(config, name, stored) for name in shapes}
@@ -177,10 +185,9 @@ def _check_tensors(stored: Mapping[str, Stored], parts: list[Piece], config: Lla
 
 
 def _is_redundant(tensor: str, config: LlamaConfig) -> bool:
-    # Older transformers stored the rotary frequencies, and some tools store a tied head.
-    return tensor.endswith("rotary_emb.inv_freq") or (
-        config.tie_word_embeddings and tensor == "lm_head.weight"
-    )
+    # Older transformers stored the rotary frequencies, and some tools store a tied head. Such a
+    # head equals the embeddings, or `untie_if_different` has changed the config.
+    return tensor.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and tensor == HEAD)
 
 
 def _enumerate(tensors: list[str]) -> str:

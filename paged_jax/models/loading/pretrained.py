@@ -9,9 +9,20 @@ import numpy as np
 
 from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config_json import own_part
+from paged_jax.models.folder_kind import describe_folder, read_config_json
+from paged_jax.models.loading.foreign_names import check_counts, check_names
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
-from paged_jax.models.loading.parameters import Model, ModelClass, Sharding, resolve_sharding
+from paged_jax.models.loading.parameters import (
+    Model,
+    ModelClass,
+    Sharding,
+    WeightsError,
+    resolve_sharding,
+)
+from paged_jax.models.loading.stored import find_dtype, list_tensors, name_tensors
+from paged_jax.models.loading.tied_head import untie_if_different
 
 
 def from_pretrained(
@@ -24,18 +35,53 @@ def from_pretrained(
 ) -> Model:
     """Load a model of a class, see `Llama.from_pretrained`."""
     folder = bundled_folder() if folder is None else Path(folder)
-    if not folder.is_dir():
+    if not folder.exists():
         raise FileNotFoundError(
             f"from_pretrained: folder must exist, got {folder}. Nothing is downloaded: fetch it "
             "first, as with `hf download ORG/NAME --local-dir DIR`."
         )
-    config = LlamaConfig.from_file(folder)
+    if not folder.is_dir():
+        raise NotADirectoryError(
+            f"from_pretrained: folder must be a folder, got the file {folder}."
+            f"{describe_folder(folder)}"
+        )
+    config = read_config(folder)
     if scan_layers is None:
         scan_layers = config.can_scan_layers and _scans_best(config, sharding)
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
         model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
     )
+
+
+def read_config(folder: str | Path) -> LlamaConfig:
+    """Read the configuration of a folder: its ``config.json``, completed from its tensors.
+
+    A missing `dtype` is that of the weights, and a tied head that differs from the embeddings is
+    not tied. Without weights in the folder, only ``config.json`` counts.
+
+    Args:
+      folder: a Hugging Face folder, or a checkpoint of `save_checkpoint`.
+
+    Raises:
+      FileNotFoundError, UnsupportedConfigError, ValueError: see `LlamaConfig.from_file`.
+      WeightsError: the files contain fewer layers than ``config.json`` has.
+    """
+    folder = Path(folder)
+    content = read_config_json(folder)
+    try:
+        tensors = list_tensors(folder)
+    except WeightsError:  # loading says why there are none; planning needs none
+        return LlamaConfig.from_dict(content)
+    part = own_part(content)
+    check_names(tensor.name for tensor in tensors)
+    num_layers = part.get("num_hidden_layers")
+    if isinstance(num_layers, int):
+        check_counts({tensor.name: tensor.shape for tensor in tensors}, num_layers)
+    if not (part.get("dtype") or part.get("torch_dtype")):
+        content = {**content, "dtype": find_dtype(tensors)}
+    config = LlamaConfig.from_dict(content)
+    return untie_if_different(config, name_tensors(tensors, config))
 
 
 def bundled_folder() -> Path:

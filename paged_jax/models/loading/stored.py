@@ -1,6 +1,7 @@
 """The tensors of a folder of safetensors: which there are, and reading parts of them."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -8,17 +9,21 @@ from safetensors import SafetensorError, safe_open
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
+from paged_jax.models.folder_kind import describe_folder
 from paged_jax.models.json_file import read_json
 from paged_jax.models.loading import mxfp4
 from paged_jax.models.loading.parameters import WeightsError
-from paged_jax.models.loading.tensor_map import tensor_name
+from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, tensor_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+# The dtype of a model of such tensors. No model computes in float64.
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _MXFP4 = "MXFP4"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _BLOCKS, _SCALES = "_blocks", "_scales"  # what follows the name of a tensor of it
 
 
@@ -76,27 +81,59 @@ class Stored:
 
 
 def find_tensors(folder: Path, config: LlamaConfig) -> dict[str, Stored]:
-    """The tensors of a folder that are the model's, by the names that `pieces` has for them."""
-    stored: dict[str, Stored] = {}
+    """Return the tensors of a folder that belong to the model, by their names in `pieces`."""
+    return name_tensors(list_tensors(folder), config)
+
+
+def list_tensors(folder: Path) -> list[Stored]:
+    """Return all tensors of a folder in the order of its files. Only headers are read.
+
+    Raises:
+      WeightsError: there are no safetensors, or a file is damaged.
+    """
+    stored: list[Stored] = []
     weight_map = _weight_map(folder)
     for path in sorted({SINGLE} if weight_map is None else set(weight_map.values())):
         try:
             with safe_open(folder / path, "numpy") as file:
                 for name in file.keys():
-                    if (tensor := tensor_name(config, name)) is None:
-                        continue
-                    if tensor in stored:
-                        raise WeightsError(f"{folder / path}: {tensor!r} is in another file too.")
                     view = file.get_slice(name)
-                    stored[tensor] = Stored(
-                        folder / path, name, tuple(view.get_shape()), view.get_dtype()
-                    )
+                    shape = tuple(view.get_shape())
+                    stored.append(Stored(folder / path, name, shape, view.get_dtype()))
         except (SafetensorError, OSError) as error:
-            raise WeightsError(
-                f"{folder / path}: not a whole safetensors file ({error}). Fetch it again."
-            ) from None
+            reason = _explain_damage(folder / path) or f"not a whole safetensors file ({error})"
+            raise WeightsError(f"{folder / path}: {reason}. Fetch it again.") from None
+    return stored
+
+
+def find_dtype(tensors: Iterable[Stored]) -> str | None:
+    """Return the dtype of the first tensor of floats, as transformers does; None without one."""
+    return next((_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES), None)
+
+
+def name_tensors(tensors: Iterable[Stored], config: LlamaConfig) -> dict[str, Stored]:
+    """Return the tensors that belong to the model, by their names in `pieces`.
+
+    Raises:
+      WeightsError: two tensors have the same name.
+    """
+    stored: dict[str, Stored] = {}
+    for tensor in tensors:
+        if (name := tensor_name(config, tensor.name)) is None:
+            continue
+        if name in stored:
+            raise WeightsError(_explain_duplicate(name, stored[name], tensor))
+        stored[name] = tensor
+    if config.tie_word_embeddings and HEAD in stored and EMBEDDINGS not in stored:
+        stored[EMBEDDINGS] = stored.pop(HEAD)
     family = FAMILIES.get(config.model_type)
     return _pair(stored) if family is not None and family.is_mxfp4 else stored
+
+
+def _explain_duplicate(name: str, first: Stored, second: Stored) -> str:
+    if first.path != second.path:
+        return f"{second.path}: {name!r} is in another file too."
+    return f"{second.path}: {first.name!r} and {second.name!r} must not both be {name!r}."
 
 
 def _pair(stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -127,11 +164,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if (folder / SINGLE).is_file():
         return None
     if not (folder / INDEX).is_file():
-        pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".pt"))
-        rest = ". Fetch the weights, too."
-        if pickled:
-            rest = f", only {pickled[0]}, which can run code when read. Convert it to safetensors."
-        raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX} there{rest}")
+        raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX} there{_missing(folder)}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{folder / INDEX}: weight_map must map tensors to files.")
@@ -144,6 +177,28 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         if not (folder / file).is_file():
             raise WeightsError(f"{folder}: {file}, which {INDEX} names, is missing.")
     return weight_map
+
+
+def _explain_damage(path: Path) -> str:
+    """Return what a file is that was saved under a name of safetensors; empty if unknown."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64).lstrip()
+    except OSError:
+        return ""
+    if head.startswith(b"version https://git-lfs"):
+        return "only a pointer of Git LFS (run `git lfs pull`)"
+    return "an HTML page" if head[:1] == b"<" else ""
+
+
+def _missing(folder: Path) -> str:
+    """Return the end of a sentence that says that there are no weights: what there is instead."""
+    if text := describe_folder(folder):
+        return f".{text}"
+    pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in _PICKLED)
+    if pickled:
+        return f", only {pickled[0]}, which can run code when read. Convert it to safetensors."
+    return ". Fetch the weights, too."
 
 
 def _is_finite(values: np.ndarray) -> bool:

@@ -10,6 +10,9 @@ from paged_jax.models.loading.expert_map import expert_pieces, fused_pieces
 from paged_jax.models.loading.piece import Piece, make_piece
 from paged_jax.models.rope import head_order
 
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_INNER = ("layers.", "embed_tokens.", "norm.")  # what ``model.`` contains
+
 # Parameters ``[E]`` of a layer, and their tensors where the family has no other name for them.
 _VECTORS = {
     "input_norm": "input_layernorm.weight",
@@ -63,7 +66,7 @@ def find_pieces(config: LlamaConfig, name: str, tensors: Container[str]) -> list
 
 
 def tensor_name(config: LlamaConfig, stored: str) -> str | None:
-    """What a tensor of a file is called in `pieces`; None if it is of another part of its model.
+    """Return the name in `pieces` of a tensor in a file; None if another part of the model owns it.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -76,15 +79,16 @@ def tensor_name(config: LlamaConfig, stored: str) -> str | None:
     for prefix, own in prefixes.items():
         if stored.startswith(prefix):
             return None if own is None else own + stored.removeprefix(prefix)
-    return stored
+    # Models that were saved without a head lack the name of their part.
+    return f"model.{stored}" if stored.startswith(_INNER) else stored
 
 
 def _model_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
     table = config.vocab_size, config.hidden_size
     return {
-        "embed_tokens": (make_piece("model.embed_tokens.weight", table),),
+        "embed_tokens": (make_piece(EMBEDDINGS, table),),
         "norm": (make_piece("model.norm.weight", (config.hidden_size,)),),
-        "lm_head": (make_piece("lm_head.weight", table),),
+        "lm_head": (make_piece(HEAD, table),),
     }
 
 

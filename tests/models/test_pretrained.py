@@ -1,0 +1,231 @@
+"""What people's folders contain beside the usual: heads, names and dtypes, against transformers."""
+
+import dataclasses
+import json
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading import WeightsError, from_pretrained
+from paged_jax.models.loading.pretrained import read_config
+from paged_jax.plan import main as plan
+from tests.support import families
+from tests.support.families import CASES, VOCAB_SIZE, Case
+from tests.support.random_model import random_llama
+
+TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, 20), np.int32)
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+_CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_llama(_CONFIG).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    tensors = edit(tensors) or tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder, *removed, part=None, **changes):
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    edited = content if part is None else content[part]
+    for key in removed:
+        edited.pop(key, None)
+    edited |= changes
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def double_head(tensors):
+    [embeddings] = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    tensors[_HEAD] = 2 * np.roll(tensors[embeddings], 1, axis=0)
+
+
+def only_head(tensors):
+    [embeddings] = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    tensors[_HEAD] = tensors.pop(embeddings)
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("model."): value for name, value in tensors.items()}
+
+
+def check_logits(folder):
+    """Both compute the same logits of the folder."""
+    expected = families.logits(families.load(folder), TOKENS)
+    assert np.std(expected) > 0.1
+    logits = nnx.jit(lambda model, tokens: model(tokens))(Llama.from_pretrained(folder), TOKENS)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "llama"])
+@pytest.mark.parametrize("edit", [double_head, only_head, without_prefix])
+@pytest.mark.filterwarnings("ignore:.*differs from the embeddings:UserWarning")
+def test_from_pretrained_reads_odd_files_as_transformers_does(tmp_path, name, edit):
+    changes = {**CASES[name].changes, "tie_word_embeddings": True}
+    families.reference(Case(CASES[name].model_type, changes)).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, edit)
+    check_logits(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [True, False, "missing", None])
+@pytest.mark.parametrize("inner", [True, False])
+def test_from_pretrained_ties_models_with_images_as_transformers_does(tmp_path, outer, inner):
+    families.reference_with_images(CASES["gemma3"]).save_pretrained(tmp_path)
+    if outer is False or outer is None:
+        edit_tensors(tmp_path, double_head)
+    edit_config(tmp_path, part="text_config", tie_word_embeddings=inner)
+    edit_config(tmp_path, "tie_word_embeddings")
+    if outer != "missing":
+        edit_config(tmp_path, tie_word_embeddings=outer)
+    check_logits(tmp_path)
+    assert read_config(tmp_path).tie_word_embeddings == bool(outer)
+
+
+@pytest.mark.parametrize("keys", [{}, {"dtype": None}, {"torch_dtype": None}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_read_config_takes_a_missing_dtype_from_the_weights(tmp_path, dtype, keys):
+    model = random_llama(_CONFIG, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, "dtype", "torch_dtype", **keys)
+    assert read_config(tmp_path).dtype == dtype
+    assert Llama.from_pretrained(tmp_path).float_dtype == dtype
+
+
+def test_read_config_prefers_the_dtype_of_the_config(tmp_path):
+    random_llama(_CONFIG, dtype="bfloat16").save_pretrained(tmp_path)
+    edit_config(tmp_path, "dtype", torch_dtype="float16")
+    assert read_config(tmp_path).dtype == "float16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_read_config_takes_the_dtype_that_transformers_takes(tmp_path, dtypes):
+    """Embeddings and all other tensors have different dtypes."""
+    families.reference(CASES["llama"]).save_pretrained(tmp_path)
+    edit_config(tmp_path, "dtype", "torch_dtype")
+
+    def round_all(tensors):
+        return {
+            name: value.astype(jnp.dtype(dtypes[name not in (_EMBEDDINGS, _HEAD)]))
+            for name, value in tensors.items()
+        }
+
+    edit_tensors(tmp_path, round_all)
+    theirs = families.load(tmp_path, dtype="auto").dtype
+    assert str(theirs) == f"torch.{read_config(tmp_path).dtype}"
+
+
+def test_plan_counts_weights_of_the_dtype_and_heads_of_the_file(tmp_path, capsys):
+    random_llama(_CONFIG, dtype="bfloat16").save_pretrained(tmp_path)
+    edit_config(tmp_path, "dtype", "torch_dtype")
+    options = ["--model", str(tmp_path), "--memory", "1GiB", "--json"]
+    assert plan(options) == 0
+    tied = json.loads(capsys.readouterr().out)
+    assert (tied["dtype"], tied["weight_bytes"]) == ("bfloat16", 2 * tied["num_parameters"])
+    edit_tensors(tmp_path, double_head)
+    with pytest.warns(UserWarning, match="differs from the embeddings"):
+        assert plan(options) == 0
+    untied = json.loads(capsys.readouterr().out)
+    assert untied["num_parameters"] - tied["num_parameters"] == 24 * 16
+    (tmp_path / "model.safetensors").unlink()
+    assert plan(options) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+
+
+def test_read_config_compares_the_number_of_layers_with_the_file_first(folder):
+    for number in (4, 10**9):
+        edit_config(folder, num_hidden_layers=number)
+        start = time.monotonic()
+        for load in (read_config, lambda path: from_pretrained(Llama, path)):
+            with pytest.raises(WeightsError, match="num_hidden_layers must be at most 3"):
+                load(folder)
+        assert time.monotonic() - start < 5
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="num_hidden_layers must be at most 10000"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+        *("hidden_size", "head_dim", "num_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size",),
+    ],
+)
+def test_from_pretrained_refuses_huge_sizes_at_once(tmp_path, key):
+    config = dataclasses.replace(
+        _CONFIG,
+        model_type="qwen3_moe",
+        qk_norm=True,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+    )
+    random_llama(config).save_pretrained(tmp_path)
+    edit_config(tmp_path, **{key: 10**9})
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"must|missing") as raised:
+        from_pretrained(Llama, tmp_path)
+    assert "\n" not in str(raised.value)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ("_orig_mod.{}", "torch.compile.*'_orig_mod.'"),
+        ("model._orig_mod.{}", "torch.compile"),
+        ("pretrained_model.{}", "TRL.*'pretrained_model.'"),
+        ("module.{}", "DistributedDataParallel"),
+        ("base_model.model.{}", "PEFT"),
+        ("{}.scales", "quantised by MLX or GPTQ"),
+        ("{}.biases", "quantised by MLX"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "LoRA adapter that is not merged"),
+        ("model.layers.0.self_attn.q_proj.base_layer.weight", "LoRA adapter that is not merged"),
+        ("model.layers.0.self_attn.q_proj.qweight", "quantised by GPTQ or AWQ"),
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "quantised by FP8"),
+        ("model.layers.0.self_attn.q_proj.weight.absmax", "quantised by bitsandbytes"),
+    ],
+)
+def test_from_pretrained_explains_names_of_other_programs(folder, rename, message):
+    edit_tensors(folder, lambda tensors: {rename.format(x): y for x, y in tensors.items()})
+    with pytest.raises(WeightsError, match=message) as raised:
+        from_pretrained(Llama, folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["GPT2LMHeadModel", "LlamaForSequenceClassification", "DeepseekV3ForCausalLM"]
+)
+def test_read_config_names_an_unsupported_architecture_in_one_short_line(folder, architecture):
+    edit_config(folder, architectures=[architecture])
+    with pytest.raises(UnsupportedConfigError, match=architecture) as raised:
+        read_config(folder)
+    assert "docs/families.md" in str(raised.value)
+    assert len(str(raised.value)) < 130
+    edit_config(folder, architectures=None, model_type="gpt2")
+    with pytest.raises(UnsupportedConfigError, match="'gpt2' .*docs/families.md"):
+        read_config(folder)
