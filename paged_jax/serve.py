@@ -48,7 +48,8 @@ _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
 _GARBAGE = 20_000
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LIMIT_HELP = {
-    "max_body_bytes": "bytes of a request's body",
+    "max_body_bytes": "bytes of a request's body; default: 16 for each token of the context, at "
+    "least 1 MiB",
     "max_header_bytes": "bytes of a request's headers",
     "header_timeout": "seconds to receive the headers",
     "body_timeout": "seconds to receive the body",
@@ -157,12 +158,13 @@ def _parser() -> Parser:
     _add_process_arguments(server)
     limits = parser.add_argument_group("limits of requests")
     for field in dataclasses.fields(Limits):
+        default = "" if field.default is None else f"; default: {field.default}"
         limits.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=type(field.default),
+            type=float if isinstance(field.default, float) else int,
             default=field.default,
             metavar="N",
-            help=f"{_LIMIT_HELP[field.name]}; default: {field.default}",
+            help=_LIMIT_HELP[field.name] + default,
         )
     return parser
 

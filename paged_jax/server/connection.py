@@ -223,7 +223,7 @@ class _Framing(h11.Connection):
     def next_event(self) -> Any:
         """Return the next event; a request has its target in origin form."""
         event = super().next_event()
-        return _in_origin_form(event) if type(event) is h11.Request else event
+        return _in_origin_form(event) if isinstance(event, h11.Request) else event
 
     def send(self, event: Any) -> Any:
         """The bytes of an event."""

@@ -8,6 +8,9 @@ from paged_jax.server.errors import ApiError
 
 # A bound in the schema itself, which refuses a list of a million prompts without reading them all.
 MAX_PROMPTS = 4096
+# Bytes of a body for each token of the context. English has 4 bytes per token; a character that
+# JSON escapes has 6 or 12 bytes. Small contexts need room for schemas and token biases.
+_BYTES_PER_TOKEN, _LEAST_BODY = 16, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +18,8 @@ class Limits:
     """Bounds of requests, answers and connections.
 
     Attributes:
-      max_body_bytes: bytes of a request's body.
+      max_body_bytes: bytes of a request's body; by default 16 for each token of the context, at
+        least 1 MiB.
       max_header_bytes: bytes of a request's first line and headers.
       header_timeout: seconds from the first byte of a request to the end of its headers.
       body_timeout: seconds from the end of the headers to the end of the body.
@@ -34,7 +38,7 @@ class Limits:
       max_stop_chars: characters of each stop string.
     """
 
-    max_body_bytes: int = 2**20
+    max_body_bytes: int | None = None
     max_header_bytes: int = 2**14
     header_timeout: float = 1.0
     body_timeout: float = 10.0
@@ -52,6 +56,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if value is None:
+                continue
             is_time = name.endswith("_timeout")
             if not (0 < value < math.inf if is_time else value >= 0):
                 rule = "be finite seconds > 0" if is_time else "be >= 0"
@@ -62,6 +68,18 @@ class Limits:
                 raise ValueError(
                     f"Limits: {name} must be at most {most}, got {getattr(self, name)}."
                 )
+
+    def for_context(self, num_tokens: int) -> "Limits":
+        """Return the limits of a server whose model has a context of `num_tokens` tokens.
+
+        Example:
+          >>> Limits().for_context(131_072).max_body_bytes
+          2097152
+        """
+        if self.max_body_bytes is not None:
+            return self
+        size = max(_LEAST_BODY, _BYTES_PER_TOKEN * num_tokens)
+        return dataclasses.replace(self, max_body_bytes=size)
 
     def check(
         self,

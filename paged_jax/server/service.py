@@ -87,7 +87,7 @@ class Service:
 
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings
-        self.limits = settings.limits
+        self.limits = settings.limits.for_context(engine.max_model_len)
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.grammars = engine.grammars
         self.tool_grammars = ToolGrammars(self.grammars)

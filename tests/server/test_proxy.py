@@ -27,7 +27,7 @@ daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{}}
 http {{
     access_log off;
-    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    client_body_buffer_size 4m; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
     fastcgi_temp_path {folder}/fastcgi;
     uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
     {config}
@@ -112,6 +112,13 @@ def test_other_names_are_refused(proxy) -> None:
     answer = proxy.get("/llm/v1/models", headers={"Host": "other.example.com"})
     error = check_error(answer.status_code, answer.content, {400})
     assert error["code"] == "host_not_allowed"
+
+
+def test_the_limit_of_a_body_is_that_of_the_server(proxy) -> None:
+    """nginx would refuse one of more than 1 MiB with a page in HTML."""
+    answer = proxy.post("/llm/generate", json={"prompt": "a" * 2**20})
+    error = check_error(answer.status_code, answer.content, {413})
+    assert error["code"] == "max_body_bytes_exceeded"
 
 
 def test_streams_are_not_held_back(proxy, server, monkeypatch) -> None:

@@ -531,6 +531,24 @@ def test_bodies_have_a_type_and_a_size(server) -> None:
     assert "max_body_bytes" in error_of(response, 413)["message"]
 
 
+@pytest.mark.parametrize(
+    ("context", "size"), [(64, 2**20), (2**16, 2**20), (131_072, 2**21), (10**6, 16 * 10**6)]
+)
+def test_limits_of_bodies_grow_with_the_context(context, size) -> None:
+    assert Limits().for_context(context).max_body_bytes == size
+    assert Limits(max_body_bytes=0).for_context(context).max_body_bytes == 0
+
+
+def test_a_prompt_that_fills_a_long_context_is_within_the_limits(tmp_path) -> None:
+    """The pool is too small for this one, which is another mistake than its size."""
+    folder = save_tiny_model(tmp_path, context=200_000)
+    engine = Engine(folder, max_num_seqs=1, block_size=16, num_blocks=20)
+    with LiveServer(engine, Settings(model_name="tiny")) as server:
+        response = server.post("/generate", {"prompt": "the cat " * 199_000})
+        assert server.get("/openapi.json").json()["info"]["description"].count("3200000")
+        error_of(response, 400)
+
+
 def test_routes_that_are_not_there(server) -> None:
     error_of(server.get("/nothing"), 404)
     error_of(server.get("/generate"), 405)

@@ -366,7 +366,7 @@ def numbered(item: str, *, begin: str, end: str = "}", count: int = 90_000) -> b
 @pytest.mark.parametrize("index", range(len(BODIES)))
 def test_evil_bodies_are_refused_and_stall_nobody(server, index) -> None:
     path, body = BODIES[index]
-    data = post(body()[: LIMITS.max_body_bytes], path)
+    data = post(body()[: server.service.limits.max_body_bytes], path)
     with streams_beside(server), answered_at_once():
         answer = server.send(data)
     check_error(*answer, {400, 404})
