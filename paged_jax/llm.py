@@ -151,6 +151,7 @@ class LLM(Engine):
         Args:
           messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations. The
             content is a text, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
+            Messages of openai's client are taken as they are, as objects or as dicts.
           tools: functions that the model may call, as OpenAI describes them. The template shows
             them to the model; calls are in the text of the output, as the model writes them.
           chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
@@ -160,7 +161,7 @@ class LLM(Engine):
           ValueError: the model has no tokenizer or no chat template, the template has no tools but
             some are given, it refuses the messages or the variables, or as for `generate`.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        is_one = bool(messages) and not isinstance(messages[0], list | tuple)
         conversations = cast(
             Sequence[Sequence[Mapping[str, Any]]], [messages] if is_one else messages
         )

@@ -722,6 +722,10 @@ def test_chat_uses_the_template(llm) -> None:
     assert tokens_of(several[:1]) == tokens_of([output])
     assert several[1].prompt_token_ids != expected
     assert llm.chat([], GREEDY) == []
+    message = dataclasses.make_dataclass("Message", ["role", "content", "name"])(
+        "user", "hello", None
+    )
+    assert tokens_of(llm.chat([message], GREEDY, use_tqdm=False)) == tokens_of([output])
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}] * 2}]
     joined = [{"role": "user", "content": "helhel"}]
     assert llm.chat_prompt(parts) == llm.chat_prompt(joined)

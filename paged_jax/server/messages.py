@@ -1,6 +1,5 @@
 """The messages of a chat, as clients send them, for the model's chat template."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,19 +17,19 @@ def num_chars(messages: Sequence[bodies.Message]) -> int:
 
 
 def _as_message(message: bodies.Message) -> dict[str, Any]:
-    # All fields, as a template may read any of them, and only those with a value, as it may ask
-    # whether there is one.
-    content, refusal = _content(message), message.refusal
+    # All fields, as a template may read any of them.
     fields: dict[str, Any] = {
         **(message.model_extra or {}),
+        "role": message.role,
+        "content": _content(message),
+        "refusal": message.refusal,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "tool_calls": [_as_call(call) for call in message.tool_calls or ()] or None,
         "reasoning_content": message.reasoning_content,
         "reasoning": message.reasoning,
     }
-    given = {name: value for name, value in fields.items() if value is not None}
-    return {"role": message.role, "content": content or refusal or content} | given
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _content(message: bodies.Message) -> str | list[dict[str, Any]] | None:
@@ -43,14 +42,8 @@ def _content(message: bodies.Message) -> str | list[dict[str, Any]] | None:
 
 
 def _as_call(call: bodies.ToolCall) -> dict[str, Any]:
-    """Return a call as templates expect it, with its arguments as an object."""
-    arguments = call.function.arguments or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            pass  # cut short, as the model has written them
-    function = {"name": call.function.name, "arguments": arguments}
+    """Return a call without the fields that clients add to it."""
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     given = {} if call.id is None else {"id": call.id}
     return {**given, "type": call.type, "function": function}
 

@@ -165,6 +165,137 @@ def test_templates_in_the_style_of_families_are_written_as_by_transformers(famil
             assert len(expected) > 3
 
 
+_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+
+
+def _dumped(**fields):
+    """Return a message as `openai.types.chat.ChatCompletionMessage.model_dump` gives it."""
+    names = ("content", "refusal", "annotations", "audio", "function_call", "tool_calls")
+    return {"role": "assistant", **dict.fromkeys(names), **fields}
+
+
+_NULLS = [
+    "{% for m in messages %}{{ m }}{% endfor %}",
+    "{% for m in messages if m.content is defined or 'refusal' in m %}{{ m.content }}{% endfor %}",
+    "{% for m in messages if m.tool_calls is defined %}{{ m.tool_calls | length }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", [*_NULLS, *_IN_THE_STYLE_OF.values()])
+def test_render_leaves_out_null_fields_as_transformers_does(template):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
+    chat = [
+        {"role": "user", "content": "Hi", "name": None},
+        _dumped(content="Hello", reasoning_content=None),
+        {"role": "user", "content": "2 + 2?"},
+        _dumped(tool_calls=[_CALL]),
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
+    options = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
+    expected = None
+    try:
+        expected = theirs.apply_chat_template(chat, **options)
+    except Exception:
+        # The template adds the content to a text without asking whether there is one.
+        chat[3] = {**chat[3], "content": ""}
+        expected = theirs.apply_chat_template(chat, **options)
+        del chat[3]["content"]
+    assert ChatTemplate(template).render(chat) == expected
+
+
+def test_render_takes_the_messages_of_a_client():
+    chat = pytest.importorskip("openai.types.chat")
+    text = json.dumps({"a": "é"})
+    function = {"name": "f", "arguments": text}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    message = chat.ChatCompletionMessage.model_validate(
+        {"role": "assistant", "content": None, "tool_calls": calls}
+    )
+    template = ChatTemplate("{{ messages | tojson(sort_keys=true) }}")
+    expected = template.render([{"role": "assistant", "tool_calls": [_CALL]}])
+    assert template.render([message]) == template.render([message.model_dump()]) == expected
+
+
+@pytest.mark.parametrize("given", ['{"a":  "é"}', '{"a": "\\u00e9"}', {"a": "é"}])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_render_gives_arguments_as_an_object(given, is_wrapped):
+    call = {"name": "f", "arguments": given}
+    message = {"role": "assistant", "tool_calls": [{"function": call} if is_wrapped else call]}
+    place = "messages[0].tool_calls[0]" + (".function" if is_wrapped else "")
+    source = "{% for k, v in C.arguments.items() %}{{ k ~ v }}{% endfor %}{{ C.arguments|tojson }}"
+    template = ChatTemplate(source.replace("C", place))
+    assert template.render([message]) == 'aé{"a": "é"}'
+    assert call == {"name": "f", "arguments": given}
+
+
+@pytest.mark.parametrize("expression", ["{{ A }}", "{{ 'x' + A + 'y' }}", "{{ 'x' ~ A }}"])
+@pytest.mark.parametrize("text", ['{"a":  1}', '{"a": ', "[1]", "5"])
+def test_render_gives_arguments_as_text_to_templates_that_join_them(expression, text):
+    """As DeepSeek's do. A text that is no object is left as it is."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
+    source = expression.replace("A", "messages[0].tool_calls[0].function.arguments")
+    call = {"type": "function", "function": {"name": "f", "arguments": text}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    expected = theirs.apply_chat_template(chat, chat_template=source, tokenize=False)
+    assert ChatTemplate(source).render(chat) == expected
+
+
+def test_render_gives_an_empty_content_to_templates_that_need_one():
+    template = ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}")
+    chat = [{"role": "user", "content": "Hi"}, _dumped(tool_calls=[_CALL])]
+    assert template.render(chat) == "user:Hi;assistant:;"
+    refuses = ChatTemplate("{{ messages[0].content + 'x' }}{{ raise_exception('never') }}")
+    with pytest.raises(ChatTemplateError, match="has no attribute 'content'"):
+        refuses.render([_dumped()])
+
+
+def test_render_shows_the_refusal_of_a_message_without_content():
+    template = ChatTemplate("{{ messages[0].content }}")
+    parts = [{"type": "refusal", "refusal": "No."}]
+    for message in (_dumped(refusal="No."), _dumped(content=parts), _dumped(content="No.")):
+        assert template.render([message]) == "No."
+
+
+_SOURCES = {"default": "D{{ bos_token }}", "tool_use": "T", "rag": "R"}
+
+
+@pytest.mark.parametrize(
+    "templates",
+    [
+        _SOURCES,
+        [{"name": name, "template": source} for name, source in _SOURCES.items()],
+        _SOURCES["default"],
+    ],
+)
+@pytest.mark.parametrize("file", [None, "J"])
+def test_from_folder_chooses_the_template_that_transformers_chooses(tmp_path, templates, file):
+    transformers = pytest.importorskip("transformers")
+    _backend().save(str(tmp_path / "tokenizer.json"))
+    config = {"chat_template": templates, "bos_token": "a"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    messages, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {}}]
+    for options in ({}, {"tools": tools}):
+        expected = theirs.apply_chat_template(messages, tokenize=False, **options)
+        assert ours.apply_chat_template(messages, **options) == expected
+
+
+def test_apply_chat_template_provides_all_special_tokens(tmp_path):
+    names = ["bos", "eos", "unk", "sep", "pad", "cls", "mask", "image"]
+    source = "|".join(f"{{{{ {name}_token }}}}" for name in [*names, "audio"])
+    config = {f"{name}_token": f"<{name}>" for name in names}
+    config |= {"extra_special_tokens": {"audio_token": "<audio>"}, "chat_template": source}
+    _backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = Tokenizer.from_folder(tmp_path).apply_chat_template([{"role": "user", "content": "a"}])
+    assert text == "|".join(f"<{name}>" for name in [*names, "audio"])
+
+
 def test_jinja2_is_required_without_the_escapes_of_its_sandbox():
     """CVE-2025-27516 is fixed in 3.1.6."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

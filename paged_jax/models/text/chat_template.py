@@ -1,5 +1,7 @@
 """Chats as text: the Jinja templates that come with Hugging Face tokenizers."""
 
+import contextlib
+import dataclasses
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -75,48 +77,58 @@ class ChatTemplate:
         """Write a chat as the text that the model was trained to continue.
 
         Args:
-          messages: dicts with ``"role"`` and most often ``"content"``, oldest first. The content is
-            a text, a list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
+          messages: dicts with ``"role"`` and most often ``"content"``, oldest first, or objects
+            of pydantic, such as the messages that openai's client returns. The content is a text
+            or a list of parts such as ``{"type": "text", "text": "Hi"}``. A field that is None is
+            left out. The arguments of a tool call are an object or its JSON text.
           add_generation_prompt: end with what opens an answer.
           **variables: further variables of the template.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template refuses them.
         """
-        messages = [_with_reasoning(_with_text(message)) for message in messages]
+        chat = [_as_templates_expect(message) for message in messages]
         variables = {"tools": None, "documents": None, **variables}
+        variables["add_generation_prompt"] = add_generation_prompt
         template = self._tool_template if variables["tools"] else self._template
         try:
-            return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
+            return template.render(messages=chat, **variables)
         # Beside its own errors, a template raises whatever its expressions do.
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise ChatTemplateError(
-                "apply_chat_template", f"the model's template refuses the messages: {reason}"
-            ) from None
+        # Some templates add the content of each message to a text, even if a message has none.
+        if any("content" not in message for message in chat):
+            chat = [{"content": "", **message} for message in chat]
+            with contextlib.suppress(Exception):
+                return template.render(messages=chat, **variables)
+        rule = f"the model's template refuses the messages: {reason}"
+        raise ChatTemplateError("apply_chat_template", rule)
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The chat template of a model, and the one for tools; None for what it has not.
+    """Return the chat template of a model and its template for tools; None for one it lacks.
 
     They lie in ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja``, or in
-    ``tokenizer_config.json``, as one or several by name, of which ``"tool_use"`` is for tools.
+    ``tokenizer_config.json``: one template, or several by name. The name ``"tool_use"`` is the
+    name of the template for tools.
 
     Args:
       folder: the folder of the model.
       config: the content of its ``tokenizer_config.json``.
     """
     template = config.get("chat_template")
-    named = {"default": template}
-    if isinstance(template, list):
+    named: dict[Any, Any] = {"default": template}
+    if isinstance(template, Mapping):
+        named = dict(template)
+    elif isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, Mapping)]
         named = {entry.get("name"): entry.get("template") for entry in entries}
     files = {
         "default": "chat_template.jinja",
         "tool_use": "additional_chat_templates/tool_use.jinja",
     }
+    if (folder / files["default"]).is_file():
+        named = {}  # the file replaces all templates of tokenizer_config.json
     for name, file in files.items():
         if (folder / file).is_file():
             named[name] = (folder / file).read_text(encoding="utf-8")
@@ -144,42 +156,106 @@ def check_variables(variables: Any) -> Mapping[str, Any]:
     return variables
 
 
-def _with_text(message: Any) -> Mapping[str, Any]:
-    """The message with one text for content, as templates of text models expect it."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+class _Arguments(dict[str, Any]):
+    """The arguments of a tool call, given as JSON text.
+
+    Most templates read an object. Others join texts, and get the text as it was given.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], text: str):
+        super().__init__(arguments)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _as_templates_expect(given: Any) -> dict[str, Any]:
+    """Return a message as a dict with one text for content, without fields that are None."""
+    message = _plain(given)
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(
             "apply_chat_template",
             f'each message must be a dict such as {{"role": "user", "content": TEXT}}, got '
-            f"{message!r}.",
+            f"{given!r}.",
         )
-    content = message.get("content", "")
-    if isinstance(content, str):
-        return message
-    parts = [] if content is None else content
-    if not isinstance(parts, list | tuple):
-        raise ChatTemplateError(
-            "apply_chat_template",
-            f"must be a text or a list of parts, got {content!r}.",
-            "content",
-        )
-    return {**message, "content": "".join(map(_text_of, parts))}
+    message = {key: value for key, value in message.items() if value is not None}
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]  # an empty list, which clients send for no calls
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
+    if "content" in message:
+        message["content"] = _text_of(message["content"])
+    if not message.get("content") and isinstance(refusal := message.get("refusal"), str):
+        message["content"] = refusal
+    return _with_reasoning(message)
 
 
-# What models of different times call the thoughts before a message; templates read one of them.
+def _plain(value: Any) -> Any:
+    """Return dicts and lists instead of mappings, tuples, dataclasses and pydantic's objects."""
+    if callable(dump := getattr(value, "model_dump", None)):
+        value = dump()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, if they are one."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"])}
+    if "arguments" not in call:
+        return call
+    arguments = call["arguments"]
+    if arguments is None or arguments == "":
+        return {**call, "arguments": {}}
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        parsed = None  # the model's answer was cut short
+    return (
+        {**call, "arguments": _Arguments(parsed, arguments)} if isinstance(parsed, dict) else call
+    )
+
+
+# Names that models give to the thoughts before a message; a template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its thoughts, if it has any, by the names that templates have for them."""
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its thoughts, if it has any, by the names that templates read."""
     given = next((message[key] for key in _REASONING if message.get(key)), None)
     if given is None:
         return message
     return {"thinking": given, **message, "reasoning_content": given}
 
 
-def _text_of(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    text = part["text"] if kind == "text" and "text" in part else None
+def _text_of(content: Any) -> str:
+    """Return the content of a message as one text, as templates of text models expect it."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ChatTemplateError(
+            "apply_chat_template", f"must be a text or a list of parts, got {content!r}.", "content"
+        )
+    return "".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else part
+    text = part.get(kind) if kind in ("text", "refusal") and isinstance(part, dict) else None
     if not isinstance(text, str):
         raise ChatTemplateError(
             "apply_chat_template",

@@ -191,8 +191,7 @@ class Tokenizer:
         """Write a chat as text, to be encoded without adding special tokens.
 
         Args:
-          messages: dicts with ``"role"`` and ``"content"``, oldest first. The content is a text, a
-            list of parts such as ``{"type": "text", "text": "Hi"}``, or None for none.
+          messages: see `ChatTemplate.render`.
           add_generation_prompt: end with what opens an answer.
           **variables: further variables of the template, such as ``enable_thinking``.
 
