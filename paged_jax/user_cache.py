@@ -1,5 +1,6 @@
-"""A folder of the user's own for what can be made again: compiled programs and kernels."""
+"""The user's cache folder for compiled programs and kernels."""
 
+import functools
 import logging
 import os
 import stat
@@ -13,28 +14,48 @@ _logger = logging.getLogger(__name__)
 
 
 def cache_folder(*names: str) -> Path | None:
-    """A folder for caches that nobody but this user can write to, made if need be.
+    """Return a cache folder that only this user can write to; create it if it is missing.
 
-    ``paged_jax`` in ``$XDG_CACHE_HOME``, by default ``~/.cache`` (``~/Library/Caches`` on macOS).
-    What lies in it is loaded as machine code, so a folder that belongs to others, or that others
-    may write to, is not used.
+    The folder is ``paged_jax`` in ``$XDG_CACHE_HOME``. The default is ``~/.cache``
+    (``~/Library/Caches`` on macOS); it is also used if the variable is a relative path, as the XDG
+    specification demands. The content is loaded as machine code. So a folder of another user, or
+    one that others may write to, is not used. One warning says so.
 
     Args:
       *names: folders below it.
 
     Returns:
-      The folder; None if there can be none.
+      The folder; None if it cannot be created or used.
     """
-    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "paged_jax"
+        folder = _caches() / "paged_jax"
         for each in (folder, *(folder.joinpath(*names[: i + 1]) for i in range(len(names)))):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_own(each):
+                _warn(f"{each} belongs to another user, or others may write to it")
                 return None
-    except (OSError, RuntimeError):  # no disk, or no home
+    except (OSError, RuntimeError) as error:  # a read-only or full disk, or no home folder
+        _warn(str(error))
         return None
     return folder.joinpath(*names)
+
+
+def _caches() -> Path:
+    """Return the folder with the caches of all programs of this user."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", "")).expanduser()
+    if named.is_absolute():
+        return named
+    return Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Warn once per reason."""
+    _logger.warning(
+        "The next process compiles everything again: %s. "
+        "Set XDG_CACHE_HOME to a folder that only this user can write to.",
+        reason,
+    )
 
 
 def _is_own(path: Path) -> bool:
@@ -46,7 +67,7 @@ def _is_own(path: Path) -> bool:
 
 
 def read(path: Path) -> bytes | None:
-    """What a file holds that `write` has written; None if it is not there, or not this user's."""
+    """Return the content of a file of `write`; None if it is missing or not only this user's."""
     try:
         return path.read_bytes() if _is_own(path) else None
     except OSError:
@@ -54,15 +75,18 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file in one step: other processes see all of it or nothing. It may fail, in silence.
+    """Write a file atomically: other processes see all of it or nothing.
+
+    A failure is only logged, because a cache is not needed for correct results.
 
     Args:
       path: file in a `cache_folder`.
-      content: what it is to hold.
+      content: the new content.
     """
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             whole = Path(folder) / path.name
+            whole.touch(mode=0o600)  # `read` rejects files that a group may write to
             whole.write_bytes(content)
             os.replace(whole, path)
     except OSError as error:  # a disk that is full, or read-only

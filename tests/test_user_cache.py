@@ -1,5 +1,6 @@
 """What is kept for the next process, and where it is not."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -44,6 +45,51 @@ def test_a_folder_of_another_user_is_not_used(home, monkeypatch) -> None:
 def test_without_a_place_nothing_is_kept(home, monkeypatch) -> None:
     (home / "paged_jax").write_text("in the way")
     assert user_cache.cache_folder() is None
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077], ids=oct)
+def test_read_returns_what_write_wrote_under_every_umask(home, umask) -> None:
+    """Several distributions let the group of a user write to new files (umask 002)."""
+    before = os.umask(umask)
+    try:
+        path = user_cache.cache_folder("programs") / "one"
+        for content in (b"first", b"second"):
+            user_cache.write(path, content)
+            assert user_cache.read(path) == content
+        assert path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_cache_folder_ignores_a_relative_path(home, monkeypatch, tmp_path) -> None:
+    """XDG Base Directory Specification: paths must be absolute, others are ignored."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    default = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    for value in ("caches", "./caches", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert user_cache.cache_folder() == tmp_path / "user" / default / "paged_jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/caches")
+    assert user_cache.cache_folder() == tmp_path / "user" / "caches" / "paged_jax"
+    assert not (tmp_path / "caches").exists()
+
+
+def test_cache_folder_warns_once_if_nothing_is_kept(home, monkeypatch, caplog) -> None:
+    """Else every process would compile everything again, and nobody would know."""
+    user_cache._warn.cache_clear()
+    folder = user_cache.cache_folder("programs")
+    assert not caplog.records
+    folder.chmod(0o770)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        for _ in range(2):
+            assert user_cache.cache_folder("programs") is None
+        [record] = caplog.records
+        assert f"{folder} belongs to another user, or others may write" in record.getMessage()
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/caches")
+        assert user_cache.cache_folder("programs") is None
+        monkeypatch.setenv("XDG_CACHE_HOME", "~no-such-user/caches")
+        assert user_cache.cache_folder("programs") is None
+    assert len(caplog.records) == 3
 
 
 def test_what_jax_has_been_told_stays(home) -> None:
