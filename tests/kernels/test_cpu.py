@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import logging
-import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -265,88 +262,6 @@ def test_backend_none_takes_the_kernel_where_the_program_is_for_a_cpu() -> None:
     for platform, is_called in {"cpu": True, "cuda": False}.items():
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("paged_jax_decode_float32" in text) == is_called
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """Nothing is loaded or kept yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forgetful = functools.cache(library._load.__wrapped__)
-    monkeypatch.setattr(library, "_load", forgetful)
-    monkeypatch.setattr(library, "_MISSING", set())
-    library._warn.cache_clear()
-    return tmp_path
-
-
-def run_fresh(num_inputs: int) -> str:
-    """The program of a product, which is right; its number of inputs makes it a new one."""
-    w, x = weights_and_rows(3, num_inputs, 2)
-    lowered = jax.jit(lambda x, w: linear(x, w)).lower(x, w)
-    np.testing.assert_allclose(lowered.compile()(x, w), x @ np.asarray(w).T, rtol=1e-5, atol=1e-5)
-    return lowered.as_text()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "reason", "warnings"),
-    [
-        (library.SWITCH, "0", "PAGED_JAX_CPU_KERNELS is 0", 0),
-        ("CXX", "false", "false says: ", 1),
-        ("CXX", "no-such-compiler -O3", "no-such-compiler could not be run: ", 1),
-        ("PATH", "/nowhere", "there is no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+", 1),
-    ],
-)
-def test_without_kernels_xla_does_the_work(
-    fresh, monkeypatch, caplog, variable, value, reason, warnings
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(variable, value)
-    with caplog.at_level(logging.WARNING, "paged_jax"):
-        assert "custom_call" not in run_fresh(21)
-        run_fresh(22)
-    assert len(caplog.records) == warnings
-    choice = choose_backend(problem(), "cpu")
-    assert choice.backend == "xla" and re.match("cpu cannot: " + reason, choice.reason)
-    batch = PagedBatch.random([3])
-    with pytest.raises(NotImplementedError, match="cpu cannot: " + reason):
-        batch.decode(queries((1, 2, 16)), backend="cpu", scale=0.7)
-
-
-def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
-    """Compiled from sources with an error in them that a compiler does not see."""
-    broken = shutil.copytree(library._SOURCE, fresh / "source")
-    products = broken / "products.h"
-    text, right, wrong = (
-        products.read_text(),
-        "add_product(total, w, x)",
-        "add_product(total, w, w)",
-    )
-    assert right in text
-    products.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(library, "_SOURCE", broken)
-    with caplog.at_level(logging.WARNING, "paged_jax"):
-        assert "custom_call" not in run_fresh(23)
-    [record] = caplog.records
-    assert "is left to XLA: its self-test failed: it is off by " in record.getMessage()
-    assert not list(fresh.glob("paged_jax/kernels/*")), "it is not kept"
-
-
-def test_a_kernel_is_compiled_once(fresh, monkeypatch) -> None:
-    """Kept by what it depends on, for this process and for others."""
-    assert "paged_jax_linear_float32" in run_fresh(24)
-    [kept] = fresh.glob("paged_jax/kernels/*")
-    library._load.cache_clear()
-    monkeypatch.setenv("CXX", "false")
-    assert "paged_jax_linear_float32" in run_fresh(25)
-    assert list(fresh.glob("paged_jax/kernels/*")) == [kept]
-    monkeypatch.setattr(library, "_processor", lambda: "another")
-    library._load.cache_clear()
-    assert "custom_call" not in run_fresh(26)
-
-
-def test_a_folder_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch) -> None:
-    (fresh / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
-    assert "paged_jax_linear_float32" in run_fresh(27)
 
 
 def test_exported_programs_run_without_kernels() -> None:

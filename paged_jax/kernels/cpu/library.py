@@ -1,10 +1,18 @@
-"""The kernels as machine code: compiled when a program first needs one, and kept for later.
+"""Machine code of the kernels: compiled when a program first needs it, and kept for later.
 
-One file for each kernel and type of numbers, compiled for the processor of this machine against the
-header of the jaxlib that will call it, in about two seconds. It is kept in the user's cache folder,
-under a name made of all that it depends on.
+There is one shared library for each kernel and dtype. It is compiled in about two seconds, for the
+processor of this machine and against the header of the installed jaxlib. The user's cache folder
+keeps it under a name with two digests:
+
+    paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
+    `------- target: kernel, inputs --------' `-- content --'
+
+The first digest covers everything that the machine code depends on. The second one is the SHA-256
+of the file. A file whose content does not match its name is damaged: loading a truncated library
+kills the process. It is deleted and compiled again.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -84,8 +92,11 @@ def load(kernel: Kernel) -> Loaded:
 
 
 def targets() -> list[str]:
-    """The names by which programs of this machine may call kernels, there or not."""
-    return [_prefix(kernel) + _digest(_command(kernel)) for kernel in _kernels()]
+    """Return the names by which programs of this machine may call kernels, loaded or not."""
+    try:
+        return [_prefix(kernel) + _digest(_command(kernel)) for kernel in _kernels()]
+    except OSError:  # an installation without the sources has no kernels
+        return []
 
 
 def find_targets(program: bytes) -> set[str]:
@@ -128,36 +139,81 @@ def _load(kernel: Kernel) -> Loaded:
         return Loaded(None, f"{SWITCH} is 0")
     try:
         return Loaded(_find_or_compile(kernel), None)
-    except _Unavailable as error:
+    except (_Unavailable, OSError) as error:
+        is_expected = isinstance(error, _Unavailable)
+        reason = str(error) if is_expected else f"a file could not be read: {error}"
         _MISSING.add(kernel)
-        _warn(str(error))
-        return Loaded(None, str(error))
+        _warn(reason)
+        return Loaded(None, reason)
 
 
 @functools.cache
 def _warn(reason: str) -> None:
-    """Once for a reason, however many kernels it holds of."""
+    """Warn once per reason, even if it applies to several kernels."""
     _logger.warning("What kernels for CPUs would do is left to XLA: %s.", reason)
 
 
 def _find_or_compile(kernel: Kernel) -> str:
     command = _command(kernel)
-    # Programs that are kept call what they were compiled with, or nothing.
+    # Programs that are kept call the kernel that they were compiled with, or none.
     target = _prefix(kernel) + _digest(command)
     folder = user_cache.cache_folder("kernels")
-    with tempfile.TemporaryDirectory(prefix="paged_jax") as temporary:
-        path = (folder or Path(temporary)) / f"{target}.so"
-        is_kept = path.is_file()
-        if not is_kept:
-            path = Path(temporary) / path.name
-            _compile(command, path)
+    if folder is not None and _register_kept(kernel, target, folder):
+        _check(kernel, target)
+        return target
+    with _build_folder(folder) as temporary:
+        path = Path(temporary) / f"{target}.so"
+        _compile(command, path)
         _register(kernel, target, path)
-        test = functools.partial(self_test.failure, kernel.op, kernel.dtype, target)
-        if (failure := _in_a_thread(test)) is not None:
-            raise _Unavailable(failure)
-        if folder is not None and not is_kept:
-            user_cache.write(folder / path.name, path.read_bytes())
+        _check(kernel, target)
+        if folder is not None:
+            content = path.read_bytes()
+            user_cache.write(folder / _kept_name(target, content), content)
     return target
+
+
+def _register_kept(kernel: Kernel, target: str, folder: Path) -> bool:
+    """Register the library of `target` from the cache folder; return whether there is a good one.
+
+    A whole file may still be unusable: it was linked against the C library of another container
+    that shares the folder, or the folder is mounted without permission to execute.
+    """
+    for path in sorted(folder.glob(f"{target}.*")):
+        content = user_cache.read(path)
+        if content is None:
+            continue
+        if path.name != _kept_name(target, content):
+            _logger.info("%s is damaged and is compiled again.", path.name)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            continue
+        try:
+            _register(kernel, target, path)
+        except _Unavailable as error:
+            _logger.info("%s is compiled again: %s.", path.name, error)
+            continue
+        return True
+    return False
+
+
+def _kept_name(target: str, content: bytes) -> str:
+    return f"{target}.{hashlib.sha256(content).hexdigest()[:32]}.so"
+
+
+def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":
+    """Create a folder to compile in: a temporary one, else one in the cache folder."""
+    for parent in (None, cache_folder):
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(
+                prefix="paged_jax", dir=parent, ignore_cleanup_errors=True
+            )
+    raise _Unavailable("there is no folder to compile them in: make /tmp writable, or set TMPDIR")
+
+
+def _check(kernel: Kernel, target: str) -> None:
+    test = functools.partial(self_test.failure, kernel.op, kernel.dtype, target)
+    if (failure := _in_a_thread(test)) is not None:
+        raise _Unavailable(failure)
 
 
 def _command(kernel: Kernel) -> list[str]:
@@ -184,7 +240,7 @@ def _processor() -> str:
     """The processor and its instructions, as the system describes them."""
     lines = [platform.machine(), platform.processor()]
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return "\n".join(lines)
     fields = ("model name", "flags", "Features", "CPU part")
@@ -192,8 +248,12 @@ def _processor() -> str:
 
 
 def _compiler() -> list[str]:
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise _Unavailable(f"CXX is not a command, {error}: {os.environ['CXX']}") from error
+    if named:
+        return named
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
@@ -207,11 +267,16 @@ def _compile(command: list[str], path: Path) -> None:
     try:
         subprocess.run(
             [*compiler, *command, "-o", str(path)],
-            check=True, capture_output=True, text=True, timeout=_TIMEOUT,
+            check=True, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(path.parent)},
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
-        said = [line for line in error.stderr.splitlines() if "error" in line] or [str(error)]
-        raise _Unavailable(f"{compiler[0]} says: {said[0]}") from error
+        lines = [line for line in error.stderr.splitlines() if line.strip()]
+        said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
+        text = said[0] if said else f"exit status {error.returncode}"
+        # Without names of files, so that the reason is the same for all kernels.
+        text = text.replace(str(path), "the file").replace(command[-2], "the source")
+        raise _Unavailable(f"{compiler[0]} says: {text}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _Unavailable(f"{compiler[0]} could not be run: {error}") from error
 
@@ -222,8 +287,13 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
     try:
         function = getattr(ctypes.CDLL(str(path)), f"paged_jax_{kernel.op}")
     except (OSError, AttributeError) as error:
-        raise _Unavailable(f"it could not be loaded: {error}") from error
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+        text = str(error).replace(str(path), "the file")
+        raise _Unavailable(f"it could not be loaded: {text}") from error
+    try:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    except Exception as error:  # another version of the interface, for example
+        text = str(error).replace(target, "it")
+        raise _Unavailable(f"XLA does not take it: {text}") from error
     _REGISTERED.add(target)
 
 

@@ -1,0 +1,295 @@
+"""Compilation, cache and loading of the kernels for CPUs, and the faults of a machine in each."""
+
+import functools
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels import choose_backend
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.cpu import library
+from paged_jax.models.linear import linear
+from tests.support.compiler import needs_compiler
+from tests.support.paged_batch import PagedBatch, queries
+from tests.support.processes import run_on_devices
+
+pytestmark = needs_compiler
+
+F32 = jnp.dtype(jnp.float32)
+LINEAR = library.Kernel("linear", F32)
+PROBLEM = Problem(
+    op="decode",
+    sizes=tuple({"B": 2, "H": 4, "K": 2, "D": 64, "C": 16}.items()),
+    q_dtype=F32,
+    pool_dtype=F32,
+    has_sinks=False,
+    options=Options(),
+    lanes=64,
+)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder, and a process that has not loaded any kernel."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forgetful = functools.cache(library._load.__wrapped__)
+    monkeypatch.setattr(library, "_load", forgetful)
+    monkeypatch.setattr(library, "_MISSING", set())
+    library._warn.cache_clear()
+    return tmp_path
+
+
+@pytest.fixture
+def unregistered(fresh, monkeypatch):
+    """XLA does not know the target of any kernel, because no other test has this processor."""
+    monkeypatch.setattr(library, "_processor", lambda: str(fresh))
+
+
+@pytest.fixture(scope="module")
+def machine_code(tmp_path_factory) -> bytes:
+    """The file of one kernel."""
+    path = tmp_path_factory.mktemp("kernel") / "linear.so"
+    library._compile(library._command(LINEAR), path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def compiled(fresh, monkeypatch, machine_code) -> list[Path]:
+    """The files that a compiler has written, which needs no time."""
+    paths = []
+
+    def write(command: list[str], path: Path) -> None:
+        paths.append(path)
+        path.write_bytes(machine_code)
+
+    monkeypatch.setattr(library, "_compile", write)
+    return paths
+
+
+def run_fresh(num_inputs: int) -> str:
+    """Return the program of a correct matmul. Each number of inputs makes a new program."""
+    rng = np.random.default_rng(num_inputs)
+    x, w = (rng.normal(size=(n, num_inputs)).astype(np.float32) for n in (2, 3))
+    lowered = jax.jit(lambda x, w: linear(x, w)).lower(x, w)
+    np.testing.assert_allclose(lowered.compile()(x, w), x @ w.T, rtol=1e-5, atol=1e-5)
+    return lowered.as_text()
+
+
+def kept_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("paged_jax/kernels/*"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason", "warnings"),
+    [
+        (library.SWITCH, "0", "PAGED_JAX_CPU_KERNELS is 0", 0),
+        ("CXX", "false", "false says: ", 1),
+        ("CXX", "no-such-compiler -O3", "no-such-compiler could not be run: ", 1),
+        ("CXX", 'g++ "open', 'CXX is not a command, No closing quotation: g\\+\\+ "open', 1),
+        ("CXX", "''", " could not be run: ", 1),
+        ("CXX", "true", "it could not be loaded: ", 1),
+        ("PATH", "/nowhere", "there is no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+", 1),
+    ],
+)
+def test_without_kernels_xla_does_the_work(
+    fresh, monkeypatch, caplog, variable, value, reason, warnings
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, value)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert "custom_call" not in run_fresh(21)
+        library.load(library.Kernel("prefill", F32))
+    assert len(caplog.records) == warnings
+    choice = choose_backend(PROBLEM, "cpu")
+    assert choice.backend == "xla" and re.match("cpu cannot: " + reason, choice.reason)
+    batch = PagedBatch.random([3])
+    with pytest.raises(NotImplementedError, match="cpu cannot: " + reason):
+        batch.decode(queries((1, 2, 16)), backend="cpu", scale=0.7)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
+    """The sources contain an error that a compiler does not see."""
+    broken = shutil.copytree(library._SOURCE, fresh / "source")
+    products = broken / "products.h"
+    text, right, wrong = (
+        products.read_text(),
+        "add_product(total, w, x)",
+        "add_product(total, w, w)",
+    )
+    assert right in text
+    products.write_text(text.replace(right, wrong))
+    monkeypatch.setattr(library, "_SOURCE", broken)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert "custom_call" not in run_fresh(23)
+    [record] = caplog.records
+    assert "is left to XLA: its self-test failed: it is off by " in record.getMessage()
+    assert not list(fresh.glob("paged_jax/kernels/*")), "it is not kept"
+
+
+def test_a_kernel_is_compiled_once(fresh, monkeypatch) -> None:
+    """It is kept for later processes, under everything that it depends on."""
+    assert "paged_jax_linear_float32" in run_fresh(24)
+    [kept] = fresh.glob("paged_jax/kernels/*")
+    library._load.cache_clear()
+    monkeypatch.setenv("CXX", "false")
+    assert "paged_jax_linear_float32" in run_fresh(25)
+    assert list(fresh.glob("paged_jax/kernels/*")) == [kept]
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    library._load.cache_clear()
+    assert "custom_call" not in run_fresh(26)
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch) -> None:
+    (fresh / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    assert "paged_jax_linear_float32" in run_fresh(27)
+
+
+def test_load_ignores_a_blank_name_of_a_compiler(fresh, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", " \t ")
+    assert "paged_jax_linear_float32" in run_fresh(28)
+
+
+def test_load_survives_messages_in_other_encodings(fresh, monkeypatch) -> None:
+    """A compiler of a Latin-1 locale."""
+    script = fresh / "compiler"
+    script.write_text("#!/bin/sh\nprintf 'error: fichier ferm\\351\\n' >&2\nexit 1\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    assert "fichier ferm" in library.load(LINEAR).why_not
+
+
+def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog) -> None:
+    """Installers that collect Python files alone leave them out."""
+    monkeypatch.setattr(library, "_SOURCE", fresh / "source")
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert "custom_call" not in run_fresh(29)
+    [record] = caplog.records
+    assert "a file could not be read: " in record.getMessage()
+    assert library.targets() == []
+
+
+HARMS = {
+    "truncated": lambda good: good[:4096],
+    "empty": lambda good: b"",
+    "one bit": lambda good: good[:-9] + bytes([good[-9] ^ 1]) + good[-8:],
+    "longer": lambda good: good + b"0",
+    "group may write": lambda good: good,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_load_compiles_a_damaged_kernel_again(fresh, machine_code, compiled, caplog, harm) -> None:
+    """Without a warning, and once: the file is replaced."""
+    assert library.load(LINEAR).target
+    [kept] = kept_files(fresh)
+    kept.unlink()  # this process may have mapped it
+    kept.write_bytes(HARMS[harm](machine_code))
+    kept.chmod(0o620 if harm == "group may write" else 0o600)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        for _ in range(2):
+            library._load.cache_clear()
+            assert library.load(LINEAR).target
+    assert len(compiled) == 2 and not caplog.records
+    assert kept_files(fresh) == [kept] and kept.read_bytes() == machine_code
+
+
+def test_load_in_a_new_process_survives_a_truncated_kernel(fresh, machine_code, compiled) -> None:
+    """The system kills a process (SIGBUS) that reads a mapped file past its end."""
+    target = library.load(LINEAR).target
+    [kept] = kept_files(fresh)
+    kept.unlink()
+    kept.write_bytes(machine_code[: len(machine_code) // 2])
+    program = """
+        import jax.numpy as jnp
+        from paged_jax.kernels.cpu import library
+        print(library.load(library.Kernel("linear", jnp.dtype("float32"))).target)
+    """
+    assert run_on_devices(program, num_devices=1).strip() == target
+    assert kept.read_bytes() == machine_code
+
+
+@pytest.fixture
+def newer_interface(fresh, monkeypatch) -> Path:
+    """Headers of a later version of XLA's foreign function interface."""
+    headers = Path(shutil.copytree(jax.ffi.include_dir(), fresh / "include"))
+    path = headers / "xla/ffi/api/c_api.h"
+    changed = re.sub(r"(#define XLA_FFI_API_MINOR) \d+", r"\1 99", path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    return headers
+
+
+def test_load_of_another_interface_leaves_the_work_to_xla(
+    fresh, unregistered, newer_interface, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(newer_interface))
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert "custom_call" not in run_fresh(30)
+        library.load(library.Kernel("decode", F32))
+    [record] = caplog.records
+    assert "XLA does not take it: " in record.getMessage() and "0.99" in record.getMessage()
+    assert not kept_files(fresh)
+
+
+def test_load_compiles_again_what_is_whole_but_cannot_be_loaded(
+    fresh, unregistered, newer_interface, caplog
+) -> None:
+    """Containers with different systems share the cache folder."""
+    command = library._command(LINEAR)
+    target = library._prefix(LINEAR) + library._digest(command)
+    own, other = f"-I{jax.ffi.include_dir()}", f"-I{newer_interface}"
+    library._compile([other if x == own else x for x in command], fresh / "other.so")
+    folder = library.user_cache.cache_folder("kernels")
+    for content in ((fresh / "other.so").read_bytes(), b"of another system"):
+        (folder / library._kept_name(target, content)).write_bytes(content)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        assert target in run_fresh(32)
+    assert not caplog.records
+    assert len(kept_files(fresh)) == 3
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+
+def test_load_takes_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> None:
+    """Containers with a read-only root have none. The compiler's files go into the same folder."""
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    monkeypatch.delenv("TMPDIR", raising=False)
+    seen, run = [], library.subprocess.run
+
+    def watch(command: list[str], env: dict[str, str], **kwargs: object) -> object:
+        seen.append(Path(env["TMPDIR"]))
+        return run(command, env=env, **kwargs)
+
+    monkeypatch.setattr(library.subprocess, "run", watch)
+    assert library.load(LINEAR).target
+    [kept] = kept_files(fresh)
+    assert kept.suffix == ".so" and [x.parent for x in seen] == [kept.parent]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    library._load.cache_clear()
+    assert library.load(LINEAR).target and len(seen) == 1
+
+    kept.unlink()
+    library._load.cache_clear()
+    why_not = library.load(LINEAR).why_not
+    assert why_not == "there is no folder to compile them in: make /tmp writable, or set TMPDIR"
+
+
+def test_load_works_if_the_cache_folder_takes_no_file(fresh, compiled, monkeypatch) -> None:
+    """A full or read-only disk."""
+    monkeypatch.setattr(os, "replace", refuse)
+    for _ in range(2):
+        library._load.cache_clear()
+        assert library.load(LINEAR).target
+    assert len(compiled) == 2 and not kept_files(fresh)
