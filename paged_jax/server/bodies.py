@@ -110,7 +110,8 @@ _SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
 
 
 def _add_neutral(schema: dict[str, Any]) -> None:
-    schema["properties"] |= neutral.schemas()
+    # A field that a body has itself, such as the reasoning effort of chats, is not ignored there.
+    schema["properties"] = neutral.schemas() | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}
 
 
@@ -348,6 +349,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = Field(
         None, description="Whether a chat ends with what opens an answer; by default true."
     )
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Items[Tool] | None = None
     return_token_strs: bool | None = None
@@ -372,6 +374,9 @@ class ChatBody(OpenAiBody):
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    reasoning_effort: str | None = Field(
+        None, description="A variable for the chat template; most templates do not read it."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the model's chat template, such as enable_thinking."
     )

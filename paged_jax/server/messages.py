@@ -11,6 +11,12 @@ def as_messages(messages: Sequence[bodies.Message]) -> list[dict[str, Any]]:
     return [_as_message(message) for message in messages]
 
 
+def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str, Any]:
+    """Return the variables that a request sets for the chat template."""
+    given = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return {**given, **(body.chat_template_kwargs or {})}
+
+
 def num_chars(messages: Sequence[bodies.Message]) -> int:
     """Characters of all messages together."""
     return sum(map(_num_chars, messages))

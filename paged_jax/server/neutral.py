@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Hints for caches, routers and records, and for models that reason. No answer here depends on them.
+# Hints for caches, routers and records, and for models that reason. No answer depends on them,
+# except that chats pass the reasoning effort to the template.
 _ADVISORY = frozenset({
     "include_reasoning",
     "prediction",

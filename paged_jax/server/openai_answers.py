@@ -14,7 +14,7 @@ from paged_jax.server.answers import Answer, by_token_id, finite, usage
 from paged_jax.server.deltas import SampleDelta, whole
 from paged_jax.server.errors import ApiError
 from paged_jax.server.explanations import explanation
-from paged_jax.server.messages import as_messages, num_chars
+from paged_jax.server.messages import as_messages, num_chars, template_variables
 from paged_jax.server.records import RequestRecord
 from paged_jax.server.service import Client, Service
 from paged_jax.server.token_texts import TokenTexts, prompt_texts
@@ -295,7 +295,7 @@ class ChatAnswer(OpenAiAnswer):
         return [
             tokenizer.encode_chat(
                 as_messages(self.body.messages),
-                self.body.chat_template_kwargs,
+                template_variables(self.body),
                 tools=None if self._tool_use is None else self._tool_use.tools,
                 add_special_tokens=bool(self.body.add_special_tokens),
             )

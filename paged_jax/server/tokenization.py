@@ -9,7 +9,7 @@ from starlette.responses import Response
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies, schemas
 from paged_jax.server.errors import ApiError, bad_request
-from paged_jax.server.messages import as_messages, num_chars
+from paged_jax.server.messages import as_messages, num_chars, template_variables
 from paged_jax.server.receiving import receive
 from paged_jax.server.records import RECORD
 from paged_jax.server.responses import json_response
@@ -41,7 +41,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             return tokenizer.encode(body.prompt, add_special_tokens=adds)
         return tokenizer.encode_chat(
             as_messages(body.messages or []),
-            body.chat_template_kwargs,
+            template_variables(body),
             tools=tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             add_special_tokens=bool(body.add_special_tokens),

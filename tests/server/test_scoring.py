@@ -139,6 +139,12 @@ def test_tokenize_and_back(server) -> None:
         ({}, "u:ab\na:"),
         ({"add_generation_prompt": True, **kwargs}, "u:ab\na:hm"),
         ({"add_special_tokens": True}, "<s>u:ab\na:"),
+        ({"reasoning_effort": "low"}, "u:ab\na:low"),
+        ({"reasoning_effort": None}, "u:ab\na:"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "ab"}},
+            "u:ab\na:ab",
+        ),
     ):
         tokens = tokenize(messages=messages, **body)["tokens"]
         assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == text

@@ -24,7 +24,7 @@ from tests.support.tiny_model import BOS, SIZES, save_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
-    "{% if enable_thinking %}hm{% endif %}"
+    "{% if enable_thinking %}hm{% endif %}{{ reasoning_effort }}"
 )
 PROMPTS = ["the cat sat", "in the house", "ab"]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -370,6 +370,9 @@ def test_chat_template_kwargs_reach_the_template(server) -> None:
     body["chat_template_kwargs"] = {"enable_thinking": True}
     more = server.post(path, body).json()["usage"]
     assert more["prompt_tokens"] == usage["prompt_tokens"] + len("hm")
+    body["reasoning_effort"] = "low"
+    most = server.post(path, body).json()["usage"]
+    assert most["prompt_tokens"] == more["prompt_tokens"] + len("low")
     body["chat_template_kwargs"] = {"messages": []}
     error = error_of(server.post(path, body), 400)
     assert error["param"] == "chat_template_kwargs" and "'messages'" in error["message"]
@@ -388,6 +391,7 @@ def test_openai_stop_and_seed(client) -> None:
 def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
     habits = {"user": "me", "store": False, "metadata": {"a": "b"}, "seed": -1, "stream": None}
     body = {"prompt": "ab", "suffix": None, "best_of": 1, "echo": False, **habits, **GREEDY}
+    body |= {"reasoning_effort": "low"}
     assert server.post("/v1/completions", body).status_code == 200
     messages = [{"role": "assistant", "content": "hi", "refusal": None}]
     body = {"messages": messages, "tools": [], "tool_choice": "none", **habits, **GREEDY}
