@@ -66,6 +66,16 @@ def test_reader_reads_the_same_in_any_pieces(reading, cuts) -> None:
     assert read(format, *pieces) == want
 
 
+def test_reader_keeps_the_spaces_of_text_after_a_call() -> None:
+    """Only the space between a call and the text that follows it is left out."""
+    want = [("f", '{"a": "}<tool_call>"}'), ("Hello world",)]
+    assert read(HERMES, CALL, "\n", " ", "Hello", " world") == want
+    assert read(HERMES, f"{CALL}\n\nHello", " ", "world") == want
+    bare = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    found = read(HERMES, f"{CALL} Hello", " world", f"\n{bare}", " \n", "Bye ")
+    assert found == [*want[:1], ("Hello world\n",), ("f", "{}"), ("Bye ",)]
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(bundled_folder())
