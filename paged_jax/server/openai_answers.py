@@ -18,7 +18,7 @@ from paged_jax.server.messages import as_messages, num_chars, template_variables
 from paged_jax.server.records import RequestRecord
 from paged_jax.server.service import Client, Service
 from paged_jax.server.token_texts import TokenTexts, prompt_texts
-from paged_jax.server.tool_calls import ToolUse, no_tools
+from paged_jax.server.tool_calls import ToolUse, check_calls
 
 
 class OpenAiAnswer(Answer):
@@ -289,9 +289,7 @@ class ChatAnswer(OpenAiAnswer):
         tokenizer = self.service.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer, which chats need.")
-        for index, message in enumerate(self.body.messages):
-            if message.tool_calls and tokenizer.tool_format is None:
-                raise no_tools(f"messages.{index}.tool_calls")
+        check_calls(self.body.messages, tokenizer)
         return [
             tokenizer.encode_chat(
                 as_messages(self.body.messages),

@@ -24,7 +24,7 @@ class ToolUse:
       tools: the tools, as the chat template takes them.
 
     Raises:
-      ApiError: the model's chat template has no tools, or the choice is none of them.
+      ApiError: the model has no tools of a known format, or the choice is none of them.
     """
 
     def __init__(self, body: bodies.ChatBody, tokenizer: Tokenizer):
@@ -112,20 +112,26 @@ def as_tools(tools: Sequence[bodies.Tool], tokenizer: Tokenizer) -> list[dict[st
     """Tools as `Tokenizer.encode_chat` takes them.
 
     Raises:
-      ApiError: the model's chat template has no tools that an answer could call.
+      ApiError: the model's chat template has no tools, or calls in a format that is not known.
     """
     if tools and tokenizer.tool_format is None:
-        raise no_tools("tools")
+        shows = tokenizer.tool_support.shows_tools
+        reason = "tool format is not supported" if shows else "chat template has no tools"
+        raise ApiError(400, f"tools must be null or empty, as the model's {reason}.", param="tools")
     return [tool.model_dump(exclude_none=True, include={"type", "function"}) for tool in tools]
 
 
-def no_tools(param: str) -> ApiError:
-    """The answer to tools for a model that has none."""
-    return ApiError(
-        400,
-        f"{param} must be null or empty, as the model's chat template has no tools.",
-        param=param,
-    )
+def check_calls(messages: Sequence[bodies.Message], tokenizer: Tokenizer) -> None:
+    """Check that the model sees the calls in a chat.
+
+    Raises:
+      ApiError: there are calls, and the model's chat template leaves them out.
+    """
+    for index, message in enumerate(messages):
+        if message.tool_calls and not tokenizer.tool_support.writes_calls:
+            param = f"messages.{index}.tool_calls"
+            reason = "as the model's chat template has no tools"
+            raise ApiError(400, f"{param} must be null or empty, {reason}.", param=param)
 
 
 def _new_id() -> str:

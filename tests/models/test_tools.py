@@ -1,27 +1,160 @@
 """Calls of functions in the text of models: bound by grammars, read in pieces."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models
 
 from paged_jax import StructuredOutputsParams, Tokenizer
 from paged_jax.models.loading import bundled_folder
+from paged_jax.models.text.chat_template import ChatTemplate
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
-from paged_jax.models.text.tools import HERMES, LLAMA3, ToolFormat, ToolReader, find_format
+from paged_jax.models.text.tools import (
+    HERMES,
+    LLAMA3,
+    ToolFormat,
+    ToolReader,
+    ToolSupport,
+    find_support,
+)
 from tests.models.test_grammar import V, walk
-from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, TOOLS
+from tests.support.structured import TOOLS
 from tests.support.tiny_model import EOS
+
+# Small templates that write calls as those of the families do.
+CHAT = (
+    "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}"
+    "{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.tool_calls %}CALLS{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def template(call: str, before: str = "", after: str = "", between: str = "") -> str:
+    """Return the source of a chat template that writes calls in a format."""
+    source = call.replace("NAME", "{{ c.function.name }}")
+    source = source.replace("JSON", "{{ c.function.arguments | tojson }}")
+    calls = "{% for c in m.tool_calls %}" + source
+    calls += "{% if not loop.last %}" + between + "{% endif %}{% endfor %}"
+    return CHAT.replace("CALLS", before + calls + after)
+
+
+XML = (
+    "<tool_call>\n<function=NAME>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+HERMES_CALL = '<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>'
+KNOWN = {
+    "qwen 2.5": (template(HERMES_CALL, between="\n"), HERMES),
+    "on one line": (
+        template('<tool_call>{"name": "NAME", "arguments": JSON}</tool_call>'),
+        ToolFormat("<tool_call>", "", "</tool_call>", "arguments"),
+    ),
+    "after a line end": (template(HERMES_CALL, before="\n"), HERMES),
+    "thoughts": (
+        template(HERMES_CALL).replace(
+            "{{ m.content }}",
+            "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
+        ),
+        HERMES,
+    ),
+    "llama 3": (template('{"name": "NAME", "parameters": JSON}'), LLAMA3),
+    "another end token": (
+        template('{"name": "NAME", "parameters": JSON}', after="<|eom|>").replace(
+            "{% endif %}<|end|>", "{% else %}<|end|>{% endif %}"
+        ),
+        LLAMA3,
+    ),
+}
+UNKNOWN = {
+    "qwen 3 coder": template(XML),
+    "command r7b": template(
+        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": JSON}',
+        before="<|START_ACTION|>[\n",
+        after="\n]<|END_ACTION|>",
+    ),
+    "mistral v3": template(
+        '{"name": "NAME", "arguments": JSON, "id": "{{ c.id }}"}', "[TOOL_CALLS][", "]"
+    ),
+    "mistral v13": template("[TOOL_CALLS]NAME[ARGS]JSON"),
+    "lists": template('{"name": "NAME", "arguments": JSON}', "<tool_call>\n[", "]\n</tool_call>"),
+    "tags within tags": template(HERMES_CALL, "<tool_calls>\n", "\n</tool_calls>"),
+    "other tags": template('{"name": "NAME", "arguments": JSON}', "<tool_calls>", "</tool_calls>"),
+    "channels": template('<|channel|>call<|message|>{"name": "NAME", "parameters": JSON}'),
+    "a word after": template(HERMES_CALL, after="\nend"),
+    "not where texts stand": template('{"name": "NAME", "parameters": JSON}').replace(
+        "{{ m.content }}", "{% if not m.tool_calls %}<|text|>{{ m.content }}{% endif %}"
+    ),
+    "a token before": template(HERMES_CALL, before="<|call|>"),
+    "other keys": template('<tool_call>\n{"function": "NAME", "args": JSON}\n</tool_call>'),
+    "keys in another order": template(
+        '<tool_call>\n{"arguments": JSON, "name": "NAME"}\n</tool_call>'
+    ),
+    "glm": template("<tool_call>NAME\n<arg_key>k</arg_key>\nJSON</tool_call>"),
+    "no end": template('<tool_call>\n{"name": "NAME", "arguments": JSON}'),
+}
+
+
+def support_of(source: str) -> ToolSupport:
+    return find_support(ChatTemplate(source).render)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_find_support_recognises_calls(family) -> None:
+    source, format = KNOWN[family]
+    assert support_of(source) == ToolSupport(True, True, format)
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_find_support_guesses_no_format(family) -> None:
+    assert support_of(UNKNOWN[family]) == ToolSupport(True, True, None)
 
 
 @pytest.mark.parametrize(
-    ("template", "format"),
-    [(HERMES_TEMPLATE, HERMES), (LLAMA3_TEMPLATE, LLAMA3), ("{{ messages[0].content }}", None)],
-)
-def test_find_format_reads_the_template(template, format) -> None:
-    assert find_format(template) == format
+    ("source", "support"),
+    [
+        ("{{ messages[0].content }}", ToolSupport()),
+        ('{# tools: <tool_call>, "parameters": #}{{ messages[0].content }}', ToolSupport()),
+        ("{{ xml_tools }}{{ messages[0].content }}", ToolSupport()),
+        (CHAT.replace("CALLS", ""), ToolSupport(shows_tools=True)),
+        (
+            template(HERMES_CALL).replace("{% if tools", "{% if xml_tools"),
+            ToolSupport(False, True, HERMES),
+        ),
+        # It will say why to whoever has a chat with tools.
+        ("{{ raise_exception('no') if tools }}", ToolSupport(True, True, None)),
+        # Two messages of a user in a row are an error in many templates.
+        (
+            "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('order') }}{% endif %}{{ m.content }}{% endfor %}",
+            ToolSupport(),
+        ),
+    ],
+)  # fmt: skip
+def test_find_support_says_what_a_template_shows(source, support) -> None:
+    assert support_of(source) == support
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_recognised_formats_read_what_transformers_writes(family) -> None:
+    transformers = pytest.importorskip("transformers")
+    source, format = KNOWN[family]
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source)
+    arguments = {"city": "São {Paulo}", "days": [1, None]}
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    question = {"role": "user", "content": "Well?"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    options = {"tools": TOOLS, "tokenize": False}
+    prompt = theirs.apply_chat_template([question], add_generation_prompt=True, **options)
+    text = theirs.apply_chat_template([question, answer], **options).removeprefix(prompt)
+    text = re.sub(r"<\|end\|>|<\|eom\|>|<think>\s*</think>", "", text).strip()
+    assert read(format, text) == [("weather", json.dumps(arguments, ensure_ascii=False))]
 
 
 def read(format: ToolFormat, *pieces: str) -> list[tuple[str, ...]]:
@@ -32,7 +165,7 @@ def read(format: ToolFormat, *pieces: str) -> list[tuple[str, ...]]:
             if delta.kind == "call":
                 found.append((delta.text, ""))
             elif delta.kind == "arguments":
-                found[-1] = (found[-1][0], found[-1][1] + delta.text)
+                found[-1] = (found[-1][0], found[-1][-1] + delta.text)
             elif found and len(found[-1]) == 1:
                 found[-1] = (found[-1][0] + delta.text,)
             else:

@@ -11,6 +11,9 @@ import tokenizers
 from paged_jax import Engine, Tokenizer
 from paged_jax.models.loading import bundled_folder
 from paged_jax.server import Settings
+from paged_jax.server.bodies import ChatBody
+from paged_jax.server.errors import ApiError
+from paged_jax.server.tool_calls import ToolUse, check_calls
 from tests.server.test_serve import error_of
 from tests.support.live_server import LiveServer
 from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS, ask_pydantic_ai
@@ -27,10 +30,14 @@ class Trip(pydantic.BaseModel):
     is_far: bool
 
 
+def tokenizer_of(chat_template: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
+    return Tokenizer(backend, eos_token_ids=[EOS], chat_template=chat_template)
+
+
 @pytest.fixture(scope="module", params=[HERMES_TEMPLATE, LLAMA3_TEMPLATE], ids=["hermes", "llama3"])
 def server(request):
-    backend = tokenizers.Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
-    tokenizer = Tokenizer(backend, eos_token_ids=[EOS], chat_template=request.param)
+    tokenizer = tokenizer_of(request.param)
     with LiveServer(Engine(tokenizer=tokenizer, **SIZES), Settings(model_name="bundled")) as server:
         yield server
 
@@ -181,3 +188,20 @@ def test_what_cannot_be_is_a_400(server, change, param, message) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, **change}
     error = error_of(server.post("/v1/chat/completions", body), 400)
     assert message in error["message"] and error["param"] == param
+
+
+def test_formats_that_are_not_known_are_a_400() -> None:
+    """A guess would bind answers to a format in which the model does not call."""
+    source = HERMES_TEMPLATE.replace('"arguments"', '"args"')
+    body = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS})
+    with pytest.raises(ApiError, match="as the model's tool format is not supported.$") as error:
+        ToolUse(body, tokenizer_of(source))
+    assert error.value.status == 400 and error.value.param == "tools"
+    # What the model has called before is shown to it in any format.
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    told = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = ChatBody.model_validate({"messages": [*MESSAGES, told]}).messages
+    check_calls(messages, tokenizer_of(source))
+    without = "{{ tools }}{{ messages[0].content }}"
+    with pytest.raises(ApiError, match="^messages.1.tool_calls must be null or empty"):
+        check_calls(messages, tokenizer_of(without))

@@ -119,11 +119,19 @@ _MESSAGES = (
 )
 HERMES_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }},{% endfor %}{% endif %}"
-    + _MESSAGES.replace("CALL", "<tool_call>{{ call.function.arguments | tojson }}</tool_call>")
+    + _MESSAGES.replace(
+        "CALL",
+        '<tool_call>\n{"name": "{{ call.function.name }}", '
+        '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>',
+    )
 )
 LLAMA3_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }},{% endfor %}{% endif %}"
-    + _MESSAGES.replace("CALL", '{"parameters": {{ call.function.arguments | tojson }}}')
+    + _MESSAGES.replace(
+        "CALL",
+        '{"name": "{{ call.function.name }}", '
+        '"parameters": {{ call.function.arguments | tojson }}}',
+    )
 )
 
 

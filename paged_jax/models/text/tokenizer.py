@@ -21,7 +21,7 @@ from paged_jax.models.text.special_tokens import (
     read_optional,
     set_post_processor,
 )
-from paged_jax.models.text.tools import ToolFormat, find_format
+from paged_jax.models.text.tools import ToolFormat, ToolSupport, find_support
 from paged_jax.sampling.params import NUMBERS
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -126,11 +126,17 @@ class Tokenizer:
         """Whether `apply_chat_template` and `encode_chat` can work."""
         return self._chat_template is not None
 
+    @functools.cached_property
+    def tool_support(self) -> ToolSupport:
+        """What the chat template does with tools."""
+        if self._chat_template is None:
+            return ToolSupport()
+        return find_support(self.apply_chat_template)
+
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model calls functions; None where its chat template has no tools."""
-        template = self._chat_template
-        return None if template is None else find_format(template.tool_source)
+        """How the model calls functions; None if its chat template has no format known here."""
+        return self.tool_support.format
 
     def to_json(self) -> str:
         """The contents of a ``tokenizer.json``, for other libraries."""
@@ -231,8 +237,7 @@ class Tokenizer:
           ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
             may set, or the template shows no tools to the model.
         """
-        template = self._chat_template
-        if tools and template is not None and "tools" not in template.tool_source:
+        if tools and self._chat_template is not None and not self.tool_support.shows_tools:
             rule = "must be empty as the model's chat template has no tools, got some."
             raise ChatTemplateError("encode_chat", rule, "tools")
         text = self.apply_chat_template(

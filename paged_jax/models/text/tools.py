@@ -1,6 +1,6 @@
 """Calls of functions in the text of chat models: how they are written, bound and read.
 
-Two formats, which the chat templates of most models with tools have:
+Two formats are known, which many models have:
 
     Hermes, Qwen    text, then one call or several:
                     <tool_call>
@@ -8,11 +8,13 @@ Two formats, which the chat templates of most models with tools have:
                     </tool_call>
     Llama 3         text, or one call:
                     {"name": "weather", "parameters": {"city": "Oslo"}}
+
+A model's format is recognised from what its chat template makes of a known call.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -83,18 +85,103 @@ HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>", "arguments")
 LLAMA3 = ToolFormat("", "", "", "parameters")
 
 
-def find_format(template: str) -> ToolFormat | None:
-    """How a model calls functions, by the source of its chat template; None if it has no tools.
+@dataclass(frozen=True)
+class ToolSupport:
+    """What a chat template does with tools.
+
+    Attributes:
+      shows_tools: whether the model sees the functions that it may call.
+      writes_calls: whether the model sees the calls that it has made before.
+      format: how the model writes calls; None if it is none of the formats that are known here.
+    """
+
+    shows_tools: bool = False
+    writes_calls: bool = False
+    format: ToolFormat | None = None
+
+
+# A chat whose parts are found again in what a template makes of it. Some templates want a
+# description of everything, and ids of nine letters or digits.
+_NAME, _VALUE, _TEXT = "probed_function", "probed value", "\N{SNOWMAN}"
+_ARGUMENTS = {"k": _VALUE, "n": 2}
+_QUESTION = {"role": "user", "content": "Probe?"}
+_CALL = {
+    "id": "probe1234",
+    "type": "function",
+    "function": {"name": _NAME, "arguments": _ARGUMENTS},
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "k": {"type": "string", "description": "K."},
+                "n": {"type": "integer", "description": "N."},
+            },
+            "required": ["k", "n"],
+        },
+    },
+}
+_WRITTEN = re.compile(
+    rf"(?P<opening><tool_call>)?(?P<before>\s*)"
+    rf'\{{"name": "{_NAME}", "(?P<arguments>arguments|parameters)": '
+    rf"{re.escape(json.dumps(_ARGUMENTS))}\}}(?P<after>\s*</tool_call>)?"
+)
+# What may follow a call, besides what follows any message: a special token.
+_END = re.compile(r"\s*<[^<>]+>\s*")
+
+
+def find_support(render: Callable[..., str]) -> ToolSupport:
+    """Find out what a chat template does with tools, from what it makes of a known call.
+
+    Args:
+      render: see `ChatTemplate.render`.
 
     Example:
-      >>> find_format("{% for message in messages %}{{ message.content }}{% endfor %}") is None
-      True
+      >>> find_support(lambda messages, **variables: messages[-1]["content"])
+      ToolSupport(shows_tools=False, writes_calls=False, format=None)
     """
-    if "tools" not in template:
+
+    def rendered(*answer: Mapping[str, Any]) -> str | None:
+        try:
+            return render([_QUESTION, *answer], tools=[_TOOL], add_generation_prompt=not answer)
+        except ValueError:
+            return None  # the template says why to whoever has a chat like this
+
+    asked = rendered()
+    text = rendered({"role": "assistant", "content": _TEXT})
+    called = rendered({"role": "assistant", "content": "", "tool_calls": [_CALL]})
+    return ToolSupport(
+        shows_tools=asked is None or _NAME in asked,
+        writes_calls=called is None or _VALUE in called,
+        format=None if text is None or called is None else _recognise(called, text),
+    )
+
+
+def _recognise(called: str, text: str) -> ToolFormat | None:
+    """Return the format of a call, of which the same chat with a text tells where it begins.
+
+    Args:
+      called: a chat that ends with a call.
+      text: the same chat with `_TEXT` instead.
+    """
+    found = _WRITTEN.search(called)
+    if found is None:
         return None
-    if "<tool_call>" in template:
-        return HERMES
-    return LLAMA3 if re.search(r'\\?"parameters\\?":', template) else None
+    head, tail = called[: found.start()].rstrip(), called[found.end() :].lstrip()
+    # Nothing but the call may stand where the text stands.
+    if not text.startswith(head) or not (text.endswith(tail) or _END.fullmatch(tail)):
+        return None
+    opening, after = found["opening"] or "", found["after"] or ""
+    if bool(opening) is not bool(after):
+        return None
+    if not opening:
+        is_alone = text[len(head) :].lstrip().startswith(_TEXT)
+        return ToolFormat("", "", "", found["arguments"]) if is_alone else None
+    return ToolFormat(opening, found["before"], after, found["arguments"])
 
 
 class ToolDelta(NamedTuple):
