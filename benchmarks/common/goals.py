@@ -1,6 +1,6 @@
 """Figures to reach, and whether a report reaches them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 # What a report gives for a goal: one figure, one for each case by its name, or None: not measured.
@@ -28,6 +28,18 @@ class Goal(NamedTuple):
         """Whether one figure is within the bounds."""
         is_low = self.low is not None and figure < self.low
         return not is_low and (self.high is None or figure <= self.high)
+
+
+def goal_lines_on(device: str | None, goals: Iterable[Goal], report: Any) -> list[str]:
+    """Return the `goal_line` of each goal, with the device that the figures are from.
+
+    Args:
+      device: name of the accelerator; None for a CPU, which these goals are not for.
+      goals: goals for accelerators.
+      report: report of a benchmark.
+    """
+    where = "" if device is None else f" [{device}]"
+    return [f"{goal_line(goal, report)}{where}" for goal in goals]
 
 
 def goal_line(goal: Goal, report: Any) -> str:

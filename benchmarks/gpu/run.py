@@ -1,4 +1,4 @@
-"""Half an hour on a lent GPU: everything that only a GPU can tell, in stages.
+"""Tests and benchmarks for half an hour on a rented GPU, in stages.
 
     python -m benchmarks.gpu --out results                  # all stages, one after another
     python -m benchmarks.gpu --stage tune --out results     # one; `make gpu-tune` does the same
@@ -11,20 +11,24 @@ installed or fetched, and no git is needed (PAGED_JAX_COMMIT may say which commi
 JAX with its plugin for CUDA that Python needs flax, orbax, safetensors, tokenizers, jinja2, tqdm,
 hypothesis and pytest; PyTorch is timed where it is installed, and pictures want matplotlib.
 
-Every stage is over in nine minutes, and what it has found by then is kept in the folder of `--out`:
-results as JSON, what was printed as logs, and a summary in `stages.json`. The table that the stage
-"tune" writes there is what later stages run with; copy it to `paged_jax/kernels/triton/tuning.json`
-to keep it.
+A stage and the check of the device before it take less than 570 s, and write at most 8 files to the
+folder of `--out`: results as JSON, the output of all its processes in ``STAGE.log``, and a summary
+in `stages.json`. Later stages use the table that the stage "tune" writes there; copy it to
+`paged_jax/kernels/triton/tuning.json` to keep it.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 from benchmarks.common.environment import write_json
@@ -37,12 +41,12 @@ TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
 def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> dict[str, Any]:
-    """Run a stage; returns and keeps its summary: statuses, seconds, and counts of tests.
+    """Run a stage, save its summary and return it: statuses, seconds and counts of tests.
 
     Args:
-      name: its name in the summary.
-      stage: what to run.
-      out: folder of results, of this stage and of those before.
+      name: name of the stage in the summary, and of its log.
+      stage: the stage.
+      out: folder of results, which may contain those of earlier stages.
       is_quick: whether to run it at small sizes, on a CPU.
     """
     commands = stage.commands(out, is_quick)
@@ -50,21 +54,25 @@ def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> 
     start = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     environment = _environment(stage, out, is_quick)
-    running = [_start(command, out, environment) for command in commands]
-    shown = [0] * len(running)
-    while any(process.poll() is None for process in running):
-        if time.monotonic() - start > stage.seconds:
-            for process in running:
-                process.kill()
-        _show(commands, out, shown)
-        time.sleep(0.1)
-    _show(commands, out, shown)
-    statuses = [process.returncode for process in running]
+    with (out / f"{name}.log").open("wb") as log:
+        running = [_start(command, environment) for command in commands]
+        try:
+            while any(each.process.poll() is None for each in running):
+                if time.monotonic() - start > stage.seconds:
+                    _kill(running)
+                _show(running, log)
+                time.sleep(0.1)
+            _show(running, log, is_over=True)
+        finally:  # they have sessions of their own, which Ctrl-C does not reach
+            _kill(running)
+    for each in running:
+        each.output.close()
+    statuses = [each.process.returncode for each in running]
     seconds = round(time.monotonic() - start, 1)
     summary = {
         "seconds": seconds,
         "is_late": seconds > stage.seconds,
-        "statuses": {c.log: status for c, status in zip(commands, statuses, strict=True)},
+        "statuses": {c.name: status for c, status in zip(commands, statuses, strict=True)},
         "tests": read_tests(out) if name == "tests" else {},
     }
     print(f"== {name}: {seconds:.0f} s, statuses {statuses}", flush=True)
@@ -75,7 +83,7 @@ def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> 
 def _environment(stage: Stage, out: Path, is_quick: bool) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # Callbacks of JAX want the CPU, too.
+    # JAX's callbacks need the CPU as well.
     ours["JAX_PLATFORMS"] = "cpu" if is_quick else "cuda,cpu"
     table = out / "tuning.json"
     if stage.is_tuned and table.exists():
@@ -83,31 +91,70 @@ def _environment(stage: Stage, out: Path, is_quick: bool) -> dict[str, str]:
     return {**os.environ, **ours, **stage.environment}
 
 
-def _start(command: Command, out: Path, environment: dict[str, str]) -> subprocess.Popen:
-    with (out / command.log).open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, *command.arguments],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+@dataclasses.dataclass
+class _Running:
+    """A process of a stage.
+
+    Attributes:
+      name: its name.
+      process: the process.
+      output: temporary file that it writes to.
+      num_shown: number of bytes of the file that have been printed.
+    """
+
+    name: str
+    process: subprocess.Popen
+    output: Any
+    num_shown: int = 0
 
 
-def _show(commands: list[Command], out: Path, shown: list[int]) -> None:
-    """Print the lines that have come into the logs; `shown` counts the bytes printed of each."""
-    for index, command in enumerate(commands):
-        with (out / command.log).open("rb") as log:
-            log.seek(shown[index])
-            new = log.read()
+def _start(command: Command, environment: dict[str, str]) -> _Running:
+    output = tempfile.TemporaryFile()
+    process = subprocess.Popen(
+        [*command.wrapper, sys.executable, *command.arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return _Running(command.name, process, output)
+
+
+def _kill(running: list[_Running]) -> None:
+    """Kill the processes that still run, and their children, such as the Python of a wrapper."""
+    for each in running:
+        if each.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGKILL)
+
+
+def _show(running: list[_Running], log: BinaryIO, *, is_over: bool = False) -> None:
+    """Print the new whole lines of all processes, and write them to the log of the stage.
+
+    Args:
+      running: the processes. If there are several, each line begins with the name of one.
+      log: the log.
+      is_over: whether the processes have ended; a last line without an end is printed, too.
+    """
+    for each in running:
+        size = os.fstat(each.output.fileno()).st_size
+        # Not `read`, which would move the position at which the process writes.
+        new = os.pread(each.output.fileno(), size - each.num_shown, each.num_shown)
+        if is_over and new and not new.endswith(b"\n"):
+            new += b"\n"
         lines = new[: new.rfind(b"\n") + 1]
-        shown[index] += len(lines)
+        each.num_shown += len(lines)
+        prefix = f"[{each.name}] ".encode() if len(running) > 1 else b""
+        lines = b"".join(prefix + line for line in lines.splitlines(keepends=True))
+        log.write(lines)
+        log.flush()
         print(lines.decode(errors="replace"), end="", flush=True)
 
 
 def read_tests(out: Path) -> dict[str, Any]:
-    """Counts and failures of each file of tests, from the reports that pytest has written."""
+    """Return counts and failures of each file of tests, and remove pytest's reports of them."""
     found = {}
     for path in sorted(out.glob("test_*.xml")):
         suite = ElementTree.parse(path).getroot().find("testsuite")
@@ -120,6 +167,7 @@ def read_tests(out: Path) -> dict[str, Any]:
             if len(case) and case[0].tag in ("failure", "error")
         ]
         found[path.stem] = {**counts, "seconds": float(suite.get("time", 0)), "failed": failed}
+        path.unlink()
     return found
 
 
@@ -138,12 +186,13 @@ def _print_stages(stages: dict[str, Stage], out: Path, is_quick: bool) -> None:
         for variable, value in stage.environment.items():
             print(f"    {variable}={value}")
         for command in stage.commands(out, is_quick):
-            print("    python", *(repr(a) if " " in a else a for a in command.arguments))
+            words = (*command.wrapper, "python", *command.arguments)
+            print("   ", *(repr(word) if " " in word else word for word in words))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run stages, or say what they would run."""
-    parser = argparse.ArgumentParser(description="Half an hour on a lent GPU, in stages.")
+    """Run stages, or print their commands."""
+    parser = argparse.ArgumentParser(description="Half an hour on a rented GPU, in stages.")
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES), metavar="NAME",
                         help=f"only these, of: {', '.join(STAGES)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")

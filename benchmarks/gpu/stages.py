@@ -1,22 +1,27 @@
-"""The stages: what each runs, in which order, and for how long at most."""
+"""The stages of a run on a GPU: their commands, order and time limits."""
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-# Every stage is over before this, whatever happens to it: lenders cut off after ten minutes.
-LIMIT_SECONDS = 540.0
+# Rented GPUs often end a command after ten minutes. A stage and the check of the device before it
+# take less than 570 s together.
+DEVICE_SECONDS, LIMIT_SECONDS = 60.0, 500.0
 
-# After which no further figure of a stage is begun. The tests, the text and what it takes to start
-# each stage are the rest of half an hour.
-_BUDGETS = {"tune": 340, "goals": 360, "step": 400, "divisions": 180}
+# Seconds after which a stage begins no further figure. The tests, the text and the start of each
+# stage take the rest of half an hour.
+_BUDGETS = {"tune": 340, "goals": 360, "step": 400, "divisions": 120, "loops": 100}
+
+# A test that runs for longer than this prints the stacks of all threads.
+_STACKS_AFTER_SECONDS = 120
 
 # The shapes that are tuned: heads of 128 and of 64 lanes, whose nearest shapes follow them.
 _TUNED = ("--models", "Llama-3 8B", "TinyLlama", "--block-sizes", "16")
 
-# Kernels' values: these run compiled where there is a GPU, and are interpreted elsewhere. Each file
-# is a process of its own, and so they run at the same time.
+# These tests compile the kernels on a GPU and interpret them elsewhere. Each file is a process of
+# its own, so that all of them run at the same time.
 _KERNEL_TESTS = {
     "tests/kernels/test_triton_decode.py": (),
     "tests/kernels/test_triton_prefill.py": (),
@@ -34,24 +39,26 @@ class Command(NamedTuple):
     """One process.
 
     Attributes:
-      arguments: of Python.
-      log: name of the file of what it prints.
+      arguments: arguments of Python.
+      name: name of the process in the log and the summary.
+      wrapper: a program that runs Python, with its own arguments; empty for none.
     """
 
     arguments: tuple[str, ...]
-    log: str
+    name: str
+    wrapper: tuple[str, ...] = ()
 
 
 class Stage(NamedTuple):
-    """What is run together.
+    """Processes that run at the same time.
 
     Attributes:
-      text: what it is for.
-      commands: a function of the folder of results and of whether the run is a quick one, that
-        gives processes that run at the same time.
-      seconds: limit of the stage.
-      environment: variables of the processes.
-      is_tuned: whether the kernels run with what the stage "tune" has found.
+      text: the purpose of the stage.
+      commands: function that returns the processes. Its arguments are the folder of results and
+        whether the run is a quick one.
+      seconds: time limit of the stage.
+      environment: environment variables of the processes.
+      is_tuned: whether the kernels use the launch parameters that the stage "tune" found.
     """
 
     text: str
@@ -77,9 +84,9 @@ def _device(out: Path, is_quick: bool) -> list[Command]:
         "'num_devices': jax.device_count(), 'memory': d.memory_stats()}; "
         f"write_json(Path({str(out / 'device.json')!r}), about); print(about); "
     )
-    # JAX falls back to the CPU, whose figures nobody asked for.
+    # Without a GPU, JAX falls back to the CPU.
     program += "" if is_quick else "assert d.platform == 'gpu', 'JAX has no GPU here'"
-    return [Command(("-c", program), "device.log")]
+    return [Command(("-c", program), "device")]
 
 
 def _tests(out: Path, is_quick: bool) -> list[Command]:
@@ -88,23 +95,38 @@ def _tests(out: Path, is_quick: bool) -> list[Command]:
         name = Path(file).stem
         chosen = ("-m", "not slow", *selection) if is_quick else selection
         junit = f"--junitxml={out / name}.xml"
-        # What a library warns of on another machine says nothing about the kernels.
-        arguments = ("pytest", "-q", "-W", "default", "-p", "no:cacheprovider", junit, file)
-        commands.append(Command(("-m", *arguments, *chosen), f"{name}.log"))
+        commands.append(Command((*_pytest(file), junit, *chosen), name))
     return commands
+
+
+def _pytest(file: str) -> tuple[str, ...]:
+    # With -v the log names the test that hangs. Warnings of other libraries are no failures here.
+    stacks = f"faulthandler_timeout={_STACKS_AFTER_SECONDS}"
+    options = ("-v", "-W", "default", "-p", "no:cacheprovider", "-o", stacks)
+    return ("-m", "pytest", *options, file)
+
+
+def _memcheck(out: Path, is_quick: bool) -> list[Command]:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None or is_quick:
+        return []  # part of CUDA's toolkit, which JAX does not need
+    wrapper = (sanitizer, "--tool", "memcheck", "--error-exitcode", "86")
+    selection = ("-k", "any_shape or quantised_pools", "-x")
+    arguments = (*_pytest("tests/kernels/test_triton_decode.py"), *selection)
+    return [Command(arguments, "memcheck", wrapper)]
 
 
 def _tune(out: Path, is_quick: bool) -> list[Command]:
     table, times = out / "tuning.json", out / "tune.json"
     extra = ("--dry-run",) if is_quick else _budget("tune")
     arguments = (*_TUNED, "--table", table, "--json", times, *extra)
-    return [Command(_module("benchmarks.attention.tune", *arguments), "tune.log")]
+    return [Command(_module("benchmarks.attention.tune", *arguments), "tune")]
 
 
 def _goals(out: Path, is_quick: bool) -> list[Command]:
     extra = ("--quick", "--rounds", "1") if is_quick else _budget("goals")
     arguments = ("--goals", "--json", out / "decode-attention-gpu.json", *extra)
-    return [Command(_module("benchmarks.attention", *arguments), "goals.log")]
+    return [Command(_module("benchmarks.attention", *arguments), "goals")]
 
 
 def _divisions(out: Path, is_quick: bool) -> list[Command]:
@@ -112,27 +134,34 @@ def _divisions(out: Path, is_quick: bool) -> list[Command]:
     extra = ("--quick", "--rounds", "1") if is_quick else chosen
     results = out / "decode-attention-divisions.json"
     arguments = ("--divisions", "--no-peers", "--json", results, *extra)
-    return [Command(_module("benchmarks.attention", *arguments), "divisions.log")]
+    return [Command(_module("benchmarks.attention", *arguments), "divisions")]
 
 
 def _step(out: Path, is_quick: bool) -> list[Command]:
     extra = ("--quick", "--variants", "bare step") if is_quick else _budget("step")
     arguments = ("--goals", "--json", out / "step-gpu.json", *extra)
-    return [Command(_module("benchmarks.step", *arguments), "step.log")]
+    return [Command(_module("benchmarks.step", *arguments), "step")]
+
+
+def _loops(out: Path, is_quick: bool) -> list[Command]:
+    chosen = ("--quick",) if is_quick else ("--models", "135M", "--batches", "1", *_budget("loops"))
+    variant = ("--variants", "loops in command buffers")
+    arguments = (*chosen, *variant, "--json", out / "step-loops-gpu.json")
+    return [Command(_module("benchmarks.step", *arguments), "loops")]
 
 
 def _text(out: Path, is_quick: bool) -> list[Command]:
     prompt = "It is a truth universally acknowledged"
     count = "8" if is_quick else "100"
     arguments = ("--prompt", prompt, "--max-tokens", count, "--temperature", "0")
-    return [Command(_module("paged_jax.generate", *arguments), "text.log")]
+    return [Command(_module("paged_jax.generate", *arguments), "text")]
 
 
 def _pictures(out: Path, is_quick: bool) -> list[Command]:
     files = sorted([*out.glob("decode-attention-*.json"), *out.glob("step-*.json")])
     if not files or importlib.util.find_spec("matplotlib") is None:
-        return []  # to be drawn elsewhere, which is no failure here
-    return [Command(_module("benchmarks.plots", *files, "--out", out), "pictures.log")]
+        return []  # another machine may draw them
+    return [Command(_module("benchmarks.plots", *files, "--out", out), "pictures")]
 
 
 def peer_stage(file: Path) -> Stage:
@@ -144,19 +173,27 @@ def peer_stage(file: Path) -> Stage:
         extra = ("--quick", "--rounds", "1") if is_quick else sizes
         results = out / "decode-attention-peer.json"
         arguments = ("--peer", file.resolve(), "--json", results, *extra)
-        return [Command(_module("benchmarks.attention", *arguments), "peer.log")]
+        return [Command(_module("benchmarks.attention", *arguments), "peer")]
 
     return Stage("a kernel of one's own, over the same pools", commands, 300)
 
 
-# Other processes need memory of the GPU as well.
+# Several processes share the memory of the GPU.
 _SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-# Of a GPU of its own JAX takes three quarters otherwise.
+# An allocation of its own for each array, so that memcheck sees accesses past its end.
+_SINGLE_ALLOCATIONS = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+# JAX takes three quarters of the memory by default.
 _ALL_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 STAGES: dict[str, Stage] = {
-    "device": Stage("what there is: device, memory, versions", _device, 120),
-    "tests": Stage("the kernels' values, compiled", _tests, environment=_SHARED_MEMORY),
+    "device": Stage("the device, its memory, and versions", _device, DEVICE_SECONDS),
+    "tests": Stage("the results of the compiled kernels", _tests, environment=_SHARED_MEMORY),
+    "memcheck": Stage(
+        "memory accesses of decode kernels, if compute-sanitizer is installed",
+        _memcheck,
+        300,
+        environment=_SINGLE_ALLOCATIONS,
+    ),
     "tune": Stage("launch parameters of the usual shapes, into tuning.json", _tune, is_tuned=False),
     "goals": Stage("attention and its goals, beside JAX's own kernel and PyTorch's", _goals),
     "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
@@ -164,6 +201,10 @@ STAGES: dict[str, Stage] = {
         "decode with batches divided in other ways, by batch and context", _divisions
     ),
     "text": Stage("text of the bundled model, through the whole engine", _text, 240),
-    "pictures": Stage("the results as pictures, where matplotlib is", _pictures, 120),
+    # May hang the GPU, so it comes after all other figures and in a process of its own.
+    "loops": Stage(
+        "decode steps with loops in command buffers", _loops, 240, environment=_ALL_MEMORY
+    ),
+    "pictures": Stage("the results as pictures, if matplotlib is installed", _pictures, 120),
 }
 """The stages by name, in their order."""

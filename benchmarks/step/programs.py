@@ -61,6 +61,8 @@ class Variant(NamedTuple):
       sampling: how tokens are chosen.
       is_bare: `Llama.decode` alone, jitted with its cache donated: no loop, no choice of tokens.
       is_for: whether it makes sense for a case, on a platform.
+      is_hazardous: whether it may hang the device or end the process. Such a variant runs only if
+        it is named.
     """
 
     compiler_options: dict[str, Any] | None = None
@@ -71,6 +73,7 @@ class Variant(NamedTuple):
     sampling: SamplingParams = _GREEDY
     is_bare: bool = False
     is_for: Callable[[Case, str], bool] = lambda case, platform: True
+    is_hazardous: bool = False
 
 
 def _decodes(case: Case, platform: str) -> bool:
@@ -100,6 +103,7 @@ VARIANTS: dict[str, Variant] = {
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
         ),
         is_for=lambda case, platform: platform == "gpu" and not case.chunk,
+        is_hazardous=True,
     ),
     "xla's attention": Variant(backend="xla", is_for=lambda _, platform: platform != "cpu"),
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.goals import Figure, Goal, goal_line
+from benchmarks.common.goals import Figure, Goal, goal_lines_on
 from benchmarks.step.programs import ENGINE
 
 Record = dict[str, Any]
@@ -58,8 +58,8 @@ GOALS = (
 
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
-    """A line for each goal: met, not met, or not measured; of a CPU's report, all the last."""
-    return [goal_line(goal, report) for goal in GOALS]
+    """Return a line for each goal: met, not met, or not measured (all of them on a CPU)."""
+    return goal_lines_on(report["accelerator"], GOALS, report)
 
 
 def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:

@@ -207,10 +207,12 @@ def make_jobs(
 
     Args:
       cases: in order of importance.
-      names: variants that are wanted; None: all.
+      names: the variants to measure; None for all that are not hazardous.
       platform: of the device, which some variants are not for.
     """
-    wanted = [name for name in VARIANTS if name != ENGINE and (names is None or name in names)]
+    if names is None:
+        names = [name for name, variant in VARIANTS.items() if not variant.is_hazardous]
+    wanted = [name for name in VARIANTS if name != ENGINE and name in names]
     first = [case for case in goal_cases() if case in cases]
     # Of a list without such cases, the first one is varied.
     varied = {

@@ -14,9 +14,11 @@ import pytest
 
 from benchmarks.attention import run as attention_run
 from benchmarks.attention import tune
-from benchmarks.gpu import run
+from benchmarks.gpu import run, stages
 from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
 from benchmarks.step import run as step_run
+from benchmarks.step.cases import gpu_cases
+from benchmarks.step.programs import VARIANTS
 from paged_jax import generate
 from paged_jax.kernels.backend import Op
 from paged_jax.kernels.triton import tuning
@@ -32,13 +34,16 @@ PARSERS = {
 
 @pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("name", [*STAGES, "peer"])
-def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path) -> None:
+def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(stages.shutil, "which", lambda program: f"/bin/{program}")
     for file in ("decode-attention-gpu.json", "step-gpu.json"):
         (tmp_path / file).write_text("{}")
     stage = {**STAGES, "peer": peer_stage(Path("prototype.py"))}[name]
     commands = stage.commands(tmp_path, is_quick)
-    assert commands and stage.seconds <= 540
-    assert len({command.log for command in commands}) == len(commands)
+    assert commands or (name, is_quick) == ("memcheck", True)
+    # A run of one stage checks the device before it.
+    assert stage.seconds + STAGES["device"].seconds < 570
+    assert len({command.name for command in commands}) == len(commands)
     for command in commands:
         start, *arguments = command.arguments
         if start == "-c":
@@ -67,7 +72,7 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
     }
     assert set(files) == set(get_args(Op))
     commands = STAGES["tests"].commands(tmp_path, False)
-    run_there = {command.log.removesuffix(".log") for command in commands}
+    run_there = {command.name for command in commands}
     assert {*files.values(), "test_attention", "test_grouped"} <= run_there
     for command in commands:
         [file] = [argument for argument in command.arguments if argument.startswith("tests/")]
@@ -79,11 +84,11 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
 def test_stages_are_half_an_hour_together(tmp_path) -> None:
     commands = [c for stage in STAGES.values() for c in stage.commands(tmp_path, False)]
     budgets = {
-        command.log: int(command.arguments[command.arguments.index("--budget") + 1])
+        command.name: int(command.arguments[command.arguments.index("--budget") + 1])
         for command in commands
         if "--budget" in command.arguments
     }
-    assert len(budgets) == 4
+    assert len(budgets) == 5
     # The tests, the text, and a last case that begins when the time is nearly over.
     assert sum(budgets.values()) <= 30 * 60 - 8 * 60
 
@@ -98,7 +103,7 @@ def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
 
 def stage_of(*programs: str, **options) -> Stage:
     """A stage that runs programs given as text."""
-    commands = [Command(("-c", text), f"{i}.log") for i, text in enumerate(programs)]
+    commands = [Command(("-c", text), str(i)) for i, text in enumerate(programs)]
     return Stage("a test", lambda out, is_quick: commands, **options)
 
 
@@ -112,9 +117,60 @@ def test_stages_are_shown_kept_and_counted(tmp_path, monkeypatch, capfd) -> None
     assert "failed: goals;" in printed.err
     kept = json.loads((tmp_path / run.SUMMARY).read_text())
     assert {name: each["statuses"] for name, each in kept.items()} == {
-        "goals": {"0.log": 0, "1.log": 1},
-        "step": {"0.log": 0},
+        "goals": {"0": 0, "1": 1},
+        "step": {"0": 0},
     }
+    # One log for each stage, which tells its processes apart.
+    goals = (tmp_path / "goals.log").read_text().splitlines()
+    assert sorted(goals) == ["[0] one set", "[1] two fails"]
+    assert (tmp_path / "step.log").read_text() == "three\n"
+
+
+def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
+    """Rented machines return few files; 8 files of tests left 19."""
+    report = '<testsuites><testsuite tests="1" failures="0" errors="0" skipped="0" time="1"/>'
+    write = "import sys; open(sys.argv[-1], 'w').write(sys.argv[-2]); print('done')"
+    commands = [
+        Command(
+            ("-c", write, f"{report}</testsuites>", str(tmp_path / f"{command.name}.xml")), name
+        )
+        for command in STAGES["tests"].commands(tmp_path, False)
+        for name in [command.name]
+    ]
+    monkeypatch.setitem(STAGES, "tests", Stage("tests", lambda out, is_quick: commands))
+    for name in ("device", "tests"):
+        run.run_stage(name, STAGES[name], tmp_path, is_quick=True)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "device.json", "device.log", "tests.log", "stages.json"
+    }  # fmt: skip
+    counts = json.loads((tmp_path / run.SUMMARY).read_text())["tests"]["tests"]
+    assert len(counts) == 8 and counts["test_ragged"]["tests"] == 1
+
+
+def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(stages.shutil, "which", lambda program: None)
+    assert not STAGES["memcheck"].commands(tmp_path, False)
+    monkeypatch.setattr(stages.shutil, "which", lambda program: f"/cuda/{program}")
+    [command] = STAGES["memcheck"].commands(tmp_path, False)
+    assert command.wrapper[:3] == ("/cuda/compute-sanitizer", "--tool", "memcheck")
+    # The wrapper starts Python, and its status is that of the stage.
+    wrapped = Command(("-c", "print('checked')"), "memcheck", ("env", "A=b"))
+    monkeypatch.setitem(STAGES, "memcheck", Stage("a test", lambda out, is_quick: [wrapped]))
+    assert run.main(["--stage", "memcheck", "--quick", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "memcheck.log").read_text() == "checked\n"
+
+
+def test_hazardous_variants_run_last_and_alone() -> None:
+    hazardous = {name for name, variant in VARIANTS.items() if variant.is_hazardous}
+    assert hazardous == {"loops in command buffers"}
+    jobs = step_run.make_jobs(gpu_cases(), None, "gpu")
+    assert not hazardous & {name for _, names in jobs for name in names}
+    [command] = STAGES["loops"].commands(Path("out"), False)
+    options = step_run._parser().parse_args(command.arguments[2:])
+    assert set(options.variants) == hazardous and not options.goals
+    jobs = step_run.make_jobs(list(step_run._cases(options, False)), options.variants, "gpu")
+    assert hazardous <= {name for _, names in jobs for name in names}
+    assert list(STAGES)[-2:] == ["loops", "pictures"]  # pictures need no GPU
 
 
 def test_without_matplotlib_pictures_are_left_to_others(tmp_path, monkeypatch) -> None:
@@ -130,8 +186,8 @@ def test_a_stage_ends_in_time(tmp_path, monkeypatch) -> None:
     start = time.monotonic()
     summary = run.run_stage("step", STAGES["step"], tmp_path, is_quick=True)
     assert time.monotonic() - start < 20
-    assert summary["is_late"] and summary["statuses"]["0.log"] < 0
-    assert (tmp_path / "0.log").read_text() == "begun\n"
+    assert summary["is_late"] and summary["statuses"]["0"] < 0
+    assert (tmp_path / "step.log").read_text() == "begun\n"
 
 
 def test_later_stages_run_with_what_was_tuned(tmp_path) -> None:
