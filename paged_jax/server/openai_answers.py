@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
@@ -346,7 +347,7 @@ class ChatAnswer(OpenAiAnswer):
             schemas.ChatChoice,
             index=delta.sample.index,
             message=message,
-            logprobs=_chat_logprobs(delta, self.body.top_logprobs or 0),
+            logprobs=self._logprobs(delta),
             finish_reason=finish_reason,
             stop_reason=delta.sample.stop_reason,
             token_ids=self._token_ids(delta),
@@ -363,6 +364,26 @@ class ChatAnswer(OpenAiAnswer):
         """One event for each sample that has new text."""
         return [self._next(output, each) for each in deltas]
 
+    def _logprobs(self, delta: SampleDelta) -> schemas.ChatLogprobs | None:
+        if delta.logprobs is None:
+            return None
+        rows = zip(delta.token_ids, delta.logprobs, strict=True)
+        return {"content": (self._chosen(token_id, row) for token_id, row in rows)}
+
+    def _chosen(self, token_id: int, row: dict[int, Logprob]) -> schemas.TokenLogprob:
+        # The row also holds the chosen token, which may not be among the most probable ones.
+        top = sorted(row, key=lambda each: row[each].rank)[: self.body.top_logprobs or 0]
+        others = [self._token(each, row[each]) for each in top]
+        return {**self._token(token_id, row[token_id]), "top_logprobs": others}
+
+    def _token(self, token_id: int, token: Logprob) -> schemas.TopLogprob:
+        assert self.service.tokenizer is not None
+        return {
+            "token": token.decoded_token,
+            "logprob": finite(token.logprob),
+            "bytes": _bytes_of(self.service.tokenizer, token_id),
+        }
+
     def _next(self, output: RequestOutput, each: SampleDelta) -> schemas.Piece:
         delta: schemas.Piece | schemas.ChatDelta
         delta = schemas.piece(schemas.ChatDelta, content=each.text)
@@ -375,7 +396,7 @@ class ChatAnswer(OpenAiAnswer):
             delta,
             usage=self._usage_so_far(output, each),
             **(self._prompt(output) if each.start == 0 else {}),
-            logprobs=_chat_logprobs(each, self.body.top_logprobs or 0),
+            logprobs=self._logprobs(each),
             finish_reason=finish_reason,
             stop_reason=each.sample.stop_reason,
             token_ids=self._token_ids(each),
@@ -420,26 +441,7 @@ def _form(asked: bodies.ResponseFormat) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=asked.json_schema.schema_)
 
 
-def _chat_logprobs(delta: SampleDelta, num_top: int) -> schemas.ChatLogprobs | None:
-    if delta.logprobs is None:
-        return None
-    rows = zip(delta.token_ids, delta.logprobs, strict=True)
-    return {"content": (_chosen(row[token_id], row, num_top) for token_id, row in rows)}
-
-
-def _chosen(token: Logprob, row: dict[int, Logprob], num_top: int) -> schemas.TokenLogprob:
-    # The row also holds the chosen token, which may not be among the most probable ones.
-    top = sorted(row.values(), key=lambda each: each.rank)[:num_top]
-    return {**_token(token), "top_logprobs": [_token(each) for each in top]}
-
-
-def _token(each: Logprob) -> schemas.TopLogprob:
-    text = each.decoded_token
-    return {"token": text, "logprob": finite(each.logprob), "bytes": _bytes_of(text)}
-
-
 @functools.lru_cache(maxsize=2**14)
-def _bytes_of(text: str) -> list[int] | None:
+def _bytes_of(tokenizer: Tokenizer, token_id: int) -> list[int]:
     # Cached, as making these lists takes longer than all the rest; they are never changed.
-    # The text of a token that is part of a character does not hold the token's bytes.
-    return None if "\ufffd" in text else list(text.encode())
+    return list(tokenizer.token_bytes(token_id))

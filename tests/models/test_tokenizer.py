@@ -244,6 +244,34 @@ def test_detokenizer_keeps_a_character_behind_a_space_that_is_dropped():
     assert "".join(_stream(tokenizer, token_ids)) == "🙂"
 
 
+@pytest.mark.parametrize("name", _TOKENIZERS)
+@given(text=st.text(st.sampled_from("ab é日🙂\n\ufffd") | st.characters(codec="utf-8"), max_size=6))
+@settings(max_examples=200, derandomize=True)
+def test_token_bytes_are_the_text_together(name, text):
+    tokenizer = _TOKENIZERS[name]
+    token_ids = tokenizer.encode(text)
+    # In tokenizers of pieces, the mark of the space stands for a space as well.
+    expected = text if name == "byte_level" else text.replace("▁", " ")
+    assert b"".join(map(tokenizer.token_bytes, token_ids)) == expected.encode()
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+def test_token_bytes_of_each_byte(name):
+    tokenizer = _TOKENIZERS[name]
+    for byte in range(256):
+        token_id = tokenizer._backend.token_to_id(_byte_token(byte, name == "byte_level"))
+        assert tokenizer.token_bytes(token_id) == bytes([byte])
+    special = "<|end|>" if name == "byte_level" else "</s>"
+    assert tokenizer.token_bytes(tokenizer.encode(special)[0]) == special.encode()
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_token_bytes_of_a_replacement_character_in_the_vocabulary():
+    backend = Backend(models.WordLevel({"a": 0, "\ufffd": 1}, unk_token="a"))
+    backend.decoder = decoders.Fuse()
+    assert Tokenizer(backend).token_bytes(1) == "\ufffd".encode()
+
+
 def _with_each_byte_replaced(error):
     """For `bytes.decode`, which by itself gives one replacement character to several bytes."""
     return "\ufffd" * (error.end - error.start), error.end

@@ -72,6 +72,23 @@ def test_pydantic_ai_gets_objects(server) -> None:
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_have_the_bytes_of_parts_of_characters(server, stream) -> None:
+    """Bytes of the tokens together are the text in UTF-8, as OpenAI says."""
+    text = "日本, é"
+    body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}, "stream": stream}
+    body |= {"logprobs": True, "top_logprobs": 2}
+    response = server.post("/v1/chat/completions", body)
+    answers = events(response) if stream else [response.json()]
+    choices = [answer["choices"][0] for answer in answers]
+    logprobs = [each["logprobs"]["content"] for each in choices if each.get("logprobs")]
+    tokens = [token for content in logprobs for token in content]
+    assert any("\ufffd" in token["token"] for token in tokens)
+    pieces = [bytes(token["bytes"]) for token in tokens if token["token"] != "</s>"]
+    assert b"".join(pieces) == text.encode()
+    assert all(other["bytes"] is not None for each in tokens for other in each["top_logprobs"])
+
+
 def test_response_formats_of_openai(server) -> None:
     """Of both endpoints, as vLLM's."""
     body = {"temperature": 1, "seed": 1, "max_tokens": 60}

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import json
+import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +32,23 @@ _MAX_OPEN_BYTES = 3
 # Tokens that wait for their text to be final. One may have several bytes, and begin and end within
 # characters: so many of that kind in a row are no text that a model writes.
 _MAX_PENDING = 16
+# Names of tokens that are one byte, in tokenizers with byte fallback.
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SAMPLING_KEYS = tuple(name for name, number in NUMBERS.items() if number.is_recommended)
+
+
+def _bytes_by_char() -> dict[str, int]:
+    """Return the byte of each character in the names of byte-level tokens.
+
+    Bytes that are printable in Latin-1 stand for themselves. The others follow from 256.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF = _bytes_by_char()
 
 
 class Tokenizer:
@@ -251,6 +269,28 @@ class Tokenizer:
     def spell(self, token_ids: Iterable[int]) -> list[str]:
         """The tokens as the vocabulary has them, empty for those outside of it."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text, also if they are parts of a character.
+
+        The bytes of all tokens of a text together are the text in UTF-8.
+        """
+        text = self.decode([token_id], skip_special_tokens=False, continues_text=True)
+        if _REPLACEMENT in text:
+            # The text does not say which bytes they are, but the token's name does.
+            [name] = self.spell([token_id])
+            if "ByteLevel" in self._decoder_types and _BYTE_OF.keys() >= set(name):
+                return bytes(_BYTE_OF[char] for char in name)
+            if "ByteFallback" in self._decoder_types and (byte := _BYTE_TOKEN.fullmatch(name)):
+                return bytes([int(byte[1], 16)])
+        return text.encode()
+
+    @functools.cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        decoder = self._backend.decoder
+        settings = {} if decoder is None else json.loads(decoder.__getstate__())
+        parts = settings.get("decoders", [settings])
+        return frozenset(part.get("type") for part in parts)
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out."""
