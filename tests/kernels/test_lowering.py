@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels.triton import tuning
 from paged_jax.models.config import LlamaConfig
@@ -220,6 +221,16 @@ def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None
 )
 def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
     assert KERNEL[platform] not in case.lower(platform).as_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_kernel"), [("TPU v3", False), ("TPU v4", False), ("TPU v5", True), ("TPU7x", True)]
+)
+def test_tpus_without_a_gather_over_sublanes_are_left_to_xla(kind, is_kernel) -> None:
+    """Mosaic says "Sublane gather not supported by this TPU generation" for v4."""
+    case, tpu = Case("decode", D=128), AbstractDevice(kind, 1, "tpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
+        assert (KERNEL["tpu"] in case.lower("tpu").as_text()) == is_kernel
 
 
 T4 = tuning.Device("Tesla T4", 40, (7, 5))

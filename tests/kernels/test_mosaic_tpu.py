@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from paged_jax.kernels import choose_backend
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.mosaic_tpu import refusal
 from paged_jax.kernels.mosaic_tpu.tiling import choose_tiling
@@ -172,6 +174,14 @@ def test_refusal_names_the_numbers(change, message) -> None:
     assert refusal(PROBLEM) is None
     why_not = refusal(dataclasses.replace(PROBLEM, **change))
     assert why_not is not None and re.search(message, why_not), why_not
+
+
+def test_choose_backend_names_the_tpu_that_is_too_old() -> None:
+    old = AbstractDevice("TPU v4", 1, "tpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=old)):
+        name, why = choose_backend(PROBLEM, "tpu")
+    assert name == "xla" and "TPU v5e and later, and this is a TPU v4" in why
+    assert choose_backend(PROBLEM, "tpu").backend == "mosaic_tpu"
 
 
 def test_refused_call_says_what_to_do() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from paged_jax.models.loading import (
     huggingface,
     load_weights,
     named_parameters,
+    pretrained,
     save_weights,
 )
 from tests.support.processes import run_on_devices
@@ -319,6 +321,14 @@ def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
     index.write_text("{}", encoding="utf-8")
     with pytest.raises(WeightsError, match="weight_map must map"):
         load_weights(Llama, tmp_path / "model", _CONFIG)
+
+
+@pytest.mark.parametrize(("kind", "is_stacked"), [("TPU v6 lite", True), ("TPU7x", False)])
+def test_from_pretrained_unrolls_layers_on_tpu_7x(folder, kind, is_stacked, monkeypatch):
+    """There XLA changes the layout of all stacked weights in each step: 2.8 GB of 3.4."""
+    tpu = SimpleNamespace(platform="tpu", device_kind=kind)
+    monkeypatch.setattr(pretrained, "_device", lambda config, sharding: tpu)
+    assert Llama.from_pretrained(folder).scan_layers == is_stacked
 
 
 def test_from_pretrained_recognises_a_hugging_face_folder(folder):

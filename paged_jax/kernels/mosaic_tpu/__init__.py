@@ -42,7 +42,7 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.mosaic_tpu import ragged
-from paged_jax.kernels.mosaic_tpu.attention import decode, prefill, refusal
+from paged_jax.kernels.mosaic_tpu.attention import decode, device_refusal, prefill, refusal
 
 __all__ = ["MosaicTpu", "decode", "prefill", "refusal"]
 
@@ -60,8 +60,10 @@ class MosaicTpu:
     platform: ClassVar[str | None] = "tpu"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why this kernel cannot do what is asked, or None if it can."""
-        return ragged.refusal(problem) if problem.op == "ragged" else refusal(problem)
+        """Return why this kernel cannot solve a problem, or None if it can."""
+        if problem.op == "ragged":
+            return ragged.refusal(problem)
+        return (None if self.interpret else device_refusal()) or refusal(problem)
 
     def interpreted(self, interpret: Interpret) -> "MosaicTpu":
         """The same backend, with its kernel interpreted."""

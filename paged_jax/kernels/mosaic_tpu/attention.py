@@ -1,6 +1,8 @@
-"""Decode and prompt chunks on TPUs: what is refused, how arrays are cut into tiles, the call."""
+"""Decode and prompt chunks on TPUs: unsupported calls, tiles of the arrays, the kernel call."""
 
 import functools
+import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,44 @@ from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tilin
 # Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
 
+# Mosaic compiles no attention kernel for these: they have no gather over sublanes.
+_OLD_GENERATIONS = re.compile(r"TPU v[2-4]\b")
+
 _Q_DTYPES = ("bfloat16", "float32")
 _POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
 
 
+def device_refusal() -> str | None:
+    """Return why the TPU of this program cannot run these kernels, or None if it can.
+
+    The TPU is that of the current mesh, or the first one of this process. A program that is lowered
+    on a machine without a TPU is for an unknown one, and is not refused.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.platform == "tpu":
+        kind = abstract.device_kind
+    else:
+        kind = _first_tpu_kind()
+    if _OLD_GENERATIONS.match(kind):
+        return f"its kernels are for TPU v5e and later, and this is a {kind}"
+    return None
+
+
+@functools.cache
+def _first_tpu_kind() -> str:
+    """Return the kind of the first TPU of this process; an empty text if there is none."""
+    # Asking JAX starts all of its backends, so it is not asked if none of them can be a TPU.
+    platforms = jax.config.jax_platforms or "tpu"  # pyright: ignore[reportAttributeAccessIssue]
+    if "tpu" not in platforms.split(",") or importlib.util.find_spec("libtpu") is None:
+        return ""
+    try:
+        return jax.local_devices(backend="tpu")[0].device_kind
+    except RuntimeError:  # libtpu is installed, but there is no TPU
+        return ""
+
+
 def refusal(problem: Problem) -> str | None:
-    """Why these kernels cannot do what is asked, in a sentence; None where they can."""
+    """Return why these kernels cannot solve a problem on any TPU, or None if they can."""
     C, M, lanes = problem["C"], problem["M"], problem.lanes
     if lanes % LANES:
         return (

@@ -90,17 +90,19 @@ def bundled_folder() -> Path:
 
 
 def _scans_best(config: LlamaConfig, sharding: Sharding) -> bool:
-    """Whether layers are better stacked: XLA copies weights out of a stack on CPU and GPU."""
-    platform = _platform(config, sharding)
-    if platform == "tpu":
-        return not config.num_experts  # which a kernel reads, and XLA would copy for it
-    # The kernels for CPUs read weights in the stack; they are not for programs that XLA divides.
-    return platform == "cpu" and sharding is None and cpu.is_available()
+    """Return whether stacked layers are faster; XLA copies them out of a stack on CPU and GPU."""
+    device = _device(config, sharding)
+    if device.platform == "tpu":
+        # XLA copies the weights of experts out of a stack, for the kernel that reads them. On 7x it
+        # changes the layout of all stacked weights in each step.
+        return not config.num_experts and "7x" not in device.device_kind
+    # The kernels for CPUs read weights in the stack, but not in programs that XLA divides.
+    return device.platform == "cpu" and sharding is None and cpu.is_available()
 
 
-def _platform(config: LlamaConfig, sharding: Sharding) -> str:
+def _device(config: LlamaConfig, sharding: Sharding) -> Any:
     placement = (
         resolve_sharding(sharding, "embed_tokens", (config.vocab_size, config.hidden_size))
         or jax.device_put(np.zeros(())).sharding  # without a program to compile
     )
-    return next(iter(placement.device_set)).platform
+    return next(iter(placement.device_set))
