@@ -17,7 +17,7 @@ _REQUIRED: Any = object()  # the default of a key that has none
 # reads one of them is not asked.
 _NEUTRAL: Mapping[str, Any] = {
     "mlp_bias": False,
-    "quantization_config": None,
+    "is_causal": True,
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
     # Of Cohere's files; transformers does not read them.
@@ -33,6 +33,9 @@ _NEUTRAL: Mapping[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
 }
+
+# Keys that describe quantised weights; the first is MLX's.
+_QUANTISATION = ("quantization", "quantization_config", "compression_config")
 
 # What the config of a larger model says for all of its parts.
 _OF_ALL_PARTS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
@@ -167,10 +170,9 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    quantisation = config.get("quantization_config")
-    if family.is_mxfp4 and isinstance(quantisation, Mapping):
-        if quantisation.get("quant_method") == "mxfp4":
-            config = {**config, "quantization_config": None}
+    for key in _QUANTISATION:
+        if config.get(key) is not None and not _is_mxfp4(config[key], family):
+            raise UnsupportedConfigError(_explain_quantisation(key, config[key], family))
     for key, value in _NEUTRAL.items():
         if config.get(key) not in (None, value) and key not in family.reads:
             raise UnsupportedConfigError(
@@ -183,6 +185,22 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedConfigError(
             f"LlamaConfig: attention_bias is not supported for {family.architecture}."
         )
+
+
+def _is_mxfp4(quantisation: Any, family: Family) -> bool:
+    is_object = isinstance(quantisation, Mapping)
+    return family.is_mxfp4 and is_object and quantisation.get("quant_method") == "mxfp4"
+
+
+def _explain_quantisation(key: str, value: Any, family: Family) -> str:
+    method = value.get("quant_method") if isinstance(value, Mapping) else None
+    if method is None and key == "quantization":
+        method = "MLX"
+    by = f" by {method}" if isinstance(method, str) else ""
+    return (
+        f"LlamaConfig: {key} must be null for {family.architecture}, got weights quantised{by}. "
+        "Use the model that is not quantised, with dtype='int8' to save memory."
+    )
 
 
 def _attention(

@@ -116,6 +116,19 @@ def test_from_dict_reads_a_model_type_from_the_architecture():
     )
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("llama", "LlamaModel"), ("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel")],
+)
+def test_from_dict_reads_architectures_without_a_head(model_type, architecture):
+    config = _of_family(model_type)
+    given = {**config, "architectures": [architecture]}
+    assert LlamaConfig.from_dict(given) == LlamaConfig.from_dict(config)
+    images = {"model_type": "gemma3", "text_config": _of_family("gemma3_text")}
+    with_base = LlamaConfig.from_dict({**images, "architectures": ["Gemma3Model"]})
+    assert with_base == LlamaConfig.from_dict(images)
+
+
 def test_from_dict_reads_the_rope_parameters_of_transformers_5():
     old = {**_LLAMA, "rope_theta": 5e5, "rope_scaling": _LLAMA3_ROPE, "torch_dtype": "bfloat16"}
     new = {**_LLAMA, "rope_parameters": {**_LLAMA3_ROPE, "rope_theta": 5e5}, "dtype": "bfloat16"}
@@ -213,7 +226,15 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
         ({**_LLAMA, "rope_interleaved": True}, "rope_interleaved"),
         ({**_LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**_LLAMA, "sliding_window": 8}, "sliding_window"),
-        ({**_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config.* gptq"),
+        ({**_LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**_LLAMA, "quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX"),
+        ({**_LLAMA, "compression_config": {"format": "dense"}}, "compression_config"),
+        ({**_LLAMA, "is_causal": False}, "is_causal"),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForSequenceClassification"]},
+            "architecture 'Gemma3ForSequenceClassification'",
+        ),
         ({**_LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8"),
         ({**_LLAMA, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ({**_MISTRAL, "attention_bias": True}, "attention_bias"),

@@ -107,3 +107,11 @@ def test_from_pretrained_says_what_was_saved_as_safetensors(tmp_path, content, m
     with pytest.raises(ValueError, match=message) as raised:
         from_pretrained(Llama, tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_from_pretrained_warns_of_an_adapter_beside_a_model(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(bundled_folder(), folder)
+    fill(folder, {"adapter_config.json": _ADAPTER, "adapter_model.safetensors": ""})
+    with pytest.warns(UserWarning, match="adapter_model.safetensors is an adapter, which is not"):
+        from_pretrained(Llama, folder)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.folder_kind import find_adapters
 from paged_jax.models.loading.foreign_names import check_counts, check_names
 from paged_jax.models.loading.int8 import read_quantised
 from paged_jax.models.loading.parameters import (
@@ -68,6 +70,12 @@ def load_weights(
     """
     dtype = resolve_dtype("load_weights", dtype, config)
     stored = find_tensors(Path(folder), config)
+    if adapters := find_adapters(os.listdir(folder)):
+        warnings.warn(
+            f"{folder}: {adapters[0]} is an adapter, which is not applied. Merge it into the model "
+            "(peft: merge_and_unload), or remove it.",
+            stacklevel=2,
+        )
     check_names(stored)
     check_counts(
         {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
