@@ -70,6 +70,10 @@ class AsyncEngine:
         self._is_running = False
         self._failure: BaseException | None = None
 
+    def __repr__(self) -> str:
+        state = "failed" if self._failure else "running" if self._is_running else "not running"
+        return f"AsyncEngine({self._engine!r}, {state})"
+
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
             raise RuntimeError(

@@ -17,8 +17,10 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler import Sequence
 from paged_jax.scheduler.outputs import WaitReason
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 @dataclass(frozen=True)
 class RunningSample:
     """A sample that has a slot.
@@ -70,6 +72,7 @@ class WaitingSample:
     is_swapped: bool
 
 
+@short_repr
 @dataclass(frozen=True)
 class CacheMap:
     """The cache at one moment; where layers keep different tokens, that of the first group.
@@ -112,6 +115,7 @@ class CacheMap:
     groups: list[GroupUse]
 
 
+@short_repr
 @dataclass(frozen=True)
 class BlockText:
     """The content of a block, for one of the samples that hold it.
@@ -133,6 +137,7 @@ class BlockText:
     is_cached: bool
 
 
+@short_repr
 @dataclass(frozen=True)
 class CacheEvent:
     """Something that happened between two maps.

@@ -29,12 +29,14 @@ from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import DecodeState, decode_steps
 from paged_jax.sampling import Constraints, Draws, SlotSampling
+from paged_jax.short_repr import short_repr
 
 # Tokens that a row gets before the blocks that have left windows are given back: few beside the
 # windows of models, and so many that giving back costs nothing beside computing them.
 _MOST_AT_ONCE = 256
 
 
+@short_repr
 class Rollout(NamedTuple):
     """What was generated in each of B rows, N tokens at most. A stop token counts.
 

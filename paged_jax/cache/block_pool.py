@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax.short_repr import short_repr
+
 # Of SHA-256, as 32-bit words.
 NUM_DIGEST_WORDS = 8
 
@@ -28,6 +30,7 @@ NUM_DIGEST_WORDS = 8
 _BUCKET_BITS = 16
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPool:

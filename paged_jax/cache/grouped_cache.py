@@ -28,8 +28,10 @@ import jax
 from jax.core import Tracer
 
 from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.blocks.tables import describe_use
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels.backend import Pools
+from paged_jax.short_repr import cut, shortened
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +59,14 @@ class GroupedCache:
 
     groups: tuple[PagedCache, ...]
     layers: tuple[tuple[int, int], ...] = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        uses = [
+            describe_use(group.tables) for group in self.groups if isinstance(group, PagedCache)
+        ]
+        if len(uses) < len(self.groups) or None in uses:
+            return shortened(self)
+        return cut(f"GroupedCache({len(self.layers)} layers: {'; '.join(map(str, uses))})")
 
     def replace_groups(self, groups: tuple[PagedCache, ...]) -> "GroupedCache":
         """Return the cache with others in the places of its groups."""

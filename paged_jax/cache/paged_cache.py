@@ -34,6 +34,7 @@ from paged_jax.cache.blocks.reserve import (
     finish_reserve,
     finish_restore,
 )
+from paged_jax.cache.blocks.tables import describe_use
 from paged_jax.cache.blocks.window import shortest_lengths
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
@@ -41,6 +42,7 @@ from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.quantisation import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
+from paged_jax.short_repr import cut, shortened
 
 # The kind of cache that a function is given, and returns.
 AnyCache = TypeVar("AnyCache", bound="Cache")
@@ -74,6 +76,15 @@ class PagedCache:
     tables: BlockTables
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+
+    def __repr__(self) -> str:
+        use, shape = describe_use(self.tables), getattr(self.k, "shape", ())
+        if use is None or len(shape) != 5:
+            return shortened(self)
+        return cut(
+            f"PagedCache({shape[0]} layers, {shape[2]} KV heads of {shape[4]}, {self.k.dtype}, "
+            f"{use})"
+        )
 
     @classmethod
     def create(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from paged_jax.checks import is_int, is_real
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.short_repr import short_repr
 
 # Lengths to this power stay far within the range of float.
 _MAX_LENGTH_PENALTY = 10.0
@@ -63,6 +64,7 @@ class BeamSearchParams:
         _require(is_power, "length_penalty", f"be in [-{bound:g}, {bound:g}]", penalty)
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class BeamSearchSequence:
     """One of the best sequences.
@@ -83,6 +85,7 @@ class BeamSearchSequence:
     stop_reason: int | None = None
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class BeamSearchOutput:
     """What was found for one prompt.

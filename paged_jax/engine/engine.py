@@ -86,6 +86,17 @@ class Engine(Upkeep):
       (True, 4)
     """
 
+    def __repr__(self) -> str:
+        # Only what the host knows: a `repr` waits for no step and compiles nothing.
+        num_unfinished = len(self._requests.unfinished)
+        num_used = self._blocks.num_held if num_unfinished else 0
+        return (
+            f"{type(self).__name__}({self.config.model_type}, {num_used} of {self.num_blocks} "
+            f"blocks of {self.block_size} tokens in use, {num_unfinished} unfinished requests, "
+            f"{self.max_num_seqs} slots, max_model_len={self.max_model_len}"
+            f"{', asleep' if self.is_sleeping else ''})"
+        )
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or `step` has something to return."""

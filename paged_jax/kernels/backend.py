@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paged_jax.short_repr import short_repr
+
 Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 
 ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
@@ -29,6 +31,7 @@ Half = Literal["k", "v"]
 Interpret = Any
 
 
+@short_repr
 class Pools(NamedTuple):
     """K and V of every block, with their scales where they are quantised.
 

@@ -16,6 +16,7 @@ from paged_jax.models.mlp import add_mlp, mlp
 from paged_jax.models.norms import NORMS, effective_weight, initial_weight, norm
 from paged_jax.models.part import Part
 from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
+from paged_jax.short_repr import short_repr
 
 
 class Projection(NamedTuple):
@@ -46,6 +47,7 @@ class Projection(NamedTuple):
         return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
 
 
+@short_repr
 class Heads(NamedTuple):
     """Queries, keys and values of a layer, ready to meet: normed and rotated as its model has it.
 

@@ -19,6 +19,7 @@ from paged_jax.kernels import (
 from paged_jax.kernels.cascade import choose_decode_attention
 from paged_jax.kernels.quantisation import query_dtype
 from paged_jax.models.layer import Attend, Heads, Projection, window_of
+from paged_jax.short_repr import short_repr
 
 
 class Places(NamedTuple):
@@ -29,6 +30,7 @@ class Places(NamedTuple):
     window: int | None  # of the cache, which keeps no more
 
 
+@short_repr
 @dataclass(frozen=True)
 class PagedRows:
     """Where the tokens of a step go, and what their attention may read. N = B * T."""

@@ -16,8 +16,10 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.runner.compiler import jit_for
 from paged_jax.sampling import Constraints, SamplingParams, SlotSampling
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:

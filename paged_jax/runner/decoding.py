@@ -35,8 +35,10 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling import Constraints, Draws, SlotSampling
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 class StepTokens(NamedTuple):
     """What was drawn, N tokens a row at most: small, fetched by the host in one transfer.
 

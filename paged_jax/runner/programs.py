@@ -22,8 +22,10 @@ from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Graph
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 class Scores(NamedTuple):
     """How probable the tokens of a prompt are, one row for each: fetched in one transfer."""
 
@@ -33,6 +35,7 @@ class Scores(NamedTuple):
     top_logprobs: jax.Array  # f32 [T, N]
 
 
+@short_repr
 class BeamTokens(NamedTuple):
     """What may follow each beam, fetched in one transfer."""
 

@@ -13,7 +13,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from paged_jax.short_repr import short_repr
 
+
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Constraints:

@@ -7,6 +7,7 @@ from typing import Any
 
 from paged_jax.checks import ArgumentError, is_int, is_real
 from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.short_repr import short_repr
 
 MAX_LOGPROBS = 20
 """Most candidates that are reported with a token."""
@@ -97,6 +98,7 @@ NUMBERS: Mapping[str, Number] = {
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen, with vLLM's names and meanings.

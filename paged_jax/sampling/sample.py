@@ -35,12 +35,14 @@ from paged_jax.sampling import filters
 from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.keys import as_key, fold_in
 from paged_jax.sampling.state import SlotSampling
+from paged_jax.short_repr import short_repr
 
 # Size of the groups in which a token is drawn, see _categorical. A multiple of the vector width of
 # every backend that divides most vocabularies, which avoids a padded copy.
 _DRAW_GROUP = 128
 
 
+@short_repr
 class Draws(NamedTuple):
     """What was drawn for each row, and how probable it is under the logits as they came."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from paged_jax.checks import is_int
 from paged_jax.sampling.keys import fold_in
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.short_repr import short_repr
 
 # vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
 # denormal floats, which some backends flush to zero.
@@ -41,6 +42,7 @@ _ALWAYS = 2**31 - 1
     ),
     meta_fields=(),
 )
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class SlotSampling:
     """The sampling state of every slot, on the device. Unused slots are greedy.

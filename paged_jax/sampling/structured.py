@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.checks import ArgumentError
+from paged_jax.short_repr import short_repr
 
 _FUNCTION = "StructuredOutputsParams"
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form that a generated text must have, with vLLM's names: exactly one of the five.

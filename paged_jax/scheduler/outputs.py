@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from paged_jax.short_repr import short_repr
+
 # Why a sequence does not run. "turn": it stands behind others in line; "fork": another sample is to
 # compute the prompt; "same prefix": a running sequence is computing its next block.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
@@ -20,6 +22,7 @@ class Logprob:
     decoded_token: str
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     """One sample of a request.
@@ -124,6 +127,7 @@ class PreemptionNote:
     advantage: PreemptionAdvantage | None = None
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """Why a request waited, and what the prefix cache did for it: one for all of its samples.
@@ -144,6 +148,7 @@ class Explanation:
     prefix_match: str | None
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
     """Everything about one request, so far.

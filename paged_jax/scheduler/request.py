@@ -17,8 +17,10 @@ from paged_jax.scheduler.outputs import (
     RequestOutput,
     WaitReason,
 )
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 @dataclass(eq=False)
 class Request:
     """One prompt and what is asked of it.
@@ -91,6 +93,7 @@ class Request:
         )
 
 
+@short_repr
 @dataclass(eq=False, init=False)
 class Sequence:
     """One sample of a request: its tokens, how many of them are in the cache, and its text.

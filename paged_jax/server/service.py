@@ -70,8 +70,8 @@ class Settings:
 
     model_name: str
     limits: Limits = Limits()
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
+    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    admin_key: str | None = dataclasses.field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] | None = None
     stall_seconds: float = 60.0
     profile_folder: str | None = None

@@ -15,8 +15,10 @@ from paged_jax.cache.blocks.reserve import (
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReservePlan:

@@ -12,8 +12,10 @@ from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
 from paged_jax.cache.blocks.window import slide
 from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
 from paged_jax.checks import check_positive
+from paged_jax.short_repr import short_repr
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockCopies:
@@ -185,6 +187,7 @@ def finish_restore(
     return replace(tables, lengths=lengths, first_columns=first_columns), copies, ok
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedWrites:

@@ -12,6 +12,7 @@ from paged_jax.cache.block_pool import BlockPool, require
 from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
+from paged_jax.short_repr import cut, integers, shortened
 
 # Sums of two block ids or of two token positions must fit in int32.
 _MAX_SIZE = 2**30
@@ -49,6 +50,10 @@ class BlockTables:
     block_size: int = field(metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     first_columns: jax.Array | None = None
+
+    def __repr__(self) -> str:
+        use = describe_use(self)
+        return shortened(self) if use is None else cut(f"BlockTables({use})")
 
     @classmethod
     def create(
@@ -183,3 +188,20 @@ def _check_below(name: str, size: int, advice: str) -> None:
         raise ValueError(
             f"BlockTables.create: {name} must be below {_MAX_SIZE}, got {size}. {advice}"
         )
+
+
+def describe_use(tables: BlockTables) -> str | None:
+    """Return how many blocks are in use and the lengths of the slots, for a `repr`.
+
+    Returns None if the arrays cannot be read, or are not those of one cache (as within `vmap`).
+    """
+    num_free = integers(tables.pool.num_free, 0)
+    lengths = integers(tables.lengths, 1)
+    shape = getattr(tables.pool.ref_counts, "shape", ())
+    if num_free is None or lengths is None or len(shape) != 1:
+        return None
+    window = "" if tables.window is None else f", window {tables.window}"
+    return (
+        f"{shape[0] - int(num_free)} of {shape[0]} blocks of {tables.block_size} tokens in use"
+        f"{window}, lengths {shortened(lengths.tolist())}"
+    )

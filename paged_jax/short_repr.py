@@ -1,0 +1,122 @@
+"""Short `repr` for classes with arrays and long lists."""
+
+import dataclasses
+import reprlib
+from typing import Any, TypeVar
+
+import numpy as np
+
+# Two lines of 100 columns.
+_MAX_CHARS = 200
+
+C = TypeVar("C")
+
+
+def short_repr(cls: C) -> C:
+    """Give a dataclass or NamedTuple a `repr` of at most 200 characters in one line.
+
+    Arrays are shown as dtype and shape, so nothing is copied from a device. Long texts and lists
+    are cut. Fields with their default values are left out.
+
+    Use it above ``@dataclass``. Do not use it for a class that a key or a digest contains as text:
+    two values may have the same `repr`.
+
+    Example:
+      >>> @short_repr
+      ... @dataclasses.dataclass
+      ... class Pair:
+      ...     array: np.ndarray
+      ...     numbers: list[int]
+      ...     name: str = ""
+      >>> Pair(np.zeros((2, 3)), [*range(40)])
+      Pair(array=float64[2, 3], numbers=[0, 1, 2, 3, ... 40 in all])
+    """
+    target: Any = cls
+    target.__repr__ = shortened
+    return cls
+
+
+def shortened(value: Any) -> str:
+    """Return the short `repr` of a dataclass, NamedTuple, list or other value."""
+    return cut(_SHORT.repr(value))
+
+
+def cut(text: str) -> str:
+    """Return a text in one line, cut to 200 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 5]} ...)"
+
+
+def integers(array: Any, ndim: int) -> np.ndarray | None:
+    """Return the values of an integer array; None if they cannot be read.
+
+    Values cannot be read while a function is traced, after a donation, or if other processes hold a
+    part of the array. A `repr` must not fail then.
+    """
+    try:
+        values = np.asarray(array)
+    except Exception:
+        return None
+    return values if values.ndim == ndim and values.dtype.kind in "iu" else None
+
+
+class _Short(reprlib.Repr):
+    """`reprlib` with arrays, dataclasses and the length of what is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 50
+        self.maxlevel, self.maxlist = 3, 4
+
+    def repr_list(self, x: Any, level: int) -> str:
+        return f"[{self._items(x, level)}]"
+
+    def repr_tuple(self, x: Any, level: int) -> str:
+        return f"({self._items(x, level)}{',' if len(x) == 1 else ''})"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            return self._fields(x, _changed(x), level)
+        names = getattr(x, "_fields", None)
+        if names is not None and isinstance(x, tuple):
+            return self._fields(x, zip(names, x, strict=True), level)
+        shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+        if isinstance(shape, tuple) and dtype is not None:
+            return f"{dtype}{[*shape]}"
+        return super().repr_instance(x, level)
+
+    def _fields(self, x: Any, fields: Any, level: int) -> str:
+        if level <= 0:
+            return f"{type(x).__name__}(...)"
+        shown = (f"{name}={self.repr1(value, level - 1)}" for name, value in fields)
+        return f"{type(x).__name__}({', '.join(shown)})"
+
+    def _items(self, x: Any, level: int) -> str:
+        if level <= 0 and x:
+            return f"... {len(x)} in all"
+        shown = [self.repr1(each, level - 1) for each in x[: self.maxlist]]
+        rest = [f"... {len(x)} in all"] if len(x) > self.maxlist else []
+        return ", ".join([*shown, *rest])
+
+
+_SHORT = _Short()
+
+
+def _changed(x: Any) -> list[tuple[str, Any]]:
+    """Return names and values of the fields that differ from their defaults."""
+    found = []
+    for field in dataclasses.fields(x):
+        value = getattr(x, field.name, None)
+        if field.repr and not _is_default(field, value):
+            found.append((field.name, value))
+    return found
+
+
+def _is_default(field: dataclasses.Field, value: Any) -> bool:
+    if field.default_factory is not dataclasses.MISSING:
+        return isinstance(value, list | dict | tuple | str) and not value
+    if isinstance(value, tuple) and not value and field.default is None:
+        return True
+    # Plain values only: arrays have no single truth value.
+    is_plain = isinstance(value, bool | int | float | str | tuple) or value is None
+    return is_plain and type(value) is type(field.default) and bool(value == field.default)

@@ -1,0 +1,174 @@
+"""Each `repr` of a class with arrays or long lists is short, also where values cannot be read."""
+
+import dataclasses
+import importlib
+import pkgutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax import (
+    AsyncEngine,
+    CompletionOutput,
+    Engine,
+    GroupedCache,
+    LlamaConfig,
+    Logprob,
+    PagedCache,
+    RequestMetrics,
+    RequestOutput,
+    Rollout,
+    SamplingParams,
+    StructuredOutputsParams,
+)  # fmt: skip
+from paged_jax.cache import reserve
+from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.server import Settings
+from tests.support.tiny_model import SIZES
+
+LOGPROBS = [{i: Logprob(-1.0, i, "a") for i in range(20)}] * 4000
+COMPLETION = CompletionOutput(0, "word\n" * 4000, [*range(4000)], -1.5, LOGPROBS, "stop")
+
+
+def small_cache(**options) -> PagedCache:
+    return PagedCache.create(
+        num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4, head_dim=16, num_slots=3,
+        max_blocks_per_slot=4, **options,
+    )  # fmt: skip
+
+
+def check_short(value: object) -> str:
+    text = repr(value)
+    assert len(text) <= 200 and "\n" not in text and text.isprintable(), text
+    return text
+
+
+def test_repr_of_a_large_cache_is_short() -> None:
+    """Its pools are as wide as those of an 8B model."""
+    cache = PagedCache.create(
+        num_layers=32, num_blocks=512, num_kv_heads=8, block_size=16, head_dim=4, num_slots=64,
+        max_blocks_per_slot=64, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    text = check_short(cache)
+    for part in ("32 layers", "8 KV heads of 4", "bfloat16", "0 of 512 blocks of 16", "64 in all"):
+        assert part in text
+    for value in (cache.tables, cache.tables.pool, cache.pools):
+        check_short(value)
+
+
+def test_repr_of_a_cache_has_the_blocks_in_use_and_the_lengths() -> None:
+    cache, _ = reserve(small_cache(window=8), jnp.array([10, 0, 3]), max_tokens=16)
+    text = check_short(cache)
+    assert "4 of 8 blocks of 4 tokens in use" in text and "lengths [10, 0, 3]" in text
+    assert "window 8" in text
+    both = check_short(GroupedCache((cache, small_cache()), layers=((0, 0), (1, 0))))
+    assert "4 of 8 blocks" in both and "0 of 8 blocks" in both
+
+
+def test_repr_of_a_cache_that_cannot_be_read_has_its_shapes() -> None:
+    texts = []
+
+    def note(cache: PagedCache) -> jax.Array:
+        texts.append(repr(cache))
+        texts.append(repr(GroupedCache((cache,), layers=((0, 0),))))
+        return cache.lengths
+
+    cache = small_cache()
+    jax.jit(note)(cache)
+    jax.jit(lambda cache: cache.replace_pools(cache.pools), donate_argnums=0)(cache)
+    assert cache.k.is_deleted()
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), small_cache())
+    shapes = jax.tree.map(jnp.shape, small_cache())
+    nothing = jax.tree.map(lambda _: None, small_cache())
+    for value in (cache, several, shapes, nothing, jax.eval_shape(small_cache)):
+        texts.append(check_short(value))
+    assert all("Cache(" in text and len(text) <= 200 for text in texts)
+    assert all("float32[2, 8, 1, 4, 16]" in text for text in (texts[0], texts[1], texts[-1]))
+
+
+def test_repr_of_a_cache_does_not_read_the_pools(monkeypatch) -> None:
+    cache, read = small_cache(), []
+    array = np.asarray
+    monkeypatch.setattr(np, "asarray", lambda x, *a, **k: read.append(x.shape) or array(x, *a, **k))
+    repr(cache)
+    assert max(map(len, read)) <= 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        COMPLETION,
+        RequestOutput("0", "word " * 4000, [*range(4000)], [COMPLETION] * 16, True,
+                      RequestMetrics(0.0), 3, LOGPROBS),
+        Rollout(*(jnp.zeros((8, 4000)) for _ in range(3))),
+        SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0), stop=["a" * 99] * 99),
+        StructuredOutputsParams(choice=["a" * 99] * 99),
+        StructuredOutputsParams(json={"enum": ["a" * 99] * 99}),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_repr_of_an_output_is_short(value) -> None:
+    assert check_short(value).startswith(type(value).__name__)
+
+
+def test_repr_has_what_differs_from_the_defaults() -> None:
+    assert repr(SamplingParams(temperature=0.5, n=2)) == "SamplingParams(n=2, temperature=0.5)"
+    assert repr(CompletionOutput(1, "a", [5], -0.5)) == (
+        "CompletionOutput(index=1, text='a', token_ids=[5], cumulative_logprob=-0.5)"
+    )
+
+
+def test_repr_of_an_engine_has_its_state_and_compiles_nothing(tiny_folder) -> None:
+    lines = []
+    engine = Engine(tiny_folder, **SIZES, on_compile=lines.append)
+    engine.add_request("ab")
+    text = check_short(engine)
+    assert text.startswith("Engine(llama, 0 of ") and "1 unfinished request" in text
+    assert check_short(AsyncEngine(engine)) == f"AsyncEngine({text}, not running)"
+    check_short(engine.get_request("0"))
+    engine.abort("0")
+    engine.sleep(1)
+    assert "asleep" in check_short(engine) and not lines
+
+
+def test_repr_of_settings_shows_no_key() -> None:
+    text = repr(Settings(model_name="a", api_keys=("secret",), admin_key="secret"))
+    assert "secret" not in text
+
+
+def test_repr_of_a_configuration_is_complete() -> None:
+    """The file names of lowered programs are digests of such texts."""
+    factors = tuple(i / 8 for i in range(99))
+    scaling = RopeScaling(
+        factor=2.0, rope_type="longrope", short_factor=factors, long_factor=factors
+    )
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=99,
+        num_attention_heads=1, num_key_value_heads=1, layer_types=("full_attention",) * 99,
+    )  # fmt: skip
+    for value in (scaling, config):
+        for field in dataclasses.fields(value):
+            assert f"{field.name}={getattr(value, field.name)!r}" in repr(value)
+    assert str(factors) in repr(scaling) and str(config.layer_types) in repr(config)
+
+
+def exported_classes() -> list[type]:
+    """All classes that a package names in its `__all__`."""
+    names = [module.name for module in pkgutil.walk_packages(paged_jax.__path__, "paged_jax.")]
+    modules = [paged_jax, *(importlib.import_module(n) for n in names if "tunix" not in n)]
+    found = [getattr(m, name) for m in modules for name in getattr(m, "__all__", ())]
+    classes = {each for each in found if isinstance(each, type)}
+    return sorted(classes, key=lambda each: each.__qualname__)
+
+
+@pytest.mark.parametrize("each", exported_classes(), ids=lambda each: each.__qualname__)
+def test_no_class_shows_the_values_of_its_arrays(each) -> None:
+    is_tuple = hasattr(each, "_fields")
+    annotations = each.__annotations__ if is_tuple or dataclasses.is_dataclass(each) else {}
+    if any("Array" in str(kind) or "ndarray" in str(kind) for kind in annotations.values()):
+        path = Path(each.__repr__.__code__.co_filename)
+        assert path.is_relative_to(Path(paged_jax.__file__).parent), "its `repr` is generated"
