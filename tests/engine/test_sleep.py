@@ -55,6 +55,20 @@ def test_sleep_gives_the_memory_back(engine, level) -> None:
     check_empty(engine)
 
 
+def test_sleep_deeper_gives_up_the_weights_in_host_memory(engine) -> None:
+    """Level 2 promises that nobody keeps them: not the device, not the host."""
+    expected, leaves = run(engine), [np.array(array) for array in engine.weights]
+    engine.sleep(1)
+    engine.sleep(2)
+    with pytest.raises(RuntimeError, match="must have weights, and those of before were given up"):
+        engine.wake_up()
+    engine.wake_up(["weights"])
+    assert engine.is_sleeping and not any(np.size(array) for array in engine.weights)
+    engine.update_params(leaves)
+    engine.wake_up()
+    assert run(engine) == expected
+
+
 def test_requests_continue_after_sleep(engine) -> None:
     params = dataclasses.replace(PARAMS, n=2)
     request_id = engine.add_request(PROMPT, params)

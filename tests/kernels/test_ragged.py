@@ -235,7 +235,19 @@ def test_ragged_attention_copies_no_pages(name, dtype) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_ragged_attention_gradients_match_float64(options) -> None:
-    batch, options = RaggedBatch.random(LENGTHS), {"sm_scale": 0.2} | OPTIONS[options]
+    check_gradients(RaggedBatch.random(LENGTHS), {"sm_scale": 0.2} | OPTIONS[options])
+
+
+def test_ragged_attention_gradients_of_a_batch_that_fills_all_rows() -> None:
+    """In 11 rows, tiles of 4 queries: three sequences need 11 // 4 + 3 of them, the maximum."""
+    lengths = [(1, 9), (1, 30), (9, 18)]
+    batch = RaggedBatch.random(lengths, extra_rows=0, extra_sequences=0)
+    assert batch.num_rows == len(batch.q) and len(batch.kv_lens) == len(lengths)
+    check_gradients(batch, {"sm_scale": 0.2})
+
+
+def check_gradients(batch: RaggedBatch, options: dict[str, Any]) -> None:
+    """Compare the gradients in queries, pages and sinks with float64."""
     rng, is_row = np.random.default_rng(7), np.isfinite(batch.expected_with_lse()[1])
     bar, all_lse_bars = (
         rng.normal(size=x).astype(np.float32) for x in (batch.q.shape, is_row.shape)
@@ -253,7 +265,7 @@ def test_ragged_attention_gradients_match_float64(options) -> None:
     want_sinks = np.zeros(sinks_bar.shape)
     k_scale, v_scale = options.pop("k_scale", 1.0), options.pop("v_scale", 1.0)
     scale, C = options.pop("sm_scale"), pages_bar.shape[1]
-    for s in range(len(LENGTHS)):
+    for s in range(int(batch.num_seqs[0])):
         rows, k, v = batch.sequence(s)
         want_q[rows], k_bar, v_bar, s_bar = oracles.attention_gradients(
             batch.q[rows], k * k_scale, v * v_scale, bar[rows], all_lse_bars[rows], scale=scale,

@@ -30,6 +30,8 @@ _SIZES = {
     "head_dim": 16,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# The base is so small that the bound of the slow pairs, 36, lies beyond the 16 dimensions.
+_CLAMPED = {"beta_fast": 600.0, "original_max_position_embeddings": 4096}
 _LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.05, 1.1, 1.3, 1.9, 2.0, 2.2, 2.5],
@@ -117,6 +119,7 @@ _REAL = {
             "original_max_position_embeddings": 8192,
         },
     ),
+    "yarn with more pairs than dimensions": (16, 4096, 1.5, {**_YARN, **_CLAMPED}),
     "Phi-3.5-mini-instruct": (96, 131072, 10000.0, _PHI),
     "Phi-3.5-mini-instruct, short": (96, 4096, 10000.0, _PHI),
     "a factor of attention": (64, 512, 500.0, {**_YARN, "attention_factor": 1.25}),
@@ -212,6 +215,30 @@ def test_longrope_follows_from_the_longest_sequence_of_the_model():
         # Attention is as sharp as that of the model as it was trained, whatever its sequences.
         np.testing.assert_allclose(rope.scales(), np.sqrt(1.4), rtol=1e-6)
     assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "clamped"),
+    [("yarn with more pairs than dimensions", "high"), ("a factor of attention", "low")],
+)
+def test_yarn_keeps_its_range_of_pairs_within_the_dimensions(name, clamped):
+    """The bounds of YaRN's own code: ``low = max(floor(...), 0), high = min(ceil(...), D - 1)``."""
+    head_dim, _, theta, entry = _REAL[name]
+    length = entry["original_max_position_embeddings"]
+
+    def pair_of(turns: float) -> float:
+        return head_dim * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(theta))
+
+    low, high = np.floor(pair_of(entry.get("beta_fast", 32))), np.ceil(pair_of(1))
+    assert (low < 0) == (clamped == "low") and (high > head_dim - 1) == (clamped == "high")
+    low, high = max(low, 0), min(high, head_dim - 1)
+    pairs = np.arange(head_dim // 2)
+    stretched = np.clip((pairs - low) / (high - low), 0, 1)
+    factors = (1 - stretched) + stretched / entry["factor"]
+    expected = theta ** -(pairs / (head_dim // 2)) * factors
+    np.testing.assert_allclose(
+        _rope(head_dim, length, theta, entry).frequencies(), expected, rtol=1e-6
+    )
 
 
 def test_yarn_makes_sequences_as_long_as_it_says():

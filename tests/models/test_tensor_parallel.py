@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.processes import run_on_devices
 
-_SAME_LOGITS = """
+_DIVIDED = """
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +17,6 @@ from tests.support.covering import all_pairs
 from tests.support.tensor_parallel import CONFIG, make_model
 
 TOKENS = jax.random.randint(jax.random.key(2), (12,), 0, CONFIG.vocab_size, jnp.int32)
-FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5,
-           "logit_scale": 0.7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-MLPS = {"dense": {},
-        "experts": EXPERTS | {"expert_bias": True, "norm_topk_prob": True, "swiglu_limit": 0.5},
-        "shared": EXPERTS | {"shared_expert_intermediate_size": 20}}
-NORMS = {"none": {}, "head": {"qk_norm": True},
-         "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
 
 
 def logits(model, tokens):
@@ -55,8 +47,17 @@ def divided_logits(model, num_devices):
                                 out_specs=PartitionSpec(), check_vma=False))
     text = run.lower(laid_out).as_text()
     return run(laid_out), text.count('"stablehlo.all_reduce"')
+"""
 
-
+_SAME_LOGITS = """
+FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5,
+           "logit_scale": 0.7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MLPS = {"dense": {},
+        "experts": EXPERTS | {"expert_bias": True, "norm_topk_prob": True, "swiglu_limit": 0.5},
+        "shared": EXPERTS | {"shared_expert_intermediate_size": 20}}
+NORMS = {"none": {}, "head": {"qk_norm": True},
+         "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
 rows = all_pairs({
     "num_devices": (2, 4),
     "norms": tuple(NORMS),
@@ -85,4 +86,36 @@ for row in rows:
 
 @pytest.mark.slow
 def test_logits_are_those_of_one_device() -> None:
-    run_on_devices(_SAME_LOGITS)
+    run_on_devices(_DIVIDED + _SAME_LOGITS)
+
+
+_SHARED_HEADS = """
+# One KV head with four queries, which two devices share: each computes two queries.
+model = make_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1,
+                   qk_norm=True, qk_norm_scope="projection")
+same, _ = divided_logits(model, 2)
+np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5)
+parallel = TensorParallel.over("test", jax.make_mesh((2,), ("x",)), model.config)
+state = nnx.state(model)
+arrays, treedef = jax.tree.flatten(state)
+names = parameter_names(state)
+laid_out = [parallel.lay_out(name, x) for name, x in zip(names, arrays)]
+device_1 = parallel.mesh.devices.flat[1]
+checked = set()
+for name, x, y in zip(names, arrays, laid_out):
+    kind = name.rpartition(".")[2]
+    if kind not in ("qkv_proj", "qkv_bias", "q_norm", "k_norm"):
+        continue
+    checked.add(kind)
+    # Heads lie as [1 KV head, 4 queries + key + value, ...]; q_norm has no key, k_norm no query.
+    heads = np.asarray(x).reshape(1, -1, model.config.head_dim, *x.shape[3:])
+    [mine] = [part.data for part in y.addressable_shards if part.device == device_1]
+    expected = heads[:, 2:] if kind != "k_norm" else heads
+    np.testing.assert_array_equal(np.asarray(mine).reshape(expected.shape), expected, err_msg=name)
+assert len(checked) == 4, checked
+"""
+
+
+def test_devices_that_share_a_head_compute_different_queries() -> None:
+    """The quick test of several devices: weights of each, and the logits of both together."""
+    run_on_devices(_DIVIDED + _SHARED_HEADS, num_devices=2)

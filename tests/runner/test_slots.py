@@ -1,15 +1,19 @@
-"""What the scheduler asks of the cache, done on the device."""
+"""The slots of the device: what the scheduler asks of the cache."""
 
 import dataclasses
 
 import jax
 import numpy as np
+from flax import nnx
 
+from paged_jax import Llama
 from paged_jax.kernels import Pools
 from paged_jax.runner import Sizes, Weights
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.slots import Slots
+from paged_jax.scheduler import Sequence
 from tests.support.fake_memory import make_request
+from tests.support.tiny_model import CONFIG
 
 NUM_TOKENS = 36
 SIZES = Sizes(
@@ -62,3 +66,39 @@ def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model
     for was, now in zip(before, held(0), strict=True):
         np.testing.assert_array_equal(now, was)
     assert slots.num_swapped_blocks in (0, 2 * NUM_TOKENS), "none is counted while compiling"
+
+
+def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatch) -> None:
+    """The host knows which blocks the device still has; only the last ones are needed."""
+    monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 0)
+    C, window, num_tokens = 4, 9, 24
+    config = dataclasses.replace(
+        CONFIG, sliding_window=window, model_type="mistral", num_hidden_layers=1
+    )
+    executor = Executor(
+        Weights(Llama(config, rngs=nnx.Rngs(0))),
+        SIZES._replace(block_size=C),
+        7,
+        cache_dtype="float32",
+        cascade=False,
+        backend=None,
+    )
+    slots = Slots(executor, ())
+    prompt = list(range(100, 100 + num_tokens))
+
+    def make_sequence(tokens: list[int], slot: int) -> Sequence:
+        [sequence] = make_request(0, [*tokens, 1], max_tokens=1).sequences
+        sequence.slot = slot
+        return sequence
+
+    # As if it came back from host memory: it has blocks for its window alone.
+    sequence = make_sequence(prompt, 0)
+    executor.run(executor.programs.reserve.call(np.array([num_tokens, 0], np.int32)))
+    sequence.num_computed = num_tokens
+    slots.release(sequence)
+    slots.flush()
+    pool = jax.device_get(executor.state.cache.tables.pool)
+    assert sorted(pool.token_ids[pool.is_cached][:, 0]) == [116, 120]
+
+    assert slots.attach(make_sequence(prompt[:12], 1)) == 0
+    assert slots.attach(make_sequence(prompt, 1)) == num_tokens

@@ -47,15 +47,16 @@ class RaggedBatch:
         dtype: Any = np.float32,
         extra_rows: int = 5,
         extra_width: int = 2,
+        extra_sequences: int = 2,
         seed: int = 0,
     ) -> "RaggedBatch":
-        """Random sequences, and two rows that are none."""
+        """Random sequences, then rows of q and sequences that are none."""
         rng = np.random.default_rng(seed)
         num_rows = sum(queries for queries, _ in lengths)
         q = rng.normal(size=(num_rows + extra_rows, K * G, D)).astype(q_dtype)
         q[num_rows:] = np.nan
         counts = [-(-tokens // C) for _, tokens in lengths]
-        S, P = len(lengths) + 2, sum(counts) + 3
+        S, P = len(lengths) + extra_sequences, sum(counts) + 3
         is_integer = jnp.issubdtype(dtype, jnp.integer)
         pages = np.full((P, C, 2 * K, D), 99 if is_integer else np.nan, dtype)
         tables = np.full((S, max(counts) + extra_width), OUT_OF_RANGE, np.int32)
