@@ -10,7 +10,6 @@ from typing import Any
 # Hints for caches, routers and records, and for models that reason. No answer depends on them,
 # except that chats pass the reasoning effort to the template.
 _ADVISORY = frozenset({
-    "include_reasoning",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_options",
@@ -32,6 +31,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),

@@ -43,6 +43,10 @@ class OpenAiAnswer(Answer):
                     param="prompt_logprobs",
                 )
             params["prompt_logprobs"] = body.prompt_logprobs
+        if body.length_penalty not in (None, 1) and not body.use_beam_search:
+            raise ApiError(
+                400, "length_penalty needs use_beam_search to be true.", param="length_penalty"
+            )
         if body.response_format is not None and body.response_format.type != "text":
             if "structured_outputs" in params:
                 raise ApiError(

@@ -2,12 +2,14 @@
 
 import json
 import tomllib
+from typing import Any
 
 import pytest
 import tokenizers
 from packaging.requirements import Requirement
-from tokenizers import models
+from tokenizers import models, pre_tokenizers
 
+from paged_jax.models.text.chat_roles import ChatRoles
 from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
 from paged_jax.models.text.tokenizer import Tokenizer
 from tests.support import ROOT
@@ -280,7 +282,8 @@ def test_from_folder_chooses_the_template_that_transformers_chooses(tmp_path, te
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ours = Tokenizer.from_folder(tmp_path)
     messages, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {}}]
-    for options in ({}, {"tools": tools}):
+    cases: list[dict[str, Any]] = [{}, {"tools": tools}]
+    for options in cases:
         expected = theirs.apply_chat_template(messages, tokenize=False, **options)
         assert ours.apply_chat_template(messages, **options) == expected
 
@@ -324,3 +327,54 @@ def test_render_keeps_a_template_in_its_sandbox(template):
         text = str(error)
     assert "__name__" not in text
     assert text == "" or "unsafe" in text
+
+
+# Templates that know some roles: they leave out other messages, or refuse the chat.
+_KNOWS = (
+    "{% for m in messages %}{% if ROLES %}{{ m.role }}:{{ m.content }};{% else %}ELSE"
+    "{% endif %}{% endfor %}"
+)
+
+
+def _knowing(roles: str, otherwise: str = "") -> ChatRoles:
+    return ChatRoles(ChatTemplate(_KNOWS.replace("ROLES", roles).replace("ELSE", otherwise)).render)
+
+
+@pytest.mark.parametrize(
+    ("roles", "otherwise", "role"),
+    [
+        ("m.role in ('system', 'user', 'assistant')", "", "system"),
+        ("m.role in ('system', 'user', 'assistant')", "{{ raise_exception('no') }}", "system"),
+        ("m.role != 'nobody'", "", "developer"),
+        ("m.role in ('developer', 'user', 'assistant')", "", "developer"),
+        ("m.role in ('user', 'assistant')", "{{ raise_exception('no') }}", "developer"),
+    ],
+)
+def test_checked_roles_are_those_that_the_template_knows(roles, otherwise, role) -> None:
+    """OpenAI's developer messages are what system messages were: they must not get lost."""
+    user, told = {"role": "user", "content": "a"}, {"role": "developer", "content": "b"}
+    for messages in ([told, user], [user, {"role": "assistant", "content": "c"}, told, user]):
+        want = [{**each, "role": role} if each is told else each for each in messages]
+        assert _knowing(roles, otherwise).checked(messages) == want
+
+
+@pytest.mark.parametrize("role", ["developer", "system", "critic", "function"])
+def test_checked_roles_that_the_template_leaves_out_are_named(role) -> None:
+    user, told = {"role": "user", "content": "a"}, {"role": role, "content": "b"}
+    with pytest.raises(ChatTemplateError, match=f"^encode_chat: messages.1.role must .* '{role}'"):
+        _knowing("m.role in ('user', 'assistant')").checked([user, told])
+    # Some write a system message at the beginning only.
+    roles = _knowing("m.role == 'user' or loop.first")
+    assert roles.checked([told, user]) == [told, user]
+    with pytest.raises(ChatTemplateError, match="Make it the first one"):
+        roles.checked([user, told])
+
+
+def test_encode_chat_keeps_developer_messages() -> None:
+    source = _KNOWS.replace("ROLES", "m.role in ('system', 'user')").replace("ELSE", "")
+    backend = tokenizers.Tokenizer(models.WordLevel({"x": 0, "system:a;": 1}, unk_token="x"))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer = Tokenizer(backend, chat_template=source)
+    assert tokenizer.encode_chat([{"role": "developer", "content": "a"}]) == [1]
+    with pytest.raises(ChatTemplateError, match="got 'critic'"):
+        tokenizer.encode_chat([{"role": "critic", "content": "a"}])

@@ -23,7 +23,7 @@ from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import BOS, SIZES, save_tiny_model
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+    "{% for m in messages if m.role != 'critic' %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
     "{% if enable_thinking %}hm{% endif %}{{ reasoning_effort }}"
 )
 PROMPTS = ["the cat sat", "in the house", "ab"]
@@ -399,7 +399,12 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
     # OpenAI's hints, other servers' fields with their defaults, and null for whatever there is.
     body |= {"safety_identifier": "me", "prompt_cache_key": "k", "reasoning_effort": "low"}
     body |= {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True}
-    body |= {"web_search_options": None, "functions": [], "use_beam_search": False}
+    body |= {
+        "web_search_options": None,
+        "functions": [],
+        "use_beam_search": False,
+        "length_penalty": 1,
+    }
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
 
@@ -415,6 +420,13 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
             "max_token is not supported here. Did you mean max_tokens?",
         ),
         ({"top_key": 1}, "top_key", "Did you mean top_k?"),
+        ({"include_reasoning": False}, "include_reasoning", "only as null or true."),
+        ({"length_penalty": 0.5}, "length_penalty", "needs use_beam_search to be true."),
+        (
+            {"messages": [{"role": "critic", "content": "ab"}, {"role": "user", "content": "a"}]},
+            "messages.0.role",
+            "got 'critic'. Use another role.",
+        ),
         (
             {"stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",

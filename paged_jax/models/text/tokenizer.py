@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from paged_jax.models.text.chat_roles import ChatRoles
 from paged_jax.models.text.chat_template import (
     ChatTemplate,
     ChatTemplateError,
@@ -145,6 +146,10 @@ class Tokenizer:
         return self._chat_template is not None
 
     @functools.cached_property
+    def _chat_roles(self) -> ChatRoles:
+        return ChatRoles(self.apply_chat_template)
+
+    @functools.cached_property
     def tool_support(self) -> ToolSupport:
         """What the chat template does with tools."""
         if self._chat_template is None:
@@ -245,7 +250,7 @@ class Tokenizer:
         """Turn a chat into the token ids that ask for its next message.
 
         Args:
-          messages: see `apply_chat_template`.
+          messages: see `apply_chat_template`; for the role "developer" see `ChatRoles.checked`.
           chat_template_kwargs: variables for the template, such as ``enable_thinking``.
           tools: functions that may be called, as OpenAI describes them; see `tool_format`.
           add_generation_prompt: see `apply_chat_template`.
@@ -253,13 +258,13 @@ class Tokenizer:
 
         Raises:
           ChatTemplateError: as for `apply_chat_template`, or the variables are none that a caller
-            may set, or the template shows no tools to the model.
+            may set, or the template does not show the tools or one of the messages to the model.
         """
         if tools and self._chat_template is not None and not self.tool_support.shows_tools:
             rule = "must be empty as the model's chat template has no tools, got some."
             raise ChatTemplateError("encode_chat", rule, "tools")
         text = self.apply_chat_template(
-            messages,
+            self._chat_roles.checked(messages),
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             **check_variables(chat_template_kwargs),
