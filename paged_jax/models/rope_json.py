@@ -27,9 +27,9 @@ def read_rope(
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
     """
-    rope = _object("rope_scaling", config.get("rope_scaling") or config.get("rope_parameters"))
+    rope = _choose(config, family)
     local: Mapping[str, Any] | None = None
-    if any(isinstance(value, Mapping) for value in rope.values()):
+    if _is_nested(rope):
         rope, local = _by_layer_type(rope, family)
     both = {**config, **{key: value for key, value in rope.items() if value is not None}}
     theta, scaling = _number(both, "rope_theta", 10000.0), _scaling(rope, config)
@@ -77,6 +77,38 @@ def write_rope(config: Any, family: Family) -> dict[str, Any]:
             SLIDING: {**(local or default), "rope_theta": local_theta},
         }
     return written
+
+
+def _choose(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return `rope_scaling` or `rope_parameters`, whichever counts, if they do not disagree."""
+    scaling = _object("rope_scaling", config.get("rope_scaling"))
+    parameters = _object("rope_parameters", config.get("rope_parameters"))
+    if not parameters or parameters == family.defaults.get("rope_parameters"):
+        return scaling or parameters
+    if family.local_rope and not _is_nested(parameters):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: rope_parameters must have an object for each of {FULL!r} and "
+            f"{SLIDING!r} for {family.architecture}, got {dict(parameters)!r}."
+        )
+    if not scaling:
+        return parameters
+    given = parameters.get(FULL) or {} if _is_nested(parameters) else parameters
+    if _is_nested(parameters):
+        theta = given.get("rope_theta")
+    else:
+        theta = config.get("rope_theta", 10000.0)
+    kind = scaling.get("rope_type", scaling.get("type"))
+    used = {"rope_theta": theta, **scaling, "rope_type": kind, "type": kind}
+    if any(used.get(key) != value for key, value in given.items()):
+        raise UnsupportedConfigError(
+            "LlamaConfig: rope_scaling must be null or agree with rope_parameters, got "
+            f"{dict(scaling)!r} and {dict(given)!r}. Remove one of them."
+        )
+    return parameters if _is_nested(parameters) else scaling
+
+
+def _is_nested(rope: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in rope.values())
 
 
 def _check_expressible(config: Any, family: Family) -> None:

@@ -222,6 +222,29 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
         ({**_LLAMA, "rope_parameters": {"rope_type": ["yarn"]}}, "rope_type"),
         ({**_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ"),
         ({**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {
+                **_LLAMA,
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+            "rope_scaling must be null or agree with rope_parameters",
+        ),
+        (
+            {
+                **_of_family("gemma3_text"),
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
+            },
+            "rope_scaling must be null or agree with rope_parameters",
+        ),
+        (
+            {**_of_family("gemma3_text"), "rope_parameters": {"rope_theta": 1e5}},
+            "rope_parameters must have an object for each of",
+        ),
         ({**_LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({**_LLAMA, "rope_interleaved": True}, "rope_interleaved"),
         ({**_LLAMA, "mlp_bias": True}, "mlp_bias"),
