@@ -15,6 +15,7 @@ from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.tuning import DecodeParams, Device, PrefillParams, Shape
+from tests.support.gpus import GPUS
 
 ENTRY = {"step_tokens": 32, "num_warps": 2, "num_stages": 4, "measured": "jax 0.0, commit 0"}
 SHAPE = Shape(128, 4, 16, "bfloat16", "bfloat16")
@@ -82,6 +83,42 @@ def test_params_by_rule_fit_shared_memory(measured, head_dim, pool_dtype) -> Non
         staged = params.num_stages * params.step_tokens * tuning.token_bytes(shape)
         assert staged <= 227 * 1024
         assert params.step_tokens >= 16  # the least that a Triton dot takes
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("gpu", [gpu for name, gpu in GPUS.items() if name != "t4"])
+def test_prefill_rule_fits_the_shared_memory_of_each_gpu(
+    measured, gpu, head_dim, dtype, is_ragged
+) -> None:
+    """As the compiler counts: all stages but one, and the queries.
+
+    And the weights of the values, where warps have fewer than 16 rows each and share them.
+    """
+    measured("{}")
+    shape = Shape(head_dim, 4, 16, dtype, dtype)
+    with tuning.assume(gpu.device):
+        params = tuning.prefill_params(gpu.device.kind, is_ragged=is_ragged, **shape._asdict())
+    lanes, itemsize = 1 << (head_dim - 1).bit_length(), jnp.dtype(dtype).itemsize
+    stage = 2 * params.step_tokens * lanes
+    is_shared = params.query_rows < 16 * params.num_warps
+    rows = params.query_rows * (lanes + params.step_tokens * is_shared)
+    # What threads exchange besides.
+    rest = 512
+    assert ((params.num_stages - 1) * stage + rows) * itemsize + rest <= gpu.block_memory
+
+
+def test_prefill_rule_of_ragged_batches_has_smaller_steps_on_ampere_and_ada(measured) -> None:
+    measured("{}")
+    for name, tokens in (("a100", 32), ("a10", 32), ("l4", 32), ("rtx-pro-6000", 64)):
+        with tuning.assume(GPUS[name].device):
+            plain, ragged = (
+                tuning.prefill_params("", is_ragged=is_ragged, **SHAPE._asdict())
+                for is_ragged in (False, True)
+            )
+        assert plain == PrefillParams(128, 64, 8, 3)
+        assert ragged == PrefillParams(128, tokens, 8, 3)
 
 
 @pytest.mark.parametrize(

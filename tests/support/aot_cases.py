@@ -1,6 +1,7 @@
 """What is compiled ahead of time, by name: one list for the scripts and for their tests."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -81,6 +82,7 @@ GPU_RAGGED: Mapping[str, Case] = {
     "ragged, blocks of 64": _gpu("ragged", B=64, T=32, C=64, P=2048, M=128),
     "ragged, group of 7": _gpu("ragged", B=64, T=32, K=4, G=7),
     "ragged, D 64": _gpu("ragged", B=64, T=32, K=4, G=8, D=64),
+    "ragged, D 256": _gpu("ragged", B=64, T=32, D=256),
     "ragged, D 80": _gpu("ragged", B=64, T=32, D=80),
     "ragged, int8": _gpu("ragged", B=64, T=32, pool_dtype="int8"),
     "ragged, fp8": _gpu("ragged", B=64, T=32, pool_dtype="float8_e4m3fn"),
@@ -119,6 +121,24 @@ GPU_UPDATES: Mapping[str, Case] = {
     "copy_blocks, fp8": _gpu("copy_blocks", B=8, T=1, pool_dtype="float8_e4m3fn"),
 }
 
+# What is compiled for other GPUs: one call of each kind, and the heads that take most memory.
+GPU_OTHERS: Mapping[str, Case] = {
+    name: cases[name]
+    for cases, names in (
+        (GPU_DECODE, ("decode", "decode, D 64", "decode, D 256")),
+        (GPU_PREFILL, ("prefill", "prefill, D 64", "prefill, D 256")),
+        (GPU_RAGGED, ("ragged", "ragged, D 256")),
+        (GPU_UPDATES, ("write of 64 tokens", "rope_write of 64 tokens", "copy_blocks")),
+    )
+    for name in names
+}
+
+# Calls of ``backend=None``, for GPUs without Triton.
+GPU_XLA: Mapping[str, Case] = {
+    "decode by XLA": _gpu("decode", backend=None, L=1),
+    "prefill by XLA": _gpu("prefill", backend=None, L=1),
+    "write by XLA": _gpu("write", backend=None, L=1),
+}
 
 _Step = TypeVar("_Step", DecodeStep, EngineStep)
 
@@ -198,7 +218,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 GPU_CASES: Mapping[str, Case | ExpertCase | DecodeStep | EngineStep] = {
     **EXPERTS, **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
-    **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES
+    **GPU_XLA, **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES
 }  # fmt: skip
 
 
@@ -347,6 +367,14 @@ def count_collectives(text: str) -> dict[str, int]:
     """How often each kind of exchange between devices stands in a compiled program."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return Counter(re.findall(rf" = \S.*? ({kinds})(?:-start)?\(", text))
+
+
+def has_gpu_compiler() -> bool:
+    """Return whether XLA can compile for GPUs here."""
+    names = ("xla_cuda12", "xla_cuda13")
+    return importlib.util.find_spec("jax_plugins") is not None and any(
+        importlib.util.find_spec(f"jax_plugins.{name}") for name in names
+    )
 
 
 def parameters(cases: Mapping[str, Any]) -> list[Any]:

@@ -1,7 +1,8 @@
-"""Compile for an H200 without a GPU, and print as JSON what the compiled programs need.
+"""Compile for a GPU without one, and print as JSON what the compiled programs need.
 
-    python -m tests.support.aot_gpu                  # all cases
+    python -m tests.support.aot_gpu                  # all cases, for an H200
     python -m tests.support.aot_gpu decode step      # those whose names match from the beginning
+    python -m tests.support.aot_gpu --gpu l4 decode  # for another GPU, see `gpus`; ops alone
 
 Needs the extra "aot". XLA compiles for a GPU that is described to it; ptxas, run once more on the
 PTX of our own kernels, tells registers and spills, and nvdisasm the instructions of loops. Nothing
@@ -11,6 +12,7 @@ instructions and launches, not that they are right or fast.
 It is a script because JAX must find its settings in the environment when it is imported.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -45,7 +47,9 @@ from tests.support.aot_cases import (  # noqa: E402
     count_collectives,
 )
 from tests.support.engine_step import EngineStep  # noqa: E402
-from tests.support.h200 import H200  # noqa: E402
+from tests.support.expert_cases import ExpertCase  # noqa: E402
+from tests.support.gpus import GPUS, Gpu  # noqa: E402
+from tests.support.kernel_cases import Case  # noqa: E402
 
 
 def find_tool(name: str) -> str:
@@ -60,10 +64,12 @@ def find_tool(name: str) -> str:
     return str(found)
 
 
-def find_devices(shape: str) -> Any:
+def find_devices(shape: str, gpu: Gpu) -> Any:
     """The devices to compile for, which are only descriptions."""
     try:
-        topology = topologies.get_topology_desc(platform="cuda", topology=shape, target_config=H200)
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology=shape, target_config=gpu.target_config
+        )
     except Exception as error:
         sys.exit(
             f"aot_gpu.py: jax {jax.__version__} cannot compile for a GPU here: {error}\n"
@@ -72,13 +78,15 @@ def find_devices(shape: str) -> Any:
     return topology.devices
 
 
-def compile_case(name: str) -> dict[str, Any]:
+def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
     """Compile a case and say what it needs."""
     case = GPU_CASES[name]
     if isinstance(case, EngineStep):
-        lowered = case.lower("cuda", find_devices(case.topology))
+        lowered = case.lower("cuda", find_devices(case.topology, gpu))
     else:
-        lowered = case.lower("cuda", SingleDeviceSharding(find_devices("1x1x1")[0]))
+        sharding = SingleDeviceSharding(find_devices("1x1x1", gpu)[0])
+        others = {"gpu": gpu.device} if isinstance(case, Case | ExpertCase) else {}
+        lowered = case.lower("cuda", sharding, **others)
     for path in DUMP.iterdir():
         path.unlink()
     options = dict(GPU_COMPILER_OPTIONS.get(name, {}))
@@ -159,10 +167,11 @@ def examine_kernel(path: Path) -> dict[str, Any]:
         "loop_instructions": [len(loop) for loop in loops],
         "spills_in_loops": sum("SpillRefill" in line for loop in loops for line in loop),
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
-        "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+        "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "counting": find_counting(listing),
         "divisions_by_constants": find_divisions_by_constants(ptx),
+        "waits_first": waits_first(ptx),
     }
 
 
@@ -216,6 +225,17 @@ def find_divisions_by_constants(ptx: str) -> list[str]:
     return [constants.get(x, x) for x in divisors if x in constants or not x.startswith("%")]
 
 
+def waits_first(ptx: str) -> bool | None:
+    """Return whether a kernel waits for the one before it ahead of all global memory accesses.
+
+    XLA launches kernels of GPUs of compute capability 9.0 and later before the previous one ends
+    (programmatic dependent launch). None if the kernel never waits, as on older GPUs.
+    """
+    wait = ptx.find("griddepcontrol.wait")
+    access = re.search(r"\b(ld|st|atom|red|cp|prefetch)\b\S*\.global", ptx)
+    return None if wait < 0 else access is None or wait < access.start()
+
+
 def find(pattern: str, text: str) -> str:
     """The group of a pattern in what a tool wrote, where it must be."""
     match = re.search(pattern, text)
@@ -225,10 +245,14 @@ def find(pattern: str, text: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.aot_gpu")
+    parser.add_argument("--gpu", choices=GPUS, default="h200")
+    parser.add_argument("names", nargs="*", help="regular expressions, from the beginning of names")
+    args = parser.parse_args()
     results = {}
-    for name in chosen(GPU_CASES, sys.argv[1:]):
+    for name in chosen(GPU_CASES, args.names):
         try:
-            results[name] = compile_case(name)
+            results[name] = compile_case(name, GPUS[args.gpu])
         except Exception:
             # One case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}

@@ -31,7 +31,7 @@ from paged_jax.engine.step_bound import DEVICES, collectives  # noqa: E402
 from tests.support.aot_cases import count_collectives  # noqa: E402
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402
-from tests.support.h200 import H200  # noqa: E402
+from tests.support.gpus import GPUS  # noqa: E402
 from tests.support.model_shapes import GEMMA_3_27B, GPT_OSS_20B, with_layers  # noqa: E402
 
 MODELS = {
@@ -49,7 +49,7 @@ def find_devices(device: str, shape: str) -> list[Any]:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{device}:{shape}")
     else:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{shape}x1", target_config=H200
+            platform="cuda", topology=f"1x{shape}x1", target_config=GPUS[device].target_config
         )
     return list(topology.devices)
 

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels.triton.tuning import Device
 from paged_jax.models.experts import ExpertWeights, apply_experts, route
 from paged_jax.models.weight import Weight
-from tests.support.kernel_cases import lower
+from tests.support.kernel_cases import H200, lower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ExpertCase:
 
         return experts
 
-    def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
+    def lower(self, platform: str, sharding: Any = None, gpu: Device = H200) -> jax.stages.Lowered:
         """The experts for ``"cuda"`` or ``"tpu"``."""
         N, X, E, F = (
             self.num_tokens, self.num_experts, self.hidden_size, self.intermediate_size,
@@ -67,4 +68,4 @@ class ExpertCase:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
         shapes = of(N, E, dtype="float32"), of(N, X, dtype="float32"), of(X, 2, F, E), of(X, E, F)
-        return lower(self.function(), *shapes, platform=platform)
+        return lower(self.function(), *shapes, platform=platform, gpu=gpu)

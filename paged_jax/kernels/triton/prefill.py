@@ -84,10 +84,11 @@ def attend_to_chunks(
         sinks=args.sinks,
         layer=jnp.zeros((), jnp.int32),
     )
-    return _prefill(flat, chunks.starts, options, params or _params(flat), interpret)
+    params = params or _params(flat, is_ragged=True)
+    return _prefill(flat, chunks.starts, options, params, interpret)
 
 
-def _params(args: AttentionArgs) -> tuning.PrefillParams:
+def _params(args: AttentionArgs, is_ragged: bool = False) -> tuning.PrefillParams:
     *_, H, D = args.q.shape
     return tuning.prefill_params(
         tuning.device().kind,
@@ -96,6 +97,7 @@ def _params(args: AttentionArgs) -> tuning.PrefillParams:
         block_size=args.pools.block_size,
         q_dtype=args.q.dtype,
         pool_dtype=args.pools.dtype,
+        is_ragged=is_ragged,
     )
 
 

@@ -12,8 +12,7 @@ A call gets the entry of its own shape, else the nearest one of the same device,
 types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
 memory and registers for on a Hopper GPU, in the types and shapes of common models. Unusual ones
 spill registers and are slower for it: float32 queries of 256 lanes over narrower pools, groups of
-more than 32 heads. GPUs with less shared memory, 99 KB where Hopper has 227, want an entry of their
-own for heads of 256 lanes.
+more than 32 heads.
 """
 
 import contextlib
@@ -245,8 +244,14 @@ def prefill_params(
     block_size: int,
     q_dtype: DTypeLike,
     pool_dtype: DTypeLike,
+    is_ragged: bool = False,
 ) -> PrefillParams:
     """The parameters of the prefill kernel: the best known ones for this device and shape.
+
+    Args:
+      device_kind: name of the device, the key of the table.
+      head_dim, group, block_size, q_dtype, pool_dtype: see `Shape`.
+      is_ragged: whether the kernel attends with the chunks of a ragged batch.
 
     Example:
       >>> prefill_params("", head_dim=128, group=4, block_size=16,
@@ -255,7 +260,9 @@ def prefill_params(
     """
     shape = Shape(head_dim, group, block_size, _name(q_dtype), _name(pool_dtype))
     measured = _nearest(_measured(), device_kind, "prefill", shape)
-    return _prefill_rule(shape, device()) if measured is None else PrefillParams(*measured)
+    if measured is None:
+        return _prefill_rule(shape, device(), is_ragged)
+    return PrefillParams(*measured)
 
 
 def _name(dtype: DTypeLike) -> str:
@@ -319,25 +326,38 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: Device) -> int
     )
     # Of all steps but the one that is computed; and for what threads tell each other.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
-    kilobytes = _SHARED_KILOBYTES.get(device.compute_capability, 228)
-    return min(max(kilobytes * 1024 // shared_bytes, 1), _MOST_PROGRAMS)
+    return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), _MOST_PROGRAMS)
 
 
-# With 227 KB of shared memory; others have 163 or 99 KB.
+def _shared_kilobytes(device: Device) -> int:
+    return _SHARED_KILOBYTES.get(device.compute_capability, 228)
+
+
+# With 227 KB of shared memory for a program, and products of several warps; others have 163 or
+# 99 KB.
 _LARGE_ARCHITECTURES = (9, 10)
 
 
-def _prefill_rule(shape: Shape, device: Device) -> PrefillParams:
+def _prefill_rule(shape: Shape, device: Device, is_ragged: bool) -> PrefillParams:
     if _is_exact(shape):
         # Converted numbers of a quantised pool need registers besides.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
-    is_large = device.compute_capability[0] in _LARGE_ARCHITECTURES
+    architecture = device.compute_capability[0]
+    is_large = architecture in _LARGE_ARCHITECTURES
     if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
         # 128 rows by 128 tokens take 254 registers at 128 lanes, and 319 instructions of a warp for
         # 64 tokens where 64 take 410 (SASS for compute capability 9.0). Converted numbers of a
         # quantised pool would spill.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
+    if not is_quantised(shape.pool_dtype):
+        # Compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
+        if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:
+            # A third stage exceeds 99 KB by 1 KB.
+            return PrefillParams(64, 32, num_warps=8, num_stages=2)
+        if is_ragged and architecture == 8 and _lanes(shape) == 128:
+            # 64 tokens spill in the loop: where the tile lies takes registers besides.
+            return PrefillParams(128, 32, num_warps=8, num_stages=3)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
     # The float32 accumulator, rows x lanes, takes 64 registers of each thread at these sizes.
     query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)

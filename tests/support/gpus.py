@@ -1,0 +1,89 @@
+"""GPUs that are not here, described to XLA so that it compiles for them."""
+
+from typing import NamedTuple
+
+from paged_jax.kernels.triton.tuning import Device
+
+
+class Gpu(NamedTuple):
+    """A GPU, by the figures that XLA asks for.
+
+    Limits are those of its compute capability in the CUDA C++ Programming Guide, "Technical
+    Specifications per Compute Capability"; the others are from NVIDIA's white papers and data
+    sheets.
+
+    Attributes:
+      device: what kernels are shaped for.
+      shared_memory: bytes of a multiprocessor; a block may have 1 KB less.
+      threads: of a multiprocessor.
+      l2_cache: bytes.
+      memory: bytes.
+      bandwidth: bytes a second.
+    """
+
+    device: Device
+    shared_memory: int
+    threads: int
+    l2_cache: int
+    memory: int
+    bandwidth: int
+
+    @property
+    def target_config(self) -> str:
+        """The description that XLA reads (xla/stream_executor/device_description.proto).
+
+        XLA wants to know of a cuDNN too, which nothing here uses.
+        """
+        kind, num_cores, (major, minor) = self.device
+        return f"""
+            platform_name: "CUDA"
+            device_description_str: "{kind}"
+            dnn_version_info {{ major: 9 minor: 12 }}
+            gpu_device_info {{
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              core_count: {num_cores}
+              fpus_per_core: 128
+              clock_rate_ghz: 1.98
+              threads_per_warp: 32
+              threads_per_block_limit: 1024
+              threads_per_core_limit: {self.threads}
+              registers_per_block_limit: 65536
+              registers_per_core_limit: 65536
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: {self.block_memory}
+              shared_memory_per_core: {self.shared_memory}
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              l2_cache_size: {self.l2_cache}
+              memory_bandwidth: {self.bandwidth}
+              device_memory_size: {self.memory}
+            }}
+        """
+
+    @property
+    def block_memory(self) -> int:
+        """Bytes of shared memory that one thread block may have."""
+        return self.shared_memory - 1024
+
+
+_KB, _MB, _GB = 2**10, 2**20, 10**9
+
+GPUS = {
+    "t4": Gpu(Device("Tesla T4", 40, (7, 5)), 64 * _KB, 1024, 4 * _MB, 16 * _GB, 320 * _GB),
+    "a100": Gpu(
+        Device("NVIDIA A100", 108, (8, 0)), 164 * _KB, 2048, 40 * _MB, 80 * _GB, 2039 * _GB
+    ),
+    "a10": Gpu(Device("NVIDIA A10", 72, (8, 6)), 100 * _KB, 1536, 6 * _MB, 24 * _GB, 600 * _GB),
+    "l4": Gpu(Device("NVIDIA L4", 58, (8, 9)), 100 * _KB, 1536, 48 * _MB, 24 * _GB, 300 * _GB),
+    "h200": Gpu(
+        Device("NVIDIA H200", 132, (9, 0)), 228 * _KB, 2048, 50 * _MB, 141 * _GB, 4800 * _GB
+    ),
+    "b200": Gpu(
+        Device("NVIDIA B200", 148, (10, 0)), 228 * _KB, 2048, 126 * _MB, 180 * _GB, 8000 * _GB
+    ),
+    "rtx-pro-6000": Gpu(
+        Device("NVIDIA RTX PRO 6000", 188, (12, 0)), 100 * _KB, 1536, 128 * _MB, 96 * _GB,
+        1792 * _GB,
+    ),
+}  # fmt: skip
