@@ -3,7 +3,6 @@
 `tests.support.aot_gpu` compiles, in a process of its own; here is what its figures must be.
 """
 
-import importlib.util
 import itertools
 import statistics
 from collections import Counter
@@ -26,6 +25,7 @@ from tests.support.aot_cases import (
     asked_for,
     compiled,
     exactly,
+    has_gpu_compiler,
     parameters,
     run_script,
 )
@@ -35,11 +35,8 @@ from tests.support.kernel_cases import Case
 # What one block may have on compute capability 9.0 (CUDA C++ Programming Guide).
 MAX_SHARED_MEMORY_BYTES = 227 * 1024
 
-has_compiler = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")
-)
 pytestmark = pytest.mark.skipif(
-    not has_compiler, reason='no compiler for GPUs: install the extra "aot"'
+    not has_gpu_compiler(), reason='no compiler for GPUs: install the extra "aot"'
 )
 
 
@@ -192,6 +189,15 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     # XLA's own table of the buffers of a result.
     assert program["temporary_bytes"] <= 64
     assert program["aliased_bytes"] == GPU_UPDATES[name].pool_bytes
+
+
+@pytest.mark.parametrize(
+    "name", parameters({**GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES})
+)
+def test_kernels_wait_for_the_one_before_ahead_of_memory_on_h200(results, name) -> None:
+    """They may be launched while the kernel that writes their operands still runs."""
+    kernels = compiled(results, name)["kernels"]
+    assert kernels and all(kernel["waits_first"] is True for kernel in kernels), kernels
 
 
 @pytest.mark.parametrize("name", EXPERTS)
