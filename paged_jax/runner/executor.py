@@ -114,6 +114,8 @@ class Executor:
         self._state: DecodeState | None = None
         self.is_asleep = False
         self.calls_wait = self._device.platform == "gpu"
+        # For GPUs XLA tunes matrix multiplications on copies of their operands, which need memory.
+        self._compiles_without_state = self._device.platform == "gpu"
         self._caller = Caller()
         # The last of the calls that are queued ahead, until they are known to have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
@@ -126,6 +128,7 @@ class Executor:
         self._state = None  # gives its memory back before as much is taken again
         if not self.is_asleep:
             self._state = self._new_state()
+        self._is_new = True
         self._num_free: int | None = self.num_blocks
         self._others_free = [] if self._state is None else self._read_others()
         # Whether blocks sufficed for the programs that were queued since the last check.
@@ -220,6 +223,7 @@ class Executor:
     def _call(self, call: Call) -> Any:
         weights = self.weights.arrays
         assert self._state is not None
+        self._is_new = False
         with self._compiling(call.name), jax.profiler.TraceAnnotation(call.name):
             call = self._lowered.bind(call, weights, self._state)
             self._state, result = call.program(weights, self._state, *call.args, **call.static)
@@ -254,12 +258,14 @@ class Executor:
     def assign(self, assignments: list[Assignment]) -> None:
         """Write how the next tokens of slots are drawn, see `decode_state.assign`."""
         self._join()
+        self._is_new = False
         with self._compiling(_ASSIGNMENT):
             self._state = decode_state.assign(self.state, assignments)
 
     def bind(self, bounds: Bounds) -> None:
         """Write which tokens grammars allow next."""
         self._join()
+        self._is_new = False
         with self._compiling(_BINDING):
             self._state = decode_state.bind_slots(self.state, bounds)
 
@@ -291,15 +297,29 @@ class Executor:
         start = time.perf_counter()
         # What another process has a part of cannot be moved to the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
-        pools = self.state.cache.pools
-        calls = warmup.list_calls(self.programs, self.sizes, pools, has_swap=has_swap)
-        new = [call for call in calls if call.name not in self._compiled]
-        weights, bind = self.weights.arrays, self._lowered.bind
-        warmup.compile_calls(new, weights, self.state, bind, report or (lambda *args: None))
+        with self._state_to_compile_for() as state:
+            calls = warmup.list_calls(
+                self.programs, self.sizes, state.cache.pools, has_swap=has_swap
+            )
+            new = [call for call in calls if call.name not in self._compiled]
+            weights, bind = self.weights.arrays, self._lowered.bind
+            warmup.compile_calls(new, weights, state, bind, report or (lambda *args: None))
         give_back_freed_memory()
         self._compiled |= {call.name for call in new}
         self.compile_seconds += time.perf_counter() - start
         return new
+
+    @contextlib.contextmanager
+    def _state_to_compile_for(self) -> Iterator[DecodeState]:
+        """A context for compiling: the state, or its shapes while its memory is free."""
+        if not (self._compiles_without_state and self._is_new):
+            yield self.state
+            return
+        shapes, self._state = warmup.shapes_of(self.state), None
+        try:
+            yield shapes
+        finally:
+            self._state = self._new_state()
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:

@@ -90,6 +90,13 @@ def _zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int32)
 
 
+def shapes_of(state: DecodeState) -> Any:
+    """Return the state with `jax.ShapeDtypeStruct`s instead of arrays, to compile for it."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
 def compile_calls(
     calls: list[Call],
     weights: list[jax.Array],
