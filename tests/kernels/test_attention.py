@@ -100,6 +100,22 @@ def test_paged_attention_matches_float64(name, options) -> None:
     check(standard_batch(backend), standard_queries(), QUERY_LENS, backend, **OPTIONS[options])
 
 
+@pytest.mark.parametrize(
+    "name", [slow_kernels(name, is_quick=name == "triton") for name in BACKENDS]
+)
+def test_paged_attention_of_logits_far_below_zero_matches_float64(name) -> None:
+    """Every second token ties for the largest logit, which is between -1e31 and -1e36."""
+    backend, batch = BACKENDS[name], standard_batch(BACKENDS[name])
+    q = np.full_like(standard_queries(), 2.0**40)
+    sizes = 2.0 ** np.linspace(60, 76, len(LENGTHS)).round()
+    for b, (k, size) in enumerate(zip(batch.k, sizes, strict=True)):
+        places = np.arange(len(k))
+        k[...] = -size * (1 + places % 2)[:, None, None]
+        blocks = batch.block_tables[b, places // 8]
+        batch.pools.k[LAYER, blocks, :, places % 8, :16] = k
+    check(batch, q, QUERY_LENS, backend, rtol=1e-6)
+
+
 def test_paged_attention_rows_do_not_see_each_other(backend) -> None:
     """Bitwise: where they lie in the batch, what the others hold, and when it is computed again."""
     batch, q, query_lens = standard_batch(backend), standard_queries(), np.array(QUERY_LENS)
@@ -445,6 +461,16 @@ def test_merge_attention_of_nothing_is_nothing() -> None:
     assert out.tolist() == [[0, 0, 0, 0]] and lse.tolist() == [-np.inf]
     out, lse = MERGE(*nothing, np.ones((1, 4), np.float32), np.array([2.0], np.float32))
     assert out.tolist() == [[1, 1, 1, 1]] and lse.tolist() == [2]
+
+
+def test_merge_attention_of_logits_far_below_zero() -> None:
+    """Expected values: one softmax in float64."""
+    out, lse = np.float32([[1.0], [2.0], [4.0]]), np.float32([-1e31, -1e31, -3e38])
+    merged = MERGE(out[:2], lse[:2], out[[1, 2]], lse[[1, 2]])
+    np.testing.assert_allclose(merged[0], [[1.5], [2.0]])
+    np.testing.assert_allclose(merged[1], [-1e31, -1e31])
+    merged = MERGE(out[2:], lse[2:], np.zeros((1, 1), np.float32), np.full(1, -np.inf, np.float32))
+    assert merged[0].tolist() == [[4.0]] and merged[1] == lse[2]
 
 
 def test_merge_attention_refuses_other_shapes() -> None:

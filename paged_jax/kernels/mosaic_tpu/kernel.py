@@ -17,10 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.mosaic_tpu.tiling import Tiling
 
-# A score that is not seen, and the least peak of a row. Both are finite, and so far apart that
-# exp(_UNSEEN - peak) is 0 even in a row that has seen nothing yet.
-_UNSEEN = -2e38
-_LEAST_PEAK = -1e30
+# The score of a token that is not seen, and the least peak of a row. The peak is finite, so that
+# exp(_UNSEEN - peak) is 0, and not NaN, in a row that has seen nothing yet.
+_UNSEEN = float("-inf")
+_LEAST_PEAK = float(np.finfo(np.float32).min)
 
 
 class PoolRefs(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from paged_jax.kernels.triton import tiles
@@ -32,7 +33,7 @@ _TILE = 8192
 _WIDE = 128
 
 # Finite, so that what comes before the first part gives 0 times 0, and not NaN.
-_LOWEST = -1e30
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 def is_last(

@@ -40,7 +40,7 @@ _MOST_LANES = 256
 FLOATING = ("float32", "bfloat16", "float16")
 
 # Finite, so that a row that has seen no token gives exp2(0) and not NaN; its weights are 0.
-_LOWEST = -1e30
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 class Softmax(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from paged_jax.kernels.backend import Pages, Pools
@@ -17,7 +18,7 @@ from paged_jax.kernels.xla.writing import BITS
 TILE = 128
 
 # Finite, so that a row without any token yet gives exp(0) and not NaN; its weights are masked.
-_LOWEST = -1e30
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 class Softmax(NamedTuple):
@@ -108,7 +109,8 @@ def start_softmax(q: jax.Array, sinks: jax.Array | None) -> Softmax:
         peak = jnp.full(rows, _LOWEST, jnp.float32)
         return Softmax(peak, jnp.zeros(rows, jnp.float32), out)
     peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), rows)
-    return Softmax(peak, jnp.ones(rows, jnp.float32), out)
+    # A sink of -inf counts for nothing.
+    return Softmax(peak, jnp.broadcast_to((sinks > -jnp.inf).astype(jnp.float32), rows), out)
 
 
 def fold(

@@ -13,7 +13,9 @@ using Element = Type::Element;
 
 constexpr int TILE = 32;         // tokens
 constexpr int ROWS = 4;          // queries that meet a tile together
-constexpr float LOWEST = -1e30f;  // finite, for differences
+// The peak of a softmax over no token: finite, since the difference of two infinities is NaN.
+constexpr float LOWEST = -__FLT_MAX__;
+constexpr float UNSEEN = -__builtin_inff();  // weighs nothing beside any peak
 
 struct Tile {
   int count;
@@ -132,7 +134,7 @@ struct Attention {
     for (int i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(numbers + i, 0, 2);
   }
 
-  // Scores of a tile; LOWEST past its tokens.
+  // Scores of a tile; UNSEEN past its tokens.
   template <int ROWS_>
   void score(
       const float* queries, const Tile& tile, const Tile* next, float scores[ROWS_][TILE]) const {
@@ -146,7 +148,7 @@ struct Attention {
     }
     for (; t < tile.count; t++) score_tokens<ROWS_, 1>(queries, keys, t, scores);
     for (; t < TILE; t++)
-      for (int h = 0; h < ROWS_; h++) scores[h][t] = LOWEST;
+      for (int h = 0; h < ROWS_; h++) scores[h][t] = UNSEEN;
   }
 
   template <int ROWS_, int TOKENS_>
@@ -172,8 +174,8 @@ struct Attention {
     if (soft_cap != 0)
       for (int t = 0; t < TILE; t += LANES)
         store(weights + t, soft_cap * hyperbolic_tangent(load<Floats>(weights + t) / soft_cap));
-    for (int t = 0; t < seen.begin; t++) weights[t] = LOWEST;
-    for (int t = seen.end; t < TILE; t++) weights[t] = LOWEST;
+    for (int t = 0; t < seen.begin; t++) weights[t] = UNSEEN;
+    for (int t = seen.end; t < TILE; t++) weights[t] = UNSEEN;
     float old_peak = peak;
     Floats peaks = fill(peak);
     for (int t = 0; t < TILE; t += LANES) peaks = larger(peaks, load<Floats>(weights + t));
