@@ -5,7 +5,7 @@
 `GroupedCache` is several of them, for layers of which some have a sliding window.
 """
 
-from paged_jax.cache import blocks
+from paged_jax.cache import blocks, serialisation
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 from paged_jax.cache.contents import gather, read_blocks, write_blocks
@@ -23,6 +23,8 @@ from paged_jax.cache.paged_cache import (
     restore,
     truncate,
 )
+
+serialisation.register_caches()
 
 __all__ = [
     "BlockPool",

@@ -1,0 +1,87 @@
+"""Caches go through `flax.serialization` and continue where they were."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+
+from paged_jax import cache as lib
+from paged_jax.cache import GroupedCache, PagedCache
+from paged_jax.cache.blocks import check_invariants
+
+SIZES = {"num_kv_heads": 1, "block_size": 4, "head_dim": 8, "num_slots": 2}
+
+
+def new_cache(dtype=jnp.float32, **changes) -> PagedCache:
+    sizes = {**SIZES, "num_layers": 1, "num_blocks": 6, "max_blocks_per_slot": 4, **changes}
+    return PagedCache.create(dtype=dtype, **sizes)
+
+
+def grouped_cache() -> GroupedCache:
+    return GroupedCache((new_cache(), new_cache(window=4)), layers=((0, 0), (1, 0)))
+
+
+def used(cache):
+    """The cache with two slots, every array filled with numbers of its own."""
+    cache, ok = lib.reserve(cache, jnp.array([5, 2]), max_tokens=8)
+    assert ok
+    pools = [
+        jnp.arange(1, x.size + 1).reshape(x.shape).astype(x.dtype)
+        for x in jax.tree.leaves(cache.pools)
+    ]
+    return cache.replace_pools(jax.tree.unflatten(jax.tree.structure(cache.pools), pools))
+
+
+MAKE = {
+    "float32": new_cache,
+    "bfloat16": partial(new_cache, jnp.bfloat16),
+    "int8": partial(new_cache, jnp.int8),
+    "float8_e4m3fn": partial(new_cache, jnp.float8_e4m3fn),
+    "window": partial(new_cache, window=4),
+    "grouped": grouped_cache,
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_from_bytes_restores_a_cache(make) -> None:
+    """Also within a larger tree, and into shapes alone; the allocator goes on from there."""
+    cache = used(make())
+    data = serialization.to_bytes({"cache": cache, "step": 3})
+    for target in (make(), jax.eval_shape(make)):
+        got = serialization.from_bytes({"cache": target, "step": 0}, data)["cache"]
+        assert jax.tree.structure(got) == jax.tree.structure(cache)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(cache), strict=True):
+            assert a.dtype == b.dtype and isinstance(a, jax.Array)
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for group in got.groups:
+        check_invariants(group.tables)
+    again, ok = lib.reserve(got, jnp.array([1, 1]))
+    assert ok and again.lengths.tolist() == [6, 3]
+
+
+def test_state_dict_of_a_cache_has_its_fields() -> None:
+    cache = new_cache(window=4)
+    state = serialization.to_state_dict(cache)
+    assert set(state) == {"k", "v", "tables", "k_scale", "v_scale"}
+    assert state["tables"]["window"] == 4 and state["tables"]["block_size"] == 4
+    np.testing.assert_array_equal(state["tables"]["pool"]["free_queue"], np.arange(6))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"num_blocks": 7}, r"PagedCache.k: the state must be float32 \[1, 7, 1, 4, 8\]"),
+        ({"dtype": jnp.bfloat16}, "PagedCache.k: the state must be bfloat16"),
+        ({"window": 4}, "the state must have window = 4, got None"),
+        ({"block_size": 2, "head_dim": 16}, "PagedCache.k: the state must be"),
+    ],
+)
+def test_from_state_dict_refuses_a_cache_of_other_sizes(target, message) -> None:
+    state = serialization.to_state_dict(new_cache())
+    with pytest.raises(ValueError, match=message):
+        serialization.from_state_dict(new_cache(**target), state)
+    with pytest.raises(ValueError, match="the state must have the fields"):
+        serialization.from_state_dict(new_cache(), {"k": state["k"]})
