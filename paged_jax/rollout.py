@@ -334,7 +334,7 @@ def _keys(seed: ArrayLike) -> jax.Array:
     """Return seeds as threefry2x32 keys, the kind that `sampling` draws with."""
     if not isinstance(seed, jax.Array):
         seed = _checked_seeds(seed)
-    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         if jax.random.key_data(seed).shape[seed.ndim :] != (2,):
             raise ValueError(
                 f"rollout: seed must be an integer or a threefry2x32 key, got {seed.dtype}. Pass "

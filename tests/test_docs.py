@@ -58,7 +58,9 @@ def test_samples_print_what_the_page_says(page: Path) -> None:
 
 @pytest.mark.slow
 def test_sharded_sample_prints_what_the_page_says_on_two_devices() -> None:
-    [sample] = [text for text in samples(DOCS / "embedding.md") if "shard_map" in text]
+    texts = samples(DOCS / "embedding.md")
+    sample = "".join(text for text in texts if "shard_map" in text or "auto_axes" in text)
+    assert "shard_map" in sample and "auto_axes" in sample
     program = f"{sample}\nassert out.sharding.num_devices == 2"
     printed = run_on_devices(program, num_devices=2)
     assert printed.splitlines() == _PRINTED.findall(sample)

@@ -127,8 +127,8 @@ def check_sharding(function: str, arrays: Any) -> None:
         if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
             raise ValueError(
                 f"{function}: arrays must not be on a mesh with explicit axes, got "
-                f"{jax.typeof(array)}. Call it in jax.shard_map(..., check_vma=False), see 'Tensor "
-                "parallel over KV heads' in docs/embedding.md."
+                f"{jax.typeof(array)}. Call it in jax.shard_map(..., check_vma=False) or through "
+                "jax.sharding.auto_axes, see 'Tensor parallel over KV heads' in docs/embedding.md."
             )
 
 
