@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import (
     AttentionArgs,
     AttentionOps,
@@ -191,6 +192,7 @@ def decode_backward(
     return gradients._replace(q=gradients.q[:, 0])
 
 
+@functools.partial(without_index_checks, static_argnums=(1,))
 @functools.partial(jax.jit, static_argnames=("options", "wants_pools"))
 def prefill_backward(
     args: AttentionArgs,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax import dims
+from paged_jax.index_checks import take_or_zero, without_index_checks
 from paged_jax.kernels import xla
 from paged_jax.kernels.backend import Pages, Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.checks import (
@@ -260,13 +261,14 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
     tiles, rows_BT = cut_into_tiles(args, min(xla.QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
     # The factor of the values is the factor of the result, and of its gradient.
     unscaled = dataclasses.replace(options, value_scale=1.0)
-    bar_BTHD = (out_bar * options.value_scale).at[rows_BT].get(mode="fill", fill_value=0)
-    lse_bar_BTH = lse_bar.at[rows_BT].get(mode="fill", fill_value=0)
+    bar_BTHD = take_or_zero(out_bar * options.value_scale, rows_BT)
+    lse_bar_BTH = take_or_zero(lse_bar, rows_BT)
     out, lse = xla.prefill(tiles, unscaled)
     gradients = prefill_backward(
         tiles, unscaled, out, lse, bar_BTHD, lse_bar_BTH, wants_pools=residuals.wants_pages
     )
-    q_bar = jnp.zeros_like(args.q).at[rows_BT].set(gradients.q, mode="drop")
+    put = without_index_checks(lambda x, index, new: x.at[index].set(new, mode="drop"))
+    q_bar = put(jnp.zeros_like(args.q), rows_BT, gradients.q)
     pages_bar = None
     if gradients.k is not None and gradients.v is not None:
         bar_PCKD = (jnp.swapaxes(bar, 1, 2) for bar in (gradients.k, gradients.v))

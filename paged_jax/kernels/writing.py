@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
+from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import (
     CopyArgs,
     Options,
@@ -261,12 +262,16 @@ def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
     # only if its indices are unique.
     targets = jnp.where(is_copy, targets, P + jnp.arange(targets.size, dtype=jnp.int32))
 
+    @without_index_checks
     def copy(dot: jax.Array) -> jax.Array:
-        if dot.dtype == jax.dtypes.float0:  # int8 pools
-            return dot
         return dot.at[:, targets].set(dot[:, sources], mode="drop", unique_indices=True)
 
-    return _copy_differentiably(ops, args), jax.tree.map(copy, args_dot.pools)
+    dots = jax.tree.map(
+        # int8 pools have no tangent.
+        lambda dot: dot if dot.dtype == jax.dtypes.float0 else copy(dot),
+        args_dot.pools,
+    )
+    return _copy_differentiably(ops, args), dots
 
 
 def write_kv_pages(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.index_checks import take_or_zero
 from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.xla.tiles import (
     TILE,
@@ -117,7 +118,7 @@ def _sort_by_length(
     order = jnp.pad(order, (0, padded - B), constant_values=B)
     q_BKGD = (args.q.astype(jnp.float32) * options.scale).reshape(B, K, H // K, D)
     batch = _Batch(starts, args.context_lens, num_tiles, args.block_tables, q_BKGD)
-    return jax.tree.map(lambda x: x.at[order].get(mode="fill", fill_value=0), batch), order
+    return jax.tree.map(lambda x: take_or_zero(x, order), batch), order
 
 
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import CopyArgs, Pools, WriteArgs
 from paged_jax.kernels.quantisation import quantise
 
@@ -32,6 +33,7 @@ def write(args: WriteArgs) -> Pools:
         new = jnp.pad(new, ((0, 0), (0, pool.shape[-1] - new.shape[-1])))
         return _set_pool_rows(pool, index, new)
 
+    @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
         # Flat, as the pools are, these would change their layout on TPU, where P is their fastest
         # axis. Dropped tokens are sent past the end, each to its own place.
@@ -149,6 +151,7 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
 
 
+@without_index_checks
 def _set_rows_as_is(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     return rows.at[index].set(new, mode="drop", unique_indices=True)
 

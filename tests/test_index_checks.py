@@ -1,0 +1,123 @@
+"""Indices that the ops drop are no errors for `checkify.index_checks`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from paged_jax.index_checks import without_index_checks
+from paged_jax.kernels import (
+    copy_blocks,
+    paged_attention,
+    paged_prefill_attention,
+    paged_rope_write,
+    paged_write,
+    ragged_paged_attention,
+)
+
+L, P, K, C, D, B = 2, 6, 2, 4, 8, 3
+POOL = np.random.default_rng(0).normal(size=(L, P, K, C, D)).astype(np.float32)
+PAGES = np.random.default_rng(1).normal(size=(P, C, 2 * K, D)).astype(np.float32)
+# Entries past a length are no blocks, the last sequence is empty, and rows of padding have block P.
+TABLES = np.array([[0, 1, P], [2, P, 10**6], [P, P, -1]], np.int32)
+LENS, QUERY_LENS = np.array([7, 3, 0], np.int32), np.array([3, 2, 0], np.int32)
+Q, CHUNKS = np.ones((B, 2 * K, D), np.float32), np.ones((B, 5, 2 * K, D), np.float32)
+NEW, QKV = np.ones((4, K, D), np.float32), np.ones((4, K, 4, D), np.float32)
+BLOCKS, OFFSETS = np.array([3, P, -1, 10**6], np.int32), np.array([3, 0, 0, 0], np.int32)
+ANGLES = np.ones((4, D // 2), np.float32)
+BOUNDS, NUM_SEQS = np.array([0, 3, 5, 5], np.int32), np.array([2], np.int32)
+
+
+def ragged(q, **backend):
+    return ragged_paged_attention(
+        q, jnp.asarray(PAGES), LENS, TABLES, BOUNDS, NUM_SEQS, sm_scale=1.0, **backend
+    )
+
+
+def quantised_write(new, **backend):
+    pool, scale = jnp.zeros(POOL.shape, jnp.int8), jnp.zeros(POOL.shape[:4])
+    written = paged_write(
+        pool, pool, jax.lax.stop_gradient(new), new, BLOCKS, OFFSETS,
+        k_scale=scale, v_scale=scale, **backend,
+    )  # fmt: skip
+    return written.k_scale
+
+
+# Each a function of one array and the backend.
+OPS = {
+    "write": (lambda x, **b: paged_write(POOL, POOL, x, x, BLOCKS, OFFSETS, **b).k, NEW),
+    "rope_write": (
+        lambda x, **b: paged_rope_write(POOL, POOL, x, ANGLES, ANGLES, BLOCKS, OFFSETS, **b)[1].k,
+        QKV,
+    ),
+    "copy": (lambda x, **b: copy_blocks(x, POOL, OFFSETS[:2], BLOCKS[:2], **b).k, POOL),
+    "decode": (lambda x, **b: paged_attention(x, POOL, POOL, TABLES, LENS, **b), Q),
+    "prefill": (
+        lambda x, **b: paged_prefill_attention(x, POOL, POOL, TABLES, LENS, QUERY_LENS, **b),
+        CHUNKS,
+    ),
+    "ragged": (ragged, np.ones((9, 2 * K, D), np.float32)),
+}
+
+
+def check(function, *args) -> None:
+    """No error is reported, and the result is that of the function without the checks."""
+    error, got = checkify.checkify(jax.jit(function), errors=checkify.index_checks)(*args)
+    assert error.get() is None
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(function)(*args))
+
+
+def gradient(function):
+    return jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("backend", ["xla", None])
+def test_ops_pass_index_checks(name, backend) -> None:
+    function, x = OPS[name]
+    check(partial(function, backend=backend), x)
+    check(gradient(partial(function, backend=backend)), x)
+
+
+def test_paged_write_of_scales_passes_index_checks() -> None:
+    check(quantised_write, NEW)
+
+
+def test_index_checks_still_see_the_caller() -> None:
+    def program(x, place):
+        return OPS["write"][0](x)[place]
+
+    error, _ = checkify.checkify(jax.jit(program), errors=checkify.index_checks)(NEW, L)
+    assert "out-of-bounds" in error.get()
+
+
+@jax.jit
+def put(x, index, new):
+    return jnp.sin(x).at[index].set(jnp.cos(new), mode="drop", unique_indices=True)
+
+
+def test_without_index_checks_keeps_values_and_derivatives() -> None:
+    """Under vmap, in both modes, to the second order; expected values: the plain function."""
+    hidden = without_index_checks(put)
+    x, index, new = jnp.arange(4.0), jnp.array([2, 7, 0]), jnp.arange(3.0) + 0.5
+
+    def views(put):
+        outer = jnp.float32(1.5)  # an array of the caller, which the function closes over
+
+        def loss(x, new):
+            return jnp.sum(outer * put(x, index, new) ** 3)
+
+        yield put, (x, index, new)
+        yield jax.vmap(put, in_axes=(None, None, 0)), (x, index, jnp.stack([new, 2 * new]))
+        yield jax.grad(loss, argnums=(0, 1)), (x, new)
+        yield jax.vmap(jax.grad(loss), in_axes=(0, None)), (jnp.stack([x, 3 * x]), new)
+        yield jax.hessian(loss), (x, new)
+        yield jax.grad(lambda x, new: jnp.sum(jax.grad(loss, 1)(x, new) ** 2)), (x, new)
+        yield partial(jax.jvp, loss), ((x, new), (new.sum() * x, new))
+
+    for (function, args), (plain, _) in zip(views(hidden), views(put), strict=True):
+        got, expected = jax.jit(function)(*args), jax.jit(plain)(*args)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
