@@ -186,3 +186,17 @@ def test_encode_leaves_tokenizer_json_to_add_a_token_that_is_bos_and_eos(
         transformers = pytest.importorskip("transformers")
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         assert theirs.encode("ab") == backend.encode("ab").ids
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_from_folder_refuses_a_tokenizer_json_with_other_ids_than_it_states(tmp_path, indent):
+    content = json.loads(_backend().to_str())
+    [token] = content["added_tokens"]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content, indent=indent), encoding="utf-8")
+    assert Tokenizer.from_folder(tmp_path).encode("<|old|>") == [257]
+    token["id"] = 300
+    path.write_text(json.dumps(content, indent=indent), encoding="utf-8")
+    rule = r"tokenizer.json: token '<\|old\|>' must get its stated id 300, got 257"
+    with pytest.raises(TokenizerError, match=rule):
+        Tokenizer.from_folder(tmp_path)

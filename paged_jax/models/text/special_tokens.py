@@ -7,7 +7,9 @@
 The order of precedence is the order of transformers.
 """
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ _NAMES = (
 )  # fmt: skip
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
+# The key in tokenizer.json, which stands in front of the vocabulary.
+_ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
 class TokenizerError(ValueError):
@@ -64,14 +68,40 @@ def add_special_tokens(
             token.special |= token.content in names
             added.append(token)
     backend.add_tokens(added)
-    for token_id, token in tokens.stated.items():
-        found = backend.token_to_id(token.content)
-        if token.content and found != token_id:
-            raise TokenizerError(
-                f"{folder / tokens.file}: token {token.content!r} must get its stated id "
-                f"{token_id}, got {found}. Save the tokenizer again, so that its files agree."
-            )
+    stated = [(token_id, token.content) for token_id, token in tokens.stated.items()]
+    _check_ids(backend, folder / tokens.file, stated)
     return {name: token.content for name, token in tokens.named.items()}
+
+
+def check_added_tokens(backend: tokenizers.Tokenizer, path: Path, text: str) -> None:
+    """Check that the added tokens of a ``tokenizer.json`` have the ids that it states.
+
+    The library gives them consecutive ids, whatever the file states.
+
+    Args:
+      backend: the tokenizer that the library made of the file.
+      path: the file.
+      text: its contents.
+
+    Raises:
+      TokenizerError: a token has another id.
+    """
+    if (key := _ADDED_TOKENS.search(text)) is None:
+        return
+    # Without the rest of the file, which holds megabytes of vocabulary.
+    added, _ = json.JSONDecoder().raw_decode(text, key.end())
+    _check_ids(backend, path, [(token["id"], token["content"]) for token in added or ()])
+
+
+def _check_ids(
+    backend: tokenizers.Tokenizer, path: Path, stated: Iterable[tuple[int, str]]
+) -> None:
+    for token_id, content in stated:
+        if content and (found := backend.token_to_id(content)) != token_id:
+            raise TokenizerError(
+                f"{path}: token {content!r} must get its stated id {token_id}, got {found}. "
+                "Save the tokenizer again, so that its files agree."
+            )
 
 
 def set_post_processor(

@@ -21,6 +21,7 @@ from paged_jax.models.text.chat_template import (
 from paged_jax.models.text.special_tokens import (
     TokenizerError,
     add_special_tokens,
+    check_added_tokens,
     read_optional,
     set_post_processor,
 )
@@ -433,9 +434,12 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         hint = " Convert tokenizer.model." if (folder / "tokenizer.model").is_file() else ""
         raise TokenizerError(f"{folder}: no tokenizer.json there.{hint}")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        text = path.read_text(encoding="utf-8")
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{path}: not a tokenizer: {error}.") from None
+    check_added_tokens(backend, path, text)
+    return backend
 
 
 def _eos_token_ids(
