@@ -183,7 +183,7 @@ class GenerateBody(SamplingBody):
 
 
 class NamedSchema(Body):
-    """A JSON schema and its name. It always binds, whether `strict` or not."""
+    """A JSON schema and its name. Unless strict, parts that cannot be expressed are left out."""
 
     name: str
     description: str | None = None

@@ -442,7 +442,12 @@ def _top(token_id: int, row: dict[int, Logprob] | None, count: int) -> dict[int,
 def _form(asked: bodies.ResponseFormat) -> StructuredOutputsParams:
     if asked.json_schema is None:
         return StructuredOutputsParams(json_object=True)
-    return StructuredOutputsParams(json=asked.json_schema.schema_)
+    schema, is_strict = asked.json_schema.schema_, asked.json_schema.strict
+    guidance = schema.get("x-guidance", {})
+    if not is_strict and isinstance(guidance, dict):
+        # A schema is a hint unless it is strict: parts that cannot be expressed are left out.
+        schema = {**schema, "x-guidance": {"lenient": True, **guidance}}
+    return StructuredOutputsParams(json=schema)
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -101,6 +101,23 @@ def test_response_formats_of_openai(server) -> None:
     assert set(json.loads(choice["text"])) == set(PERSON["required"])
 
 
+@pytest.mark.parametrize("hint", [{"uniqueItems": True}, {"not": {}}, {"format": "colour"}])
+def test_response_formats_are_hints_unless_strict(server, hint) -> None:
+    """As at OpenAI: `strict` asks for all of the schema, or for an error."""
+    schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"enum": ["a"], **hint}}}
+    named = {"name": "person", "schema": schema}
+    body = {"messages": MESSAGES, "temperature": 1, "max_tokens": 60}
+    body["response_format"] = {"type": "json_schema", "json_schema": named}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    value = json.loads(answer.json()["choices"][0]["message"]["content"])
+    assert value["name"] == "a" and set(value) == set(PERSON["required"])
+    named["strict"] = True
+    error = error_of(server.post("/v1/chat/completions", body), 400)
+    [word] = hint
+    assert error["param"] == "response_format" and word in error["message"]
+
+
 @pytest.mark.parametrize(
     ("form", "texts"),
     [
