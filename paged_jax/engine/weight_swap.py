@@ -15,7 +15,9 @@ from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import NameMap, assemble, find_sources, named_arrays
+from paged_jax.models.loading.conversion import Source
 from paged_jax.models.loading.pretrained import read_config
+from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.weight import SCALE, quantise, weight_dtype
 from paged_jax.runner import ModelRunner
@@ -134,6 +136,8 @@ class WeightSwap:
         place = layout[0].sharding
         used = {source.name for source in sources.values()}
         near = {name: _bring(arrays[name], _part(shapes[name], place)) for name in sorted(used)}
+        if model.config.tie_word_embeddings and HEAD in sources:
+            _check_tied_head(model.config, near, sources)
         rules = tuple(sources.items())
         return NewWeights(near, _assembling(model.config, names, rules, *_kinds(layout)))
 
@@ -148,6 +152,21 @@ class WeightSwap:
         else:
             self._runner.update_weights(lambda old: new.convert(new.arrays, old))
         self._are_shared = False
+
+
+def _check_tied_head(
+    config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, Source]
+) -> None:
+    """Check that a head beside tied embeddings equals them: the model has no place for another."""
+    pair = sources[HEAD], sources[EMBEDDINGS]
+    given = {source.name: arrays[source.name] for source in pair}
+    with own_transfers():
+        is_same = bool(_comparing(pair, (config.vocab_size, config.hidden_size))(given))
+    if not is_same:
+        raise ValueError(
+            f"update_params: {HEAD} must equal the embeddings, as the engine's model ties both, "
+            "got other values. Make the engine with a model that is not tied."
+        )
 
 
 def _kinds(layout: list[jax.ShapeDtypeStruct]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -213,6 +232,17 @@ def _assembling(
 def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
     # The room is not read, only written over.
     return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
+
+
+@functools.lru_cache(maxsize=16)
+def _comparing(
+    pair: tuple[Source, Source], shape: tuple[int, ...]
+) -> Callable[[dict[str, jax.Array]], jax.Array]:
+    def compare(arrays: dict[str, jax.Array]) -> jax.Array:
+        head, embeddings = (source.take(arrays, shape) for source in pair)
+        return jnp.array_equal(head, embeddings)
+
+    return jax.jit(compare)
 
 
 @functools.lru_cache(maxsize=16)

@@ -128,6 +128,15 @@ def test_weights_come_by_names_of_hugging_face(scan_layers) -> None:
     engine.update_params(tensors, mapping={})
     check_weights(engine, other)
     assert {x.dtype for x in engine.weights} == {np.dtype("float32")}
+    before = [np.asarray(x) for x in engine.weights]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].copy()
+    engine.update_params(tensors, mapping={})
+    tensors["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(ValueError, match="lm_head.weight must equal the embeddings"):
+        engine.update_params(tensors, mapping={})
+    jax.tree.map(np.testing.assert_array_equal, engine.weights, before)
+    with pytest.raises(ValueError, match="lm_head.weight must have shape"):
+        engine.update_params(tensors | {"lm_head.weight": np.zeros((2, 3))}, mapping={})
 
 
 def test_weights_become_int8_on_their_way() -> None:

@@ -20,7 +20,7 @@ from flax import nnx
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.piece import Piece
-from paged_jax.models.loading.tensor_map import find_pieces
+from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, find_pieces
 
 # From names of another definition, with a * for the number of a layer, to those of Hugging Face, or
 # to such a name and the order of axes in which it has the tensor.
@@ -79,7 +79,8 @@ def find_sources(
       rules: which tensors they are. A name that no rule names is one of Hugging Face's.
 
     Returns:
-      The source of each tensor, by the names of Hugging Face.
+      The source of each tensor, by the names of Hugging Face. For a tied model this includes the
+      head if the other definition has one, so that it can be compared with the embeddings.
 
     Raises:
       WeightsError: a tensor is missing, left over, named twice, or of another shape.
@@ -100,13 +101,15 @@ def find_sources(
             "takes for it."
         )
     # Trainers may keep a tied head beside the embeddings.
-    known = {*wanted, "lm_head.weight"} if config.tie_word_embeddings else set(wanted)
+    known = {*wanted, HEAD} if config.tie_word_embeddings else set(wanted)
     if left_over := [tensor for tensor in sources if tensor not in known]:
         name = sources[left_over[0]].name
         raise WeightsError(
             f"{function}: params must hold what the model has, got {_enumerate(left_over)} "
             f"({name}), for which it has no place."
         )
+    if HEAD in sources and HEAD not in wanted and EMBEDDINGS in wanted:
+        wanted[HEAD] = dataclasses.replace(wanted[EMBEDDINGS], tensor=HEAD)
     for tensor, piece in wanted.items():
         _check_shape(function, sources[tensor], shapes[sources[tensor].name], piece)
     return {tensor: sources[tensor] for tensor in wanted}
