@@ -26,9 +26,12 @@ _ADVISORY = frozenset({
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "add_generation_prompt": (True,),
     "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "custom_params": ({},),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_reasoning": (True,),

@@ -324,7 +324,7 @@ class ChatAnswer(OpenAiAnswer):
         """The fields that the body gives, under the names that chats have."""
         # By default a chat may fill the context.
         body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0

@@ -395,6 +395,7 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
     assert server.post("/v1/completions", body).status_code == 200
     messages = [{"role": "assistant", "content": "hi", "refusal": None}]
     body = {"messages": messages, "tools": [], "tool_choice": "none", **habits, **GREEDY}
+    body |= {"echo": False, "best_of": 1, "top_logprobs": 0}
     body |= {"store": True, "stream_options": {"include_obfuscation": False}}
     # OpenAI's hints, other servers' fields with their defaults, and null for whatever there is.
     body |= {"safety_identifier": "me", "prompt_cache_key": "k", "reasoning_effort": "low"}
@@ -420,6 +421,8 @@ def test_what_clients_send_by_habit_is_no_mistake(server) -> None:
             "max_token is not supported here. Did you mean max_tokens?",
         ),
         ({"top_key": 1}, "top_key", "Did you mean top_k?"),
+        ({"echo": True}, "echo", "only as null or false."),
+        ({"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs to be true."),
         ({"include_reasoning": False}, "include_reasoning", "only as null or true."),
         ({"length_penalty": 0.5}, "length_penalty", "needs use_beam_search to be true."),
         (
