@@ -200,3 +200,38 @@ def test_from_folder_refuses_a_tokenizer_json_with_other_ids_than_it_states(tmp_
     rule = r"tokenizer.json: token '<\|old\|>' must get its stated id 300, got 257"
     with pytest.raises(TokenizerError, match=rule):
         Tokenizer.from_folder(tmp_path)
+
+
+_CLASSES = {
+    "GPT2Tokenizer": ["<|endoftext|>"],
+    "Qwen2TokenizerFast": ["<|endoftext|>"],
+    "LlamaTokenizer": ["<unk>", "<s>", "</s>"],
+    "GemmaTokenizerFast": ["<unk>", "<pad>", "<bos>", "<eos>", "<mask>"],
+}
+
+
+@pytest.mark.parametrize("name", _CLASSES)
+@pytest.mark.parametrize("stated", [{}, {"eos_token": "a"}, {"unk_token": None}])
+def test_from_folder_knows_the_default_names_of_a_class(tmp_path, name, stated):
+    transformers = pytest.importorskip("transformers")
+    tokens = _CLASSES[name]
+    backend = Backend(
+        models.BPE({token: i for i, token in enumerate([*tokens, "▁", "a", "b"])}, [])
+    )
+    _write(tmp_path, backend, tokenizer_config={"tokenizer_class": name, **stated})
+    theirs = getattr(transformers, name).from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    special = [token for token, token_id in theirs.get_added_vocab().items()]
+    assert [token for token in special if not ours.is_special(theirs.get_vocab()[token])] == []
+
+
+@pytest.mark.parametrize("splits", [False, True, None])
+def test_encode_splits_special_tokens_if_asked_to(tmp_path, splits):
+    transformers = pytest.importorskip("transformers")
+    config = {"eos_token": "<|old|>"} | ({} if splits is None else {"split_special_tokens": splits})
+    folder = _write(tmp_path, tokenizer_config=config)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert Tokenizer.from_folder(folder).encode(_TEXT) == theirs.encode(_TEXT)
+    assert (257 in theirs.encode(_TEXT)) == (not splits)

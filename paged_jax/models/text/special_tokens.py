@@ -23,6 +23,20 @@ from paged_jax.models.json_file import read_json
 _NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
+# Names that a class of transformers has if the files do not mention them.
+_END_OF_TEXT = "<|endoftext|>"
+_NAMES_OF_CLASS = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END_OF_TEXT),
+    "GemmaTokenizer": {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), _END_OF_TEXT),
+}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
 # The key in tokenizer.json, which stands in front of the vocabulary.
@@ -53,7 +67,7 @@ def add_special_tokens(
       TokenizerError: a token is malformed, or its id is not the stated one.
       ValueError: a file is not JSON.
     """
-    tokens = _read_special_tokens(folder, config)
+    tokens = _read_special_tokens(folder, _with_names_of_class(backend, config))
     known = backend.get_added_tokens_decoder()
     # Without `added_tokens_decoder`, transformers reads the flags of tokenizer.json as well.
     flagged = tokens.stated if tokens.file == _CONFIG else {**tokens.stated, **known}
@@ -153,6 +167,18 @@ class _SpecialTokens(NamedTuple):
     extra: list[tokenizers.AddedToken]
     stated: dict[int, tokenizers.AddedToken]
     file: str
+
+
+def _with_names_of_class(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings with the names that the tokenizer's class has by default."""
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    defaults = _NAMES_OF_CLASS.get(name, {})
+    known = {
+        key: token for key, token in defaults.items() if backend.token_to_id(token) is not None
+    }
+    return {**known, **config}
 
 
 def _read_special_tokens(folder: Path, config: Mapping[str, Any]) -> _SpecialTokens:

@@ -118,6 +118,7 @@ class Tokenizer:
         config = read_optional(folder / "tokenizer_config.json")
         special_tokens = add_special_tokens(backend, folder, config)
         set_post_processor(backend, config, special_tokens)
+        backend.encode_special_tokens = bool(config.get("split_special_tokens"))
         chat_template, tool_template = read_templates(folder, config)
         generation = read_optional(folder / "generation_config.json")
         return cls(
