@@ -62,7 +62,7 @@ GOALS = tuple(
 )
 _RATIOS = ("ratios_to_engine", "cpu_ratios_to_engine", "server_cpu_ratios_to_engine")
 # It listens first, and is ready when it has compiled.
-_READY = re.compile(r"Serving on (\S+).* ready: ", re.DOTALL)
+_READY = re.compile(r"listening on (\S+),.* ready: ", re.DOTALL)
 _CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
 # What a client has got: when, after the start of the run, and which bytes.

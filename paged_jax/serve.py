@@ -30,7 +30,7 @@ from paged_jax.profiling import check_profile_folder
 
 try:
     from paged_jax.server import Limits, Service, Settings
-    from paged_jax.server.http import Server
+    from paged_jax.server.http import Server, url_of
     from paged_jax.server.log_format import LogFormat, logs_on_stderr
     from paged_jax.server.startup import Startup
 except ModuleNotFoundError as error:
@@ -83,7 +83,8 @@ def _serve(args: argparse.Namespace) -> None:
     settings = _settings(args)
     # An address in use is reported before the model is loaded, which may take long.
     listener = _listener(args.host, args.port)
-    startup = Startup(lambda note: _make_service(args, settings, note))
+    hint = _hint(url_of(listener), settings)
+    startup = Startup(lambda note: _make_service(args, settings, hint, note))
     server = Server(
         startup,
         settings.limits,
@@ -104,9 +105,16 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _make_service(
-    args: argparse.Namespace, settings: Settings, note: Callable[[str], None]
+    args: argparse.Namespace, settings: Settings, hint: str, note: Callable[[str], None]
 ) -> Service:
-    """Load and compile, and say so in `note` and in the log."""
+    """Load the model and compile its programs.
+
+    Args:
+      args: the options of the command line.
+      settings: settings of the service.
+      hint: the last line of the log.
+      note: function that is called with each line about the progress, which the log has too.
+    """
 
     def report(line: str) -> None:
         note(line)
@@ -123,7 +131,18 @@ def _make_service(
     gc.freeze()
     gc.set_threshold(_GARBAGE)
     report(_summary(engine, settings.model_name, time.perf_counter() - start))
+    _logger.info(hint)
     return Service(engine, settings)
+
+
+def _hint(url: str, settings: Settings) -> str:
+    """Return the line that says how to use the server: its page of the cache, and a request."""
+    key = f'-H "Authorization: Bearer ${_API_KEY}" ' if settings.api_keys else ""
+    has_page = not settings.api_keys or settings.admin_key is not None
+    page = f"{url}/cache shows the cache; t" if has_page else "T"
+    content = "-H 'content-type: application/json'"
+    body = """-d '{"prompt": "It is", "max_tokens": 32}'"""
+    return f"{page}ry: curl {url}/generate {key}{content} {body}"
 
 
 def _summary(engine: Engine, name: str, seconds: float) -> str:

@@ -17,7 +17,7 @@ from paged_jax.server.startup import Startup
 # Seconds for a last event to reach its client before the server closes all connections.
 _LAST_EVENT = 1.0
 
-_logger = logging.getLogger("uvicorn.error")
+_logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         """Listen, and log the addresses."""
         await super().startup(sockets)
         for each in sockets or []:
-            _logger.info("Serving on %s", _url(each))
+            _logger.info("listening on %s, and getting ready", url_of(each))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the connections to end, and close those that do not."""
@@ -103,6 +103,9 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket, from which programs on this machine reach it."""
     host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # all addresses of this machine
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -18,6 +18,9 @@ _PLAIN = re.compile(r"[!#-<>-~]*")
 def logs_on_stderr(level: str, log_format: LogFormat) -> Iterator[None]:
     """A context in which the logs of the server and of uvicorn go to stderr, from a level on.
 
+    uvicorn's lines about its start and end appear at level ``"debug"`` only: "Application startup
+    complete." comes minutes before the model is ready.
+
     Args:
       level: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
       log_format: ``"text"``, or ``"json"``: an object a line.
@@ -26,9 +29,9 @@ def logs_on_stderr(level: str, log_format: LogFormat) -> Iterator[None]:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     # Each by its name: a handler of the root would also write what other libraries log.
     number = logging.getLevelName(level.upper())
-    # Which kernel was chosen is told for each platform of each program.
+    # There is a line for the kernels of each platform in each program.
     calm = number if number == logging.DEBUG else max(number, logging.WARNING)
-    levels = {"paged_jax": number, "uvicorn": number, "paged_jax.kernels": calm}
+    levels = {"paged_jax": number, "uvicorn": calm, "paged_jax.kernels": calm}
     loggers = [logging.getLogger(name) for name in levels]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from paged_jax import serve
+from paged_jax.server import Settings
+from paged_jax.server.http import url_of
 from tests.support.live_server import check_error, wait_until
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_model import save_tiny_model
@@ -74,10 +77,37 @@ def assert_cut_off(streams: list[Stream]) -> None:
         assert error["code"] == "shutting_down"
 
 
+@pytest.mark.parametrize(
+    ("keys", "admin_key", "has_page"),
+    [((), None, True), (("a",), None, False), (("a",), "b", True), ((), "b", True)],
+)
+def test_the_last_line_of_the_log_says_how_to_use_the_server(keys, admin_key, has_page) -> None:
+    """The page of the cache is closed with API keys but no admin key."""
+    with socket.socket() as listener:
+        listener.bind(("0.0.0.0", 0))
+        url = url_of(listener)
+    assert url.startswith("http://127.0.0.1:")
+    hint = serve._hint(url, Settings("tiny", api_keys=keys, admin_key=admin_key))
+    assert (f"{url}/cache" in hint) == has_page
+    command = shlex.split(hint[hint.lower().index("try: ") + 5 :])
+    assert command[:2] == ["curl", f"{url}/generate"]
+    assert ("Authorization: Bearer $PAGED_JAX_API_KEY" in command) == bool(keys)
+    assert set(json.loads(command[-1])) == {"prompt", "max_tokens"}
+
+
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish_and_nobody_in(folder) -> None:
     with serving(folder, "--grace", "3") as server:
         assert "ready: " in server.log and "4000 blocks of 16 tokens" in server.log
+        # Nothing says that the start is complete before the model is ready.
+        assert "startup" not in server.log and "Uvicorn" not in server.log
+        wait_until(lambda: "curl" in server.log)
+        last = server.log.splitlines()[-1]
+        assert f"{server.url}/cache shows the cache" in last
+        command = shlex.split(last.partition("try: ")[2])
+        headers, body = dict([command[3].split(": ")]), json.loads(command[-1])
+        response = httpx.post(command[1], json=body, headers=headers, timeout=120)
+        assert response.status_code == 200 and response.json()["outputs"]
         streams = begin_streams(server, max_tokens=600)
         with httpx.Client(timeout=10) as client:
             assert not server.is_closed_to(client)

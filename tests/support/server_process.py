@@ -21,7 +21,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         wait_until(lambda: "ready: " in self.log or self.process.poll() is not None, 120)
-        self.url = re.findall(r"Serving on (\S+)", self.log)[0]
+        self.url = re.findall(r"listening on (\S+),", self.log)[0]
 
     def _read(self) -> None:
         assert self.process.stderr is not None
