@@ -1,5 +1,6 @@
 """Chat templates as those of the families are written, against transformers."""
 
+import dataclasses
 import json
 import tomllib
 from typing import Any
@@ -258,6 +259,24 @@ def test_render_shows_the_refusal_of_a_message_without_content():
     parts = [{"type": "refusal", "refusal": "No."}]
     for message in (_dumped(refusal="No."), _dumped(content=parts), _dumped(content="No.")):
         assert template.render([message]) == "No."
+
+
+def test_render_leaves_out_null_fields_of_tools():
+    template = ChatTemplate("{{ tools | tojson }}")
+    schema = {"type": "object", "properties": {"a": {"default": None}}}
+    function = {"name": "f", "parameters": schema}
+    dumped = {"type": "function", "function": {**function, "description": None, "strict": None}}
+    text = template.render([], tools=[dumped])
+    assert json.loads(text) == [{"type": "function", "function": function}]
+    assert template.render([], tools=[]) == template.render([]) == "null"
+
+
+def test_encode_chat_takes_messages_as_objects_with_any_role():
+    source = "{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
+    message = dataclasses.make_dataclass("Message", ["role", "content", "name"])
+    tokenizer = Tokenizer(_backend(), chat_template=source)
+    asked = [message("developer", "f", None), message("user", "a", None)]
+    assert tokenizer.encode_chat(asked) == tokenizer.encode("fa") == [1]
 
 
 _SOURCES = {"default": "D{{ bos_token }}", "tool_use": "T", "rag": "R"}

@@ -82,15 +82,17 @@ class ChatTemplate:
             or a list of parts such as ``{"type": "text", "text": "Hi"}``. A field that is None is
             left out. The arguments of a tool call are an object or its JSON text.
           add_generation_prompt: end with what opens an answer.
-          **variables: further variables of the template.
+          **variables: further variables of the template, such as `tools`. Fields of a tool and of
+            its function that are None are left out.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template refuses them.
         """
         chat = [_as_templates_expect(message) for message in messages]
-        variables = {"tools": None, "documents": None, **variables}
+        tools = [_without_nulls(tool) for tool in as_data(variables.get("tools") or ())] or None
+        variables = {"documents": None, **variables, "tools": tools}
         variables["add_generation_prompt"] = add_generation_prompt
-        template = self._tool_template if variables["tools"] else self._template
+        template = self._tool_template if tools else self._template
         try:
             return template.render(messages=chat, **variables)
         # Beside its own errors, a template raises whatever its expressions do.
@@ -178,7 +180,7 @@ class _Arguments(dict[str, Any]):
 
 def _as_templates_expect(given: Any) -> dict[str, Any]:
     """Return a message as a dict with one text for content, without fields that are None."""
-    message = _plain(given)
+    message = as_data(given)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(
             "apply_chat_template",
@@ -197,15 +199,32 @@ def _as_templates_expect(given: Any) -> dict[str, Any]:
     return _with_reasoning(message)
 
 
-def _plain(value: Any) -> Any:
-    """Return dicts and lists instead of mappings, tuples, dataclasses and pydantic's objects."""
+def as_data(value: Any) -> Any:
+    """Return dicts and lists instead of mappings, tuples, dataclasses and pydantic's objects.
+
+    Example:
+      >>> as_data(({"a": (1, 2)},))
+      [{'a': [1, 2]}]
+    """
     if callable(dump := getattr(value, "model_dump", None)):
         value = dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: as_data(each) for key, each in value.items()}
+    return [as_data(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _without_nulls(tool: Any) -> Any:
+    """Return a tool without fields that are None, also those of its function."""
+    if not isinstance(tool, dict):
+        return tool
+    fields = {key: value for key, value in tool.items() if value is not None}
+    return (
+        {**fields, "function": _without_nulls(fields["function"])}
+        if "function" in fields
+        else fields
+    )
 
 
 def _with_arguments(call: Any) -> Any:

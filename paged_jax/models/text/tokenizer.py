@@ -15,6 +15,7 @@ from paged_jax.models.text.chat_roles import ChatRoles
 from paged_jax.models.text.chat_template import (
     ChatTemplate,
     ChatTemplateError,
+    as_data,
     check_variables,
     read_templates,
 )
@@ -266,7 +267,7 @@ class Tokenizer:
             rule = "must be empty as the model's chat template has no tools, got some."
             raise ChatTemplateError("encode_chat", rule, "tools")
         text = self.apply_chat_template(
-            self._chat_roles.checked(messages),
+            self._chat_roles.checked(as_data(messages)),
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             **check_variables(chat_template_kwargs),
