@@ -1,5 +1,6 @@
 """Compilation, cache and loading of the kernels for CPUs, and the faults of a machine in each."""
 
+import ctypes
 import functools
 import logging
 import os
@@ -284,6 +285,31 @@ def test_load_takes_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> No
     library._load.cache_clear()
     why_not = library.load(LINEAR).why_not
     assert why_not == "there is no folder to compile them in: make /tmp writable, or set TMPDIR"
+
+
+@pytest.mark.parametrize("noexec", ["temporary folder", "cache folder", "both"])
+def test_load_works_if_one_folder_forbids_execution(
+    fresh, unregistered, monkeypatch, caplog, noexec
+) -> None:
+    """Hardened systems mount /tmp or /home with noexec."""
+    load, folder = ctypes.CDLL, str(library.user_cache.cache_folder("kernels"))
+
+    def refuse_to_map(path: str) -> ctypes.CDLL:
+        is_cache = path.startswith(folder)
+        if noexec == "both" or (noexec == "cache folder") == is_cache:
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse_to_map)
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        loaded = library.load(LINEAR)
+        library.load(library.Kernel("decode", F32))
+    if noexec == "both":
+        assert loaded.why_not is not None and "failed to map segment" in loaded.why_not
+        assert len(caplog.records) == 1 and not kept_files(fresh)
+    else:
+        assert loaded.target and not caplog.records
+        assert [path.suffix for path in kept_files(fresh)] == [".so", ".so"]
 
 
 def test_load_works_if_the_cache_folder_takes_no_file(fresh, compiled, monkeypatch) -> None:

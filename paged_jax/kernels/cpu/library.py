@@ -164,7 +164,7 @@ def _find_or_compile(kernel: Kernel) -> str:
     with _build_folder(folder) as temporary:
         path = Path(temporary) / f"{target}.so"
         _compile(command, path)
-        _register(kernel, target, path)
+        _register_new(kernel, target, path, folder)
         _check(kernel, target)
         if folder is not None:
             content = path.read_bytes()
@@ -204,10 +204,28 @@ def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str
     """Create a folder to compile in: a temporary one, else one in the cache folder."""
     for parent in (None, cache_folder):
         with contextlib.suppress(OSError):
-            return tempfile.TemporaryDirectory(
-                prefix="paged_jax", dir=parent, ignore_cleanup_errors=True
-            )
+            return _temporary_folder(parent)
     raise _Unavailable("there is no folder to compile them in: make /tmp writable, or set TMPDIR")
+
+
+def _temporary_folder(parent: Path | None) -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="paged_jax", dir=parent, ignore_cleanup_errors=True)
+
+
+def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | None) -> None:
+    """Register a library from the folder where it was compiled, else from the cache folder.
+
+    Many systems mount /tmp without permission to execute (noexec).
+    """
+    try:
+        _register(kernel, target, path)
+    except _Unavailable:
+        with contextlib.suppress(_Unavailable, OSError):
+            if cache_folder is not None:
+                with _temporary_folder(cache_folder) as other:
+                    _register(kernel, target, Path(shutil.copy(path, other)))
+                    return
+        raise
 
 
 def _check(kernel: Kernel, target: str) -> None:
