@@ -20,6 +20,7 @@ from paged_jax.kernels import ragged_paged_attention
 from paged_jax.kernels.backend import Pages, RaggedArgs, RaggedOptions
 from paged_jax.kernels.dispatch import backends_of
 from paged_jax.kernels.mosaic_tpu import ragged as on_tpu
+from paged_jax.kernels.ragged_batch import cut_into_tiles
 from tests.support import oracles
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import BACKENDS
@@ -278,6 +279,30 @@ def check_gradients(batch: RaggedBatch, options: dict[str, Any]) -> None:
     np.testing.assert_allclose(q_bar, want_q, atol=2e-5)
     np.testing.assert_allclose(pages_bar, want_pages, atol=2e-5)
     np.testing.assert_allclose(sinks_bar, want_sinks, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, 16])
+def test_cut_into_tiles_names_each_query_once_and_nothing_else(num_queries) -> None:
+    """Gradients are scattered to these rows: on GPUs, rows that two tiles name get either value."""
+    batch = RaggedBatch.random(LENGTHS)
+    q, pages, *rest, num_seqs = map(jnp.asarray, batch.arrays)
+    kv_lens, tables, ends = rest
+    # As the op passes them: no tokens and no queries in sequences that are none.
+    index = np.arange(len(kv_lens) + 1)
+    args = RaggedArgs(
+        q=q,
+        pages=Pages(pages),
+        block_tables=tables,
+        context_lens=jnp.where(index[:-1] < len(LENGTHS), kv_lens, 0),
+        cu_query_lens=ends[np.minimum(index, len(LENGTHS))],
+        num_sequences=num_seqs,
+    )
+    tiles, rows = cut_into_tiles(args, num_queries)
+    expected = [row for s in range(len(LENGTHS)) for row in np.arange(len(q))[batch.sequence(s)[0]]]
+    rows = np.asarray(rows)
+    assert rows[rows < len(q)].tolist() == expected
+    assert (rows[rows >= len(q)] == len(q)).all()
+    np.testing.assert_array_equal((rows < len(q)).sum(axis=1), tiles.query_lens)
 
 
 def test_ragged_attention_refuses_a_gradient_in_quantised_pages() -> None:
