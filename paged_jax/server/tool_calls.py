@@ -130,7 +130,7 @@ def check_calls(messages: Sequence[bodies.Message], tokenizer: Tokenizer) -> Non
     for index, message in enumerate(messages):
         if message.tool_calls and not tokenizer.tool_support.writes_calls:
             param = f"messages.{index}.tool_calls"
-            reason = "as the model's chat template has no tools"
+            reason = "as the model's chat template leaves calls out"
             raise ApiError(400, f"{param} must be null or empty, {reason}.", param=param)
 
 

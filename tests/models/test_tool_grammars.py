@@ -75,6 +75,8 @@ NOT_BOUND = {
     "required": closed(required=["n", "other"]),
     "text": {"type": "string"},
     "properties": {"type": "object", "properties": None},
+    "names": closed(required=[{"n": 1}]),
+    "names of the rest": {"type": "object", "properties": {}, "required": [["n"]]},
     "patternProperties": {"type": "object", "patternProperties": {"^(?!x)": {}}},
 }
 

@@ -203,5 +203,5 @@ def test_formats_that_are_not_known_are_a_400() -> None:
     messages = ChatBody.model_validate({"messages": [*MESSAGES, told]}).messages
     check_calls(messages, tokenizer_of(source))
     without = "{{ tools }}{{ messages[0].content }}"
-    with pytest.raises(ApiError, match="^messages.1.tool_calls must be null or empty"):
+    with pytest.raises(ApiError, match="^messages.1.tool_calls must .* leaves calls out.$"):
         check_calls(messages, tokenizer_of(without))

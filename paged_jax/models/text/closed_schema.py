@@ -96,6 +96,7 @@ def _closed(schema: Any) -> Any:
             new[name] = _closed(part)
     named, required = schema.get("properties"), schema.get("required", [])
     if isinstance(named, Mapping) and isinstance(required, list):
-        if not any(name in schema for name in _OPEN) and set(required) <= set(named):
+        are_named = all(isinstance(name, str) and name in named for name in required)
+        if are_named and not any(name in schema for name in _OPEN):
             new["additionalProperties"] = False
     return new
