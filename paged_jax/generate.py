@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from paged_jax import distributed
 from paged_jax.cache.picture import draw_tables
@@ -22,9 +22,9 @@ from paged_jax.command_line import (
 from paged_jax.engine.inputs import Prompt
 from paged_jax.llm import LLM
 from paged_jax.profiling import check_profile_folder, profiled
-from paged_jax.progress import Progress
 from paged_jax.sampling.params import NUMBERS, SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.status import Status
 
 _MAX_NUM_SEQS = 16
 # Events that --show-blocks tells.
@@ -35,10 +35,10 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line, and return the exit status; expected errors print one line."""
-    progress = _StatusLine(sys.stderr)
+    status = Status(has_lines=True)
     parser = _parser()
     args = parser.parse_args(argv)
-    return parser.run(lambda: _run(args, progress), clear=progress.clear)
+    return parser.run(lambda: _run(args, status), clear=status.leave_line)
 
 
 def _parser() -> Parser:
@@ -103,7 +103,7 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     )
 
 
-def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
+def _run(args: argparse.Namespace, status: Status) -> None:
     join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
@@ -112,28 +112,29 @@ def _run(args: argparse.Namespace, progress: "_StatusLine") -> None:
     SamplingParams(**given)
     if args.profile is not None:
         check_profile_folder(args.profile)
-    progress.say("loading the model")
+    status.say("loading the model")
     is_stream = len(prompts) == args.n == 1
     options.setdefault("max_num_seqs", min(_MAX_NUM_SEQS, args.n * len(prompts)))
     if is_stream or args.show_blocks:
         options.setdefault("steps_per_dispatch", 1)
-    llm = LLM(args.model, **options, on_compile=progress.say)
+    llm = LLM(args.model, **options, on_compile=status.say)
     if not distributed.is_leader():
-        progress.clear()
+        status.clear()
         llm.follow()
         return
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
     params = _recommended_params(llm, given)
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
-    pictures = _BlockPictures(llm, progress) if args.show_blocks else None
-    progress.clear()
+    pictures = _BlockPictures(llm, status) if args.show_blocks else None
+    status.clear()
     with profiled(args.profile):
-        _complete(llm, prompts, params, write, pictures, progress)
+        _complete(llm, prompts, params, write, pictures, status)
     if pictures is not None:
         pictures.finish()
-    progress.clear()
-    print(_summary(llm), file=sys.stderr)
+    summary = _summary(llm)  # may compile, and say so
+    status.clear()
+    print(summary, file=sys.stderr)
 
 
 def _complete(
@@ -142,24 +143,25 @@ def _complete(
     params: SamplingParams,
     write: Callable[[RequestOutput, LLM], None],
     pictures: "_BlockPictures | None",
-    progress: "_StatusLine",
+    status: Status,
 ) -> None:
     """Complete the prompts and write each when it is complete, a stream as its text comes."""
     is_stream = isinstance(write, _Streamer)
     # Several prompts get a bar, on a terminal; one prompt needs none, as its text appears.
+    bar = status.bar("requests", unit="req", total=len(prompts))
+    note = llm.speed_note()
     with (
-        Progress(llm, len(prompts), disable=True if len(prompts) == 1 else None) as bar,
+        bar if len(prompts) > 1 else contextlib.nullcontext(),
         contextlib.closing(llm.stream(prompts, params)) as outputs,
     ):
-        progress.use(bar)
-        for output in _in_order(_counted(outputs, bar, pictures), partial=is_stream):
-            progress.clear()
+        counted = _counted(outputs, lambda num: status.advance(num, note), pictures)
+        for output in _in_order(counted, partial=is_stream):
+            status.clear()
             _raise_error(output)
             write(output, llm)
             if is_stream:
-                progress.mute()  # the terminal's current line now holds text
-    progress.use(None)
-    progress.unmute()
+                status.mute()  # the terminal's current line now holds text
+    status.unmute()
 
 
 def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
@@ -239,13 +241,13 @@ def _raise_error(output: RequestOutput) -> None:
 
 def _counted(
     outputs: Iterator[tuple[int, RequestOutput]],
-    bar: Progress,
+    advance: Callable[[int], None],
     pictures: "_BlockPictures | None",
 ) -> Iterator[tuple[int, RequestOutput]]:
     for index, output in outputs:
         if pictures is not None:
             pictures.look()
-        bar.update(output.finished)
+        advance(int(output.finished))
         yield index, output
 
 
@@ -316,9 +318,9 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 class _BlockPictures:
     """Draws the block tables on stderr: before, at their fullest, and after."""
 
-    def __init__(self, llm: LLM, progress: "_StatusLine"):
+    def __init__(self, llm: LLM, status: Status):
         self._llm = llm
-        self._progress = progress
+        self._status = status
         self._last = snapshot(llm)
         self._most, self._fullest = 0, ""
         self._events: list[str] = []
@@ -352,49 +354,8 @@ class _BlockPictures:
         )
 
     def _print(self, text: str) -> None:
-        self._progress.clear()
+        self._status.clear()
         print(f"\n{text}", file=sys.stderr)
-
-
-class _StatusLine:
-    """A line on stderr that says what is happening; on a terminal it is erased afterwards."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._width = 0
-        self._is_muted = False
-        self._bar: Progress | None = None
-
-    def use(self, bar: Progress | None) -> None:
-        """Write to the left end of a bar instead of a line of its own; None ends that."""
-        self._bar = bar if bar is not None and bar.is_shown else None
-
-    def mute(self) -> None:
-        """Write nothing, as the terminal's current line holds text."""
-        self._is_muted = True
-
-    def unmute(self) -> None:
-        """Write again."""
-        self._is_muted = False
-
-    def say(self, line: str) -> None:
-        if self._is_muted:
-            return
-        if self._bar is not None:
-            self._bar.say(line)
-            return
-        self.clear()
-        self._width = len(line) + 4
-        end = "" if self._is_terminal else "\n"
-        print(f"{line} ...", end=end, file=self._stream, flush=True)
-
-    def clear(self) -> None:
-        if self._bar is not None:
-            self._bar.clear()
-        if self._width and self._is_terminal:
-            print("\r" + " " * self._width + "\r", end="", file=self._stream, flush=True)
-        self._width = 0
 
 
 def _summary(llm: LLM) -> str:

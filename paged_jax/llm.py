@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +14,11 @@ from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
 from paged_jax.engine.transfers import own_transfers
-from paged_jax.progress import Progress
 from paged_jax.rollout import Rollout, check_prompts
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
+from paged_jax.status import Status
 
 
 class LLM(Engine):
@@ -52,7 +52,7 @@ class LLM(Engine):
             `get_default_sampling_params`.
           priority: rank of each prompt; lower is served first.
           explain: whether outputs carry an `Explanation` of what they waited for.
-          use_tqdm: whether progress is shown on stderr, if that is a terminal.
+          use_tqdm: whether a bar shows the progress, on a terminal or in a notebook.
 
         Returns:
           One output for each prompt, in their order.
@@ -90,7 +90,7 @@ class LLM(Engine):
             of `get_default_sampling_params`. Their `n` samples of a prompt are rows that follow
             each other. Row b of the result is sample b of its seed, so rows with the same prompt
             differ. `logprobs` and `prompt_logprobs` are not looked at.
-          use_tqdm: whether progress is shown on stderr, if that is a terminal.
+          use_tqdm: whether a bar shows the progress, on a terminal or in a notebook.
 
         Returns:
           Arrays of NumPy: the tokens i32 [B * n, N], their log-probabilities f32 [B * n, N] under
@@ -124,17 +124,27 @@ class LLM(Engine):
         group = self._add(prompts, plain, function="LLM.rollout", shares_seeds=True)
         return _as_rollout(self._finish(group, use_tqdm=use_tqdm))
 
+    def speed_note(self) -> Callable[[float], str]:
+        """Return a function that describes the speed from now on, for `Status.advance`."""
+        before = self.stats.num_generated_tokens
+
+        def note(elapsed: float) -> str:
+            num_tokens = self.stats.num_generated_tokens - before
+            return f"{num_tokens / elapsed:.0f} tokens/s, cache {self.cache_use:.0%}"
+
+        return note
+
     def _finish(self, group: "_RequestGroup", *, use_tqdm: bool) -> list[Request]:
         """Run the requests of a call to their ends."""
         with contextlib.closing(group):
             requests = list(group.requests.values())
-            # disable=None: on a terminal only.
+            status, note = Status(is_shown=None if use_tqdm else False), self.speed_note()
             with (
-                Progress(self, len(requests), disable=None if use_tqdm else True) as progress,
-                self._runner.showing(progress.say),
+                status.bar("requests", unit="req", total=len(requests)),
+                self._runner.showing(status.say),
             ):
                 for _, request in group:
-                    progress.update(request.is_finished)
+                    status.advance(int(request.is_finished), note)
         return requests
 
     def chat(

@@ -1,13 +1,17 @@
 """The command line: text on stdout, everything else on stderr, mistakes in one line."""
 
+import contextlib
 import gzip
 import io
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paged_jax import LLM, SamplingParams, distributed
-from paged_jax.generate import _StatusLine, main
+from paged_jax.generate import main
 from tests.support import ROOT
 from tests.support.tiny_model import SIZES, save_tiny_model
 
@@ -405,6 +409,34 @@ class Terminal(io.StringIO):
         return True
 
 
+@contextlib.contextmanager
+def pseudo_terminal(monkeypatch) -> Iterator[list[str]]:
+    """Both standard streams are one pseudo-terminal; afterwards the list has what it shows."""
+    leader, follower = pty.openpty()
+    lines: list[str] = []
+    parts: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # its other end is closed
+            while part := os.read(leader, 4096):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        with (
+            open(follower, "w", buffering=1) as stream,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(sys, "stdout", stream)
+            patch.setattr(sys, "stderr", stream)
+            yield lines
+    finally:
+        reader.join(30)
+        os.close(leader)
+    lines += shown(b"".join(parts).decode().replace("\r\n", "\n"))
+
+
 def shown(written: str) -> list[str]:
     """The lines that a terminal shows once ``written`` is through."""
     screen = []
@@ -416,15 +448,41 @@ def shown(written: str) -> list[str]:
     return screen
 
 
-def test_progress_is_wiped_on_a_terminal() -> None:
-    stream = Terminal()
-    progress = _StatusLine(stream)
-    progress.say("loading a rather large model")
-    assert shown(stream.getvalue()) == ["loading a rather large model ..."]
-    progress.say("compiling")
-    assert shown(stream.getvalue()) == ["compiling ..."]
-    progress.clear()
-    assert shown(stream.getvalue()) == [""]
+def test_a_terminal_shows_the_text_and_the_summary_alone(monkeypatch, tiny_folder) -> None:
+    """The first command of the README; fresh, so that the summary compiles."""
+    args = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "0"]
+    with pseudo_terminal(monkeypatch) as lines:
+        assert main(["--prompt", "ab", *args]) == 0
+    text, summary, rest = lines
+    assert summary.startswith("prompt: 3 tokens, ") and rest == ""
+    [expected] = LLM(tiny_folder, max_num_seqs=1).generate(
+        "ab", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
+    )
+    assert text == expected.outputs[0].text.rstrip()
+
+
+def test_a_terminal_shows_a_bar_and_erases_it(monkeypatch, tiny_folder, prompts_file) -> None:
+    args = ["--model", str(tiny_folder), "--max-tokens", "4", *SHAPES]
+    with pseudo_terminal(monkeypatch) as lines:
+        assert main(["--prompts-file", str(prompts_file), *args]) == 0
+    titles = [line for line in lines if line.startswith("===")]
+    assert titles == [f"=== prompt {i}, sample 0" for i in range(4)]
+    assert lines[-2].startswith("prompt: ") and lines[-1] == ""
+    assert not any("compiling " in line or "loading" in line for line in lines[:-2])
+
+
+def test_an_error_in_a_stream_has_a_line_of_its_own(monkeypatch, tiny_folder) -> None:
+    stream = LLM.stream
+
+    def fail(*args, **options):
+        yield next(stream(*args, **options))
+        raise FloatingPointError("the device is gone")
+
+    monkeypatch.setattr(LLM, "stream", fail)
+    args = ["--prompt", "ab", "--model", str(tiny_folder), "--max-tokens", "4"]
+    with pseudo_terminal(monkeypatch) as lines:
+        assert main([*args, "--temperature", "0"]) == 1
+    assert lines[-2] == "paged_jax.generate: error: the device is gone"
 
 
 def test_a_mistake_is_the_only_line_on_a_terminal(monkeypatch, tmp_path) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.checks import ArgumentError
-from paged_jax.engine.compile_bar import compile_bar
 from paged_jax.engine.parts import EngineParts
 from paged_jax.engine.sleep import TAGS
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import load_like
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import NameMap
+from paged_jax.status import Status
 
 
 class Upkeep(EngineParts):
@@ -40,7 +40,8 @@ class Upkeep(EngineParts):
 
         Args:
           report: function that is called with the number of programs done, the number of all, and
-            the name of the last one done; by default a bar on stderr shows them, on a terminal.
+            the name of the last one done; by default a bar shows them, on a terminal or in a
+            notebook.
 
         Raises:
           RuntimeError: a request is unfinished, or the engine sleeps.
@@ -51,8 +52,9 @@ class Upkeep(EngineParts):
         if report is not None:
             self._runner.warmup(report)
             return
-        with compile_bar() as show:
-            self._runner.warmup(show)
+        status = Status()
+        with status.bar("compiling", unit="program"):
+            self._runner.warmup(status.move_to)
 
     @own_transfers()
     def reset_prefix_cache(self) -> None:

@@ -1,0 +1,123 @@
+"""What is happening, on stderr: a line, or a bar on a terminal or in a notebook."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def is_interactive() -> bool:
+    """Return whether somebody sees bars: stderr is a terminal or the output of a notebook."""
+    return sys.stderr.isatty() or _is_notebook()
+
+
+class Status:
+    """A line or a bar on stderr, which is erased before other text is written.
+
+    Args:
+      is_shown: whether bars are shown; None shows them on a terminal and in a notebook.
+      has_lines: whether lines are written where there is no bar: one below the other where stderr
+        is not a terminal.
+
+    Example:
+      >>> status = Status(is_shown=False)
+      >>> with status.bar("requests", unit="req", total=2):
+      ...     status.advance(1)
+    """
+
+    def __init__(self, *, is_shown: bool | None = None, has_lines: bool = False):
+        self._stream = sys.stderr
+        self._is_shown = is_interactive() if is_shown is None else is_shown
+        self._has_lines = has_lines
+        self._width = 0
+        self._is_muted = False
+        self._bar: Any = None
+        self._title = ""
+
+    @contextlib.contextmanager
+    def bar(self, title: str, *, unit: str, total: int | None = None) -> Iterator[None]:
+        """Show a bar while the ``with`` statement runs; lines appear at its left end."""
+        if not self._is_shown:
+            yield
+            return
+        # Imported here, because it looks once whether this is a notebook.
+        from tqdm.auto import tqdm
+
+        self.clear()
+        self._title = title
+        try:
+            with tqdm(total=total, desc=title, unit=unit, file=_file(self._stream)) as self._bar:
+                yield
+        finally:
+            self._bar = None
+
+    def advance(self, num: int, note: Callable[[float], str] | None = None) -> None:
+        """Move the bar.
+
+        Args:
+          num: number of units that are done since the last call.
+          note: function that returns the text at the right end, called with the elapsed seconds.
+        """
+        if self._bar is None:
+            return
+        self._bar.update(num)
+        self._bar.set_description_str(self._title)
+        elapsed = self._bar.format_dict["elapsed"]
+        if note is not None and elapsed:
+            self._bar.set_postfix_str(note(elapsed), refresh=False)
+
+    def move_to(self, done: int, total: int, name: str) -> None:
+        """Move the bar to `done` of `total` units, the last of which is called `name`."""
+        if self._bar is None:
+            return
+        if self._bar.total != total:
+            self._bar.reset(total)
+        self._bar.set_postfix_str(name, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def say(self, line: str) -> None:
+        """Show a line in the bar, or instead of the last line."""
+        if self._is_muted:
+            return
+        if self._bar is not None:
+            self._bar.set_description_str(line)
+        elif self._has_lines:
+            self.clear()
+            self._width = len(line) + 4
+            end = "" if self._stream.isatty() else "\n"
+            print(f"{line} ...", end=end, file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        """Erase the bar or the line; the next update shows the bar again."""
+        if self._bar is not None:
+            self._bar.clear()
+        if self._width and self._stream.isatty():
+            print("\r" + " " * self._width + "\r", end="", file=self._stream, flush=True)
+        self._width = 0
+
+    def mute(self) -> None:
+        """Show nothing, because text is being written to the terminal's current line."""
+        self._is_muted = True
+
+    def unmute(self) -> None:
+        """Show lines again."""
+        self._is_muted = False
+
+    def leave_line(self) -> None:
+        """Go to an empty line, for an error: erase what is shown, or end the text that is there."""
+        self.clear()
+        if self._is_muted and self._stream.isatty():
+            print(file=self._stream, flush=True)
+        self.unmute()
+
+
+def _is_notebook() -> bool:
+    """Return whether a kernel of Jupyter runs this process, by the same test as `tqdm`."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if get_ipython is None else get_ipython()
+    return "IPKernelApp" in getattr(shell, "config", ())
+
+
+def _file(stream: Any) -> Any:
+    """Return the file of a bar; None is stderr, for which a notebook has a widget."""
+    return None if stream is sys.stderr else stream
