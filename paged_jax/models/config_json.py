@@ -1,6 +1,7 @@
 """Reading a Hugging Face ``config.json``: all it asks for is understood, or refused by name."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,7 +94,8 @@ def _switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
     for scale in family.scales:
         number = _number(config, scale.key)
-        if not 0 < number < math.inf:
+        # Below this, the reciprocal is not a float.
+        if not sys.float_info.min < number < math.inf:
             raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
         switches[scale.field] = scale.read(number)
     if _boolean(config, "attention_bias", False):

@@ -195,8 +195,8 @@ def _number(rope: Mapping[str, Any], key: str) -> float:
 
 
 def _integer(key: str, value: Any) -> int:
-    if not is_int(value):
-        raise ValueError(f"LlamaConfig: {key} must be an integer, got {value!r}.")
+    if not is_int(value) or not 2 <= value < 2**31:
+        raise ValueError(f"LlamaConfig: {key} must be an integer of at least 2, got {value!r}.")
     return value
 
 

@@ -311,6 +311,14 @@ def test_from_dict_refuses_what_is_not_built_by_name(config, named):
         ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        *[
+            (
+                {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": size}},
+                "original_max_position_embeddings must be an integer of at least 2",
+            )
+            for size in (0, 1, -8, 10**400)
+        ],
+        ({"model_type": "granite", "logits_scaling": 1e-320}, "logits_scaling must be positive"),
         ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor must be"),
         ({"architectures": ["MistralForCausalLM"]}, "architectures must fit"),
         ({"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
