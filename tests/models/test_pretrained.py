@@ -103,6 +103,19 @@ def test_from_pretrained_ties_models_with_images_as_transformers_does(tmp_path, 
     assert read_config(tmp_path).tie_word_embeddings == bool(outer)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "with images"])
+def test_from_pretrained_reads_models_that_were_saved_without_a_head(tmp_path, name):
+    if name == "with images":
+        theirs = families.reference_with_images(CASES["gemma3"])
+    else:
+        theirs = families.reference(CASES[name])
+    theirs.model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert content["architectures"][0].endswith("Model")
+    check_logits(tmp_path)
+
+
 @pytest.mark.parametrize("keys", [{}, {"dtype": None}, {"torch_dtype": None}])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_read_config_takes_a_missing_dtype_from_the_weights(tmp_path, dtype, keys):
