@@ -28,7 +28,7 @@ from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import DecodeState, decode_steps
-from paged_jax.sampling import Constraints, Draws, SlotSampling
+from paged_jax.sampling import NO_BIAS, Constraints, Draws, SlotSampling, TokenBias
 from paged_jax.short_repr import short_repr
 
 # Tokens that a row gets before the blocks that have left windows are given back: few beside the
@@ -61,6 +61,7 @@ def rollout(
     min_p: ArrayLike = 0.0,
     seed: ArrayLike = 0,
     stop_token_ids: Sequence[int] | None = None,
+    token_bias: TokenBias = NO_BIAS,
     block_size: int = 16,
     cache_dtype: DTypeLike = jnp.float32,
     backend: str | None = None,
@@ -94,6 +95,8 @@ def rollout(
         beside it.
       stop_token_ids: tokens that end a row; None for ``model.config.eos_token_ids``, () for none
         (static).
+      token_bias: biases of tokens in all rows (static), such as
+        ``GenerationConfig.from_folder(folder).token_bias(...)``, which `LLM.rollout` applies.
       block_size: C, tokens in a block of the cache, see `PagedCache`.
       cache_dtype: the dtype of K and V; on CPU, leave it at float32.
       backend: the backend of the attention, see `paged_attention`.
@@ -158,7 +161,7 @@ def rollout(
     rows |= {"seed": _per_row("seed", _keys(seed), B, num_samples), "held_until": num_tokens}
     state = DecodeState(
         cache=cache,
-        sampling=_sampling(num_rows, model.config.vocab_size, rows),
+        sampling=_sampling(num_rows, model.config.vocab_size, rows, token_bias),
         token_ids=last_tokens,
         stop_ids=jnp.broadcast_to(stop_ids, (num_rows, stop_ids.shape[1])),
         max_lengths=num_tokens + max_tokens,
@@ -307,13 +310,23 @@ def check_prompts(
     check_token_ids(function, vocab_size, prompt_token_ids, num_tokens, name="prompt_token_ids")
 
 
-def _sampling(num_rows: int, vocab_size: int, rows: dict[str, jax.Array]) -> SlotSampling:
+def _sampling(
+    num_rows: int, vocab_size: int, rows: dict[str, jax.Array], token_bias: TokenBias
+) -> SlotSampling:
     """What `sampling.write_rows` writes, for all rows at once; the values may be traced."""
-    state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=0, max_stop_ids=0)
+    num_biases = len(token_bias.all_ids)
+    state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0)
+    shape = num_rows, num_biases
+    bias = {
+        "bias_ids": jnp.broadcast_to(jnp.array(token_bias.all_ids, jnp.int32), shape),
+        "bias_values": jnp.broadcast_to(jnp.array(token_bias.values_at(0), jnp.float32), shape),
+        "num_start_ids": jnp.full(num_rows, len(token_bias.start_ids), jnp.int32),
+        "start_until": rows["held_until"].astype(jnp.int32) + 1,
+    }
     keys = jax.random.key_data(rows["seed"])
     fields = {name: row for name, row in rows.items() if name != "seed"}
     fields = {name: row.astype(getattr(state, name).dtype) for name, row in fields.items()}
-    state = dataclasses.replace(state, **fields, keys=keys)
+    state = dataclasses.replace(state, **fields, **bias, keys=keys)
     return jax.vmap(sampling.settle)(state, jnp.arange(num_rows, dtype=jnp.uint32))
 
 

@@ -143,6 +143,7 @@ def program_sizes(
     max_chunk: int,
     num_speculative_tokens: int,
     num_eos_token_ids: int,
+    num_token_biases: int = 0,
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
     steps_per_dispatch: int = 1,
 ) -> Sizes:
@@ -152,6 +153,7 @@ def program_sizes(
       function: the name that messages begin with.
       config: the configuration of the model.
       num_eos_token_ids: tokens that end sequences of the model.
+      num_token_biases: number of biases that hold in every request, see `TokenBias`.
       block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens,
         max_num_batched_tokens, steps_per_dispatch: see `Engine`; checked before.
 
@@ -173,7 +175,7 @@ def program_sizes(
         max_chunk=min(max_chunk, max_num_batched_tokens, max_model_len),
         max_steps=steps_per_dispatch,
         num_drafts=num_speculative_tokens,
-        max_logit_bias=MAX_LOGIT_BIAS,
+        max_logit_bias=MAX_LOGIT_BIAS + num_token_biases,
         # Rounded up, so that models and tokenizers of few end tokens or more share programs.
         max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
     )

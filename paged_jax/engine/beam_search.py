@@ -65,8 +65,9 @@ def beam_search(
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     end_ids = frozenset() if params.ignore_eos else parts.eos_token_ids
+    most_bias = max((0.0, *engine.token_bias.values))
     searches = [
-        _Search(_as_request(parts, number, prompt, params), params, end_ids)
+        _Search(_as_request(parts, number, prompt, params), params, end_ids, most_bias)
         for number, prompt in enumerate(prompts)
     ]
     for search in searches:
@@ -108,8 +109,14 @@ def _check_fits(engine: Engine, search: "_Search", holdings: Holdings) -> None:
 class _Search(BeamChoice):
     """The beams of one prompt, and the slots that they have while it runs."""
 
-    def __init__(self, request: Request, params: BeamSearchParams, end_ids: frozenset[int]):
-        super().__init__(request.prompt_token_ids, request.max_tokens, params, end_ids)
+    def __init__(
+        self,
+        request: Request,
+        params: BeamSearchParams,
+        end_ids: frozenset[int],
+        most_bias: float,
+    ):
+        super().__init__(request.prompt_token_ids, request.max_tokens, params, end_ids, most_bias)
         self.request = request
         self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
 
@@ -190,7 +197,8 @@ class _SearchBatch:
         for search in self._running:
             slots = [slot_of(user) for user in search.slot_users]
             for slot, beam in zip(slots, search.beams, strict=False):
-                rows.append((slots[beam.parent], slot, search.last_token(beam)))
+                token_id = search.last_token(beam)
+                rows.append((slots[beam.parent], slot, token_id, search.num_generated))
         num_rows = self._width * len(self._running)
         tokens = self._runner.beam(rows, num_rows=num_rows, num_top=self._num_top)
         self._note_blocks()

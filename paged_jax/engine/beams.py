@@ -114,6 +114,7 @@ class BeamChoice:
       max_tokens: most tokens to generate; those of `params` where the context allows it.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
+      most_bias: the largest number that is added to a log-probability.
 
     Attributes:
       beams: those that continue, the best first.
@@ -125,18 +126,25 @@ class BeamChoice:
         max_tokens: int,
         params: BeamSearchParams,
         end_ids: frozenset[int],
+        most_bias: float = 0.0,
     ):
         self.params = params
         self.prompt_token_ids = list(prompt_token_ids)
         self.max_tokens = max_tokens
         self._end_ids = end_ids
+        self._most_bias = most_bias
         self.beams = [Beam((), 0.0)]
         self._completed: list[Beam] = []  # the best W, the best first
 
     @property
+    def num_generated(self) -> int:
+        """Number of generated tokens of each beam."""
+        return len(self.beams[0].token_ids)
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens of each beam, the prompt's included."""
-        return len(self.prompt_token_ids) + len(self.beams[0].token_ids)
+        """Number of tokens of each beam, the prompt's included."""
+        return len(self.prompt_token_ids) + self.num_generated
 
     def advance(
         self, top_ids: Sequence[Sequence[int]], top_logprobs: Sequence[Sequence[float]]
@@ -160,6 +168,7 @@ class BeamChoice:
                 (beam.cum_logprob + logprob, parent, token_id)
                 for parent, beam in enumerate(self.beams)
                 for token_id, logprob in zip(top_ids[parent], top_logprobs[parent], strict=True)
+                if logprob > -math.inf  # a suppressed token
             ),
             # Stable: of equals, the continuation of the better beam comes first.
             key=lambda candidate: -candidate[0],
@@ -177,12 +186,13 @@ class BeamChoice:
     @property
     def is_done(self) -> bool:
         """Whether no beam may continue, or none that does can still end among the best."""
-        if not self.beams or len(self.beams[0].token_ids) == self.max_tokens:
+        if not self.beams or self.num_generated == self.max_tokens:
             return True
         if len(self._completed) < self.params.beam_width:
             return False
-        # Log-probabilities only fall, and the score is monotonic in the length.
-        num_prompt, best = len(self.prompt_token_ids), self.beams[0].cum_logprob
+        # Log-probabilities only fall, except by biases; the score is monotonic in the length.
+        num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
+        best = self.beams[0].cum_logprob + num_left * self._most_bias
         lengths = self.num_tokens, num_prompt + self.max_tokens
         hope = max(best / length**self.params.length_penalty for length in lengths)
         return hope <= self._score(self._completed[-1])

@@ -214,9 +214,9 @@ class Engine(Upkeep):
         return request
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the model's authors recommend, from its ``generation_config.json``.
+        """Return what the model's authors recommend, from its ``generation_config.json``.
 
-        Greedy where they recommend nothing, or not to sample.
+        Greedy if they recommend no sampling, or say nothing of it.
 
         Args:
           **changes: fields of `SamplingParams` that get other values.
@@ -224,8 +224,7 @@ class Engine(Upkeep):
         Raises:
           ValueError: a field is out of bounds.
         """
-        recommended = self.tokenizer.sampling_defaults if self.tokenizer else {}
-        return SamplingParams(**{**(recommended or {"temperature": 0.0}), **changes})
+        return SamplingParams(**self.generation_config.fill_in(changes, {"temperature": 0.0}))
 
     # One step
 

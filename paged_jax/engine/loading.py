@@ -13,6 +13,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
+from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner import Weights
 
@@ -108,8 +109,32 @@ def load_tokenizer(
     return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
 
 
-def find_eos_token_ids(config: LlamaConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The end tokens of the configuration and of the tokenizer."""
-    token_ids = {*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+def load_generation_config(
+    model: str | Path | PagedModel | None, tokenizer: Tokenizer | None
+) -> GenerationConfig:
+    """Read the defaults of generation of the model's folder, or return the tokenizer's.
+
+    Sampling defaults that a tokenizer was constructed with come before those of the folder.
+
+    Raises:
+      ValueError: see `GenerationConfig.from_folder`.
+    """
+    own = GenerationConfig() if tokenizer is None else tokenizer.generation_config
+    if isinstance(model, PagedModel):
+        return own
+    found = GenerationConfig.from_folder(bundled_folder() if model is None else model)
+    if found.path is None:
+        return own
+    if own.path is None and own.sampling_defaults:
+        return dataclasses.replace(found, sampling_defaults=own.sampling_defaults)
+    return found
+
+
+def find_eos_token_ids(
+    config: LlamaConfig, tokenizer: Tokenizer | None, generation_config: GenerationConfig
+) -> frozenset[int]:
+    """Return the end tokens of the configuration, the tokenizer and the defaults of generation."""
+    token_ids = {*config.eos_token_ids, *generation_config.eos_token_ids}
+    token_ids |= set(tokenizer.eos_token_ids if tokenizer else ())
     # A tokenizer may have tokens that the model does not.
     return frozenset(token_id for token_id in token_ids if 0 <= token_id < config.vocab_size)

@@ -25,7 +25,13 @@ from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import footprint, resolve_kv_dtype
 from paged_jax.engine.inputs import Inputs
-from paged_jax.engine.loading import find_eos_token_ids, find_mesh, load_model, load_tokenizer
+from paged_jax.engine.loading import (
+    find_eos_token_ids,
+    find_mesh,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+)
 from paged_jax.engine.pipeline import Pipeline
 from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.engine.postprocess import Postprocessor
@@ -56,6 +62,8 @@ class EngineParts:
     Attributes:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
+      generation_config: what the model's authors recommend for generation.
+      token_bias: the biases among it, which hold in every request.
       block_size: C, tokens in a block.
       num_blocks: P, blocks in the pool; in that of the first group, where layers differ.
       max_num_seqs: S, samples that run at once.
@@ -120,6 +128,7 @@ class EngineParts:
         check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
         check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
+        self.generation_config = load_generation_config(model, self.tokenizer)
         are_weights_shared = isinstance(model, PagedModel)
         weights, parallel = load_model(
             model,
@@ -132,7 +141,12 @@ class EngineParts:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.enable_prefix_caching = enable_prefix_caching
-        self._eos_token_ids = find_eos_token_ids(self.config, self.tokenizer)
+        self._eos_token_ids = find_eos_token_ids(
+            self.config, self.tokenizer, self.generation_config
+        )
+        self.token_bias = self.generation_config.token_bias(
+            self._eos_token_ids, self.config.vocab_size
+        )
         sizes = program_sizes(
             "Engine",
             self.config,
@@ -144,6 +158,7 @@ class EngineParts:
             steps_per_dispatch=steps_per_dispatch,
             num_speculative_tokens=num_speculative_tokens,
             num_eos_token_ids=len(self._eos_token_ids),
+            num_token_biases=len(self.token_bias.all_ids),
         )
         self.max_model_len = sizes.max_model_len
         device = weights.device
@@ -182,6 +197,7 @@ class EngineParts:
             ),
             backend=backend,
             eos_token_ids=self._eos_token_ids,
+            token_bias=self.token_bias,
             on_compile=on_compile,
             channel=channel,
             is_leader=self._is_leader,

@@ -15,7 +15,7 @@ from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.runner.compiler import jit_for
-from paged_jax.sampling import Constraints, SamplingParams, SlotSampling
+from paged_jax.sampling import NO_BIAS, Constraints, SamplingParams, SlotSampling, TokenBias
 from paged_jax.short_repr import short_repr
 
 
@@ -107,6 +107,7 @@ class Assignment(NamedTuple):
       seed, sample_index: what the random draws depend on, see `sampling.slot_row`.
       max_length: number of known tokens at which the sequence is complete.
       eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
+      token_bias: biases besides those of ``params``.
     """
 
     slot: int
@@ -117,6 +118,7 @@ class Assignment(NamedTuple):
     max_length: int
     sample_index: int = 0
     eos_token_ids: Sequence[int] = ()
+    token_bias: TokenBias = NO_BIAS
 
 
 def assign(state: DecodeState, assignments: Sequence[Assignment]) -> DecodeState:
@@ -197,6 +199,7 @@ def _row(state: DecodeState, assignment: Assignment) -> _Parts:
         prompt_token_ids=token_ids[:num_prompt_tokens],
         output_token_ids=token_ids[num_prompt_tokens:],
         eos_token_ids=eos_token_ids,
+        token_bias=assignment.token_bias,
     )
     room = state.stop_ids.shape[1]
     stop_ids = np.full(room, state.vocab_size, np.int32)

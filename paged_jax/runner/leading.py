@@ -21,7 +21,7 @@ from paged_jax.runner.channel import Channel, Message
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
-from paged_jax.sampling import SamplingParams
+from paged_jax.sampling import SamplingParams, TokenBias
 
 
 class LeadingExecutor(Executor):
@@ -117,6 +117,7 @@ def _assign(executor: Executor, message: Message) -> None:
         if fields["logit_bias"] is not None:
             fields["logit_bias"] = dict(fields["logit_bias"])
         changes = {"params": SamplingParams(**fields), "token_ids": token_ids}
+        changes["token_bias"] = TokenBias(*map(tuple, numbers["token_bias"]))
         assignments.append(Assignment(**(numbers | changes)))
     executor.assign(assignments)
 

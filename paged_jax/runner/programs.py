@@ -93,8 +93,9 @@ class Programs(NamedTuple):
       `StepTokens`, see `decoding.decode_steps`.
     verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], with_top bool[])`` to
       `StepTokens`, see `decoding.verify_steps`.
-    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], num_top=)`` to `BeamTokens`: slots
-      become what their parents were, see `cache.reorder`, then take one token each.
+    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], bias_ids i32[K], bias_values
+      f32[B, K], num_top=)`` to `BeamTokens`: slots become what their parents were, see
+      `cache.reorder`, then take one token each. Biases are added to the log-probabilities.
     fork: ``(parents i32[S])`` to ``ok``.
     release: ``(mask bool[S])`` to None.
     reserve: ``(num_tokens i32[S])`` to ``ok``.
@@ -253,12 +254,13 @@ def _verify(structure, weights, state, drafts, num_drafts, slots, with_top, *, n
     return state, tokens
 
 
-def _beam(structure, weights, state, parents, token_ids, slots, *, num_top):
+def _beam(structure, weights, state, parents, token_ids, slots, bias_ids, bias_values, *, num_top):
     cache, are_slots = paged_cache.reorder(state.cache, parents)
     logits, cache, ok = structure.model(weights).decode(
         cache, token_ids, slots, cascade=structure.cascade, backend=structure.backend
     )
-    top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+    bias = (bias_ids, bias_values) if bias_ids.size else None
+    top_logprobs, top_ids = sampling.top_logprobs(logits, num_top, bias)
     num_free = cache.tables.pool.num_free
     others = decoding.num_free_in_others(cache)
     tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots, others)

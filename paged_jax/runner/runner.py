@@ -24,6 +24,7 @@ from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.slots import Slots, slot_of
 from paged_jax.runner.weights import Weights
+from paged_jax.sampling import NO_BIAS, TokenBias
 from paged_jax.scheduler.request import Sequence
 
 
@@ -38,6 +39,7 @@ class ModelRunner:
       cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
       eos_token_ids: the model's end tokens.
+      token_bias: biases that hold in every request.
       on_compile: function that is called with one line before a program is compiled.
       channel: way between the processes that have the devices; None where this one has all.
       is_leader: whether the others follow this one over the channel, see `follow`.
@@ -57,6 +59,7 @@ class ModelRunner:
         cascade: bool,
         backend: str | None,
         eos_token_ids: Iterable[int],
+        token_bias: TokenBias = NO_BIAS,
         on_compile: Callable[[str], None] | None = None,
         channel: Channel | None = None,
         is_leader: bool = True,
@@ -75,7 +78,8 @@ class ModelRunner:
             backend=backend,
             on_compile=on_compile,
         )
-        self.slots = Slots(self._executor, eos_token_ids)
+        self._token_bias = token_bias
+        self.slots = Slots(self._executor, eos_token_ids, token_bias)
 
     @contextlib.contextmanager
     def showing(self, show: Callable[[str], None]) -> Iterator[None]:
@@ -222,24 +226,29 @@ class ModelRunner:
         return self._executor.fetch(verify.call(guesses, num_drafts, slots, np.bool_(with_top)))
 
     def beam(
-        self, beams: Iterable[tuple[int, int, int]], *, num_rows: int, num_top: int
+        self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int
     ) -> BeamTokens:
         """Extend beams by a token each, and find the most probable next ones. On the host.
 
         Args:
-          beams: ``(parent, slot, token_id)`` each: the slot becomes what the slot `parent` was
-            before this call, and takes the token.
+          beams: ``(parent, slot, token_id, num_generated)`` each: the slot becomes what the slot
+            `parent` was before this call, and takes the token. `num_generated` is the number of
+            generated tokens of the beam, this one included if it is not the prompt's.
           num_rows: most beams that there may be; calls for as many share a compiled program.
           num_top: number of tokens to find.
         """
         size = row_bucket(num_rows, self.sizes.num_slots)
         parents, slots = no_slots(self.sizes.num_slots), no_slots(size)
         token_ids = np.zeros(size, np.int32)
-        for row, (parent, slot, token_id) in enumerate(beams):
+        bias = self._token_bias
+        bias_values = np.zeros((size, len(bias.all_ids)), np.float32)
+        for row, (parent, slot, token_id, num_generated) in enumerate(beams):
             parents[slot], slots[row], token_ids[row] = parent, slot, token_id
+            bias_values[row] = bias.values_at(num_generated)
         self.slots.flush()
         beam = self._executor.programs.beam
-        tokens = self._executor.fetch(beam.call(parents, token_ids, slots, num_top=num_top))
+        arrays = parents, token_ids, slots, np.array(bias.all_ids, np.int32), bias_values
+        tokens = self._executor.fetch(beam.call(*arrays, num_top=num_top))
         require_blocks(tokens.ok)
         return tokens
 

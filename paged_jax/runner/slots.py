@@ -19,6 +19,7 @@ from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.runner.sizes import PUBLISH_WIDTH
+from paged_jax.sampling import NO_BIAS, TokenBias
 from paged_jax.scheduler import Sequence, num_swapped_blocks
 
 # Digests that the host remembers, for each block of the pool: the device is asked which of them are
@@ -38,6 +39,7 @@ class Slots:
     Args:
       executor: runs the programs.
       eos_token_ids: the model's end tokens.
+      token_bias: biases that hold in every request.
 
     Attributes:
       swap_seconds: time that moves between device and host have taken, compilation left out.
@@ -45,11 +47,17 @@ class Slots:
       num_resets: times that all cached blocks were lost at once.
     """
 
-    def __init__(self, executor: Executor, eos_token_ids: Iterable[int]):
+    def __init__(
+        self,
+        executor: Executor,
+        eos_token_ids: Iterable[int],
+        token_bias: TokenBias = NO_BIAS,
+    ):
         self._executor = executor
         self._sizes = executor.sizes
         self._groups = executor.groups
         self._eos_token_ids = sorted(eos_token_ids)
+        self._token_bias = token_bias
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
         self.num_resets = 0
@@ -218,6 +226,7 @@ class Slots:
             seed=request.seed,
             sample_index=request.sample_offset + sequence.index,
             eos_token_ids=self._eos_token_ids,
+            token_bias=self._token_bias,
             max_length=sequence.max_length,
         )
 

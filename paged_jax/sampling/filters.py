@@ -28,7 +28,10 @@ def change(
     is_held = active & (positions < rows.held_until)
     held_ids = jnp.where(is_held[:, None], rows.held_ids, vocab_size)
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    z = logits.at[row, rows.bias_ids].add(rows.bias_values, mode="drop")
+    column = lax.broadcasted_iota(jnp.int32, rows.bias_ids.shape, 1)
+    is_over = (column < rows.num_start_ids[:, None]) & (positions >= rows.start_until)[:, None]
+    bias = jnp.where(is_over, 0.0, rows.bias_values)
+    z = logits.at[row, rows.bias_ids].add(bias, mode="drop")
     z = z.at[row, held_ids].set(-jnp.inf, mode="drop")
     is_prompt = rows.prompt_mask.at[slots].get(mode="clip")
     counts = rows.output_counts.at[slots].get(mode="clip")

@@ -245,12 +245,15 @@ def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
     return dataclasses.replace(rows, **whole)
 
 
-def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def top_logprobs(
+    logits: jax.Array, k: int, bias: tuple[jax.Array, jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The k most probable tokens of each row and their log-probabilities.
 
     Args:
       logits: [S, V], as they came from the model.
       k: static, 1 <= k <= V.
+      bias: token ids i32[K], and numbers f32[S, K] that are added to their log-probabilities.
 
     Returns:
       values: f32[S, k], largest first.
@@ -271,7 +274,12 @@ def top_logprobs(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
             "Skip the call where no request asks for log-probabilities."
         )
     logits = logits.astype(jnp.float32)
-    values, ids = lax.top_k(logits, k)
+    if bias is None:
+        values, ids = lax.top_k(logits, k)
+        return values - log_sum_exp(logits), ids
+    bias_ids, bias_values = bias
+    biased = logits.at[:, bias_ids].add(bias_values)
+    values, ids = lax.top_k(biased, k)
     return values - log_sum_exp(logits), ids
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from paged_jax.checks import is_int
 from paged_jax.sampling.keys import fold_in
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 from paged_jax.short_repr import short_repr
 
 # vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
@@ -34,6 +35,8 @@ _ALWAYS = 2**31 - 1
         "keys",
         "bias_ids",
         "bias_values",
+        "num_start_ids",
+        "start_until",
         "held_ids",
         "held_until",
         "changed_until",
@@ -58,6 +61,8 @@ class SlotSampling:
       keys: u32[S, 2], threefry key data: the seed, folded with the sample index.
       bias_ids: i32[S, max_logit_bias], filled up with V, which is no token.
       bias_values: f32[S, max_logit_bias].
+      num_start_ids: i32[S], number of biases, the first ones, that hold before `start_until`.
+      start_until: i32[S], the first position at which these biases do not hold.
       held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, filled up with V.
       held_until: i32[S], the first position at which they may.
       changed_until: i32[S], the first position at which logits are left as they are, without bias,
@@ -83,6 +88,8 @@ class SlotSampling:
     keys: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
+    num_start_ids: jax.Array
+    start_until: jax.Array
     held_ids: jax.Array
     held_until: jax.Array
     changed_until: jax.Array
@@ -123,6 +130,8 @@ class SlotSampling:
             keys=jnp.zeros((num_slots, 2), jnp.uint32),
             bias_ids=jnp.full((num_slots, max_logit_bias), vocab_size, jnp.int32),
             bias_values=jnp.zeros((num_slots, max_logit_bias), jnp.float32),
+            num_start_ids=jnp.zeros(num_slots, jnp.int32),
+            start_until=jnp.zeros(num_slots, jnp.int32),
             held_ids=jnp.full((num_slots, max_stop_ids), vocab_size, jnp.int32),
             held_until=jnp.zeros(num_slots, jnp.int32),
             changed_until=jnp.zeros(num_slots, jnp.int32),
@@ -155,6 +164,7 @@ def slot_row(
     prompt_token_ids: Sequence[int] | np.ndarray = (),
     output_token_ids: Sequence[int] | np.ndarray = (),
     eos_token_ids: Sequence[int] = (),
+    token_bias: TokenBias = NO_BIAS,
 ) -> SlotRow:
     """What `write_rows` writes, to let a slot sample as a request asks. On the host.
 
@@ -169,6 +179,7 @@ def slot_row(
       output_token_ids: the tokens generated already, when a preempted request comes back.
       eos_token_ids: the model's end tokens, which ``params.min_tokens`` holds back together with
         ``params.stop_token_ids``.
+      token_bias: biases that are added to those of ``params.logit_bias``.
 
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or there are more biases or
@@ -187,15 +198,17 @@ def slot_row(
                 f"slot_row: {name} must be an integer in [0, {bound}), got {value!r}. "
                 f"Pass a {name} in that range."
             )
-    bias = params.logit_bias or {}
+    own = params.logit_bias or {}
+    # Those of the model are not clipped as the request's are: -inf is meant.
+    bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
+    bias_values = np.concatenate(bias_values).astype(np.float32)
     # What the end of a form waits for, its mask says.
     min_tokens = params.min_tokens if params.structured_outputs is None else 0
     held = (*eos_token_ids, *(params.stop_token_ids or ())) if min_tokens else ()
     prompt = _token_ids("prompt_token_ids", prompt_token_ids, vocab_size)
     output = _token_ids("output_token_ids", output_token_ids, vocab_size)
-    bias_ids = _token_ids("logit_bias", tuple(bias), vocab_size)
+    bias_ids = _token_ids("logit_bias", (*token_bias.all_ids, *own), vocab_size)
     held_ids = _token_ids("stop_token_ids", held, vocab_size)
-    bias_values = _to_float32(list(bias.values()))
     values = SlotSampling(
         temperature=_row(params.temperature, np.float32),
         top_k=_row(params.top_k, np.int32),
@@ -208,6 +221,8 @@ def slot_row(
         keys=_row([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32),
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
+        num_start_ids=_row(len(token_bias.start_ids), np.int32),
+        start_until=_row(len(prompt) + 1, np.int32),
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
         held_until=_row(min(len(prompt) + min_tokens, _ALWAYS), np.int32),
         changed_until=_row(0, np.int32),
@@ -264,11 +279,13 @@ def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
     is_penalised = (
         (row.repetition_penalty != 1) | (row.frequency_penalty != 0) | (row.presence_penalty != 0)
     )
-    is_changed = is_penalised | jnp.any(row.bias_ids < vocab_size)
+    is_start = jnp.arange(row.bias_ids.shape[0], dtype=jnp.int32) < row.num_start_ids
+    is_changed = is_penalised | jnp.any((row.bias_ids < vocab_size) & ~is_start)
+    start_until = jnp.where(row.num_start_ids > 0, row.start_until, 0)
     held_until = jnp.where(jnp.any(row.held_ids < vocab_size), row.held_until, 0)
     return dataclasses.replace(
         row,
-        changed_until=jnp.where(is_changed, _ALWAYS, held_until),
+        changed_until=jnp.where(is_changed, _ALWAYS, jnp.maximum(start_until, held_until)),
         temperature=jnp.where(is_greedy, 0.0, row.temperature),
         top_k=jnp.maximum(row.top_k, 0),
         keys=fold_in(row.keys, sample_index),

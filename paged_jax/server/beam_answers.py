@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 
 from paged_jax.engine.beams import Beam, BeamChoice, BeamSearchParams, num_candidates
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError
@@ -40,13 +41,22 @@ def check_beams(answer: Answer) -> None:
             raise _refusal(name, "null")
     if answer.max_tokens == 0:
         raise _refusal("max_tokens", "at least 1")
+    service = answer.service
     most = max(
         width
         for width in range(MAX_LOGPROBS)
-        if num_candidates(width, len(answer.service.eos_token_ids)) <= MAX_LOGPROBS
+        if _num_candidates(service, width, len(service.eos_token_ids)) <= MAX_LOGPROBS or not width
     )
+    if not most or not service.token_bias.suppresses_only:
+        problem = "use_beam_search is not implemented for the token biases of this model."
+        raise ApiError(400, problem, param="use_beam_search")
     if (answer.body.n or 1) > most:
         raise _refusal("n", f"at most {most}")
+
+
+def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
+    """Return the number of tokens that are compared, with those that are suppressed."""
+    return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
 
 
 def _refusal(name: str, rule: str) -> ApiError:
@@ -78,7 +88,7 @@ async def search(
         )
         for prompt in job.prompts
     ]
-    count = min(num_candidates(params.beam_width, len(end_ids)), service.vocab_size)
+    count = min(_num_candidates(service, params.beam_width, len(end_ids)), service.vocab_size)
     drawn = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     first: dict[int, RequestOutput] = {}
     while running := {i: choice for i, choice in enumerate(choices) if not choice.is_done}:
@@ -91,7 +101,9 @@ async def search(
         for index, choice in running.items():
             own = list(itertools.islice(in_order, len(choice.beams)))
             first.setdefault(index, own[0])
-            rows = [_most_probable(output, count) for output in own]
+            num_generated = len(choice.beams[0].token_ids)
+            suppressed = _suppressed(service.token_bias, num_generated)
+            rows = [_most_probable(output, count, suppressed) for output in own]
             choice.advance([list(row) for row in rows], [[*row.values()] for row in rows])
     for index, choice in enumerate(choices):
         samples = [_sample(service, choice, rank, beam) for rank, beam in enumerate(choice.best())]
@@ -100,14 +112,19 @@ async def search(
         yield index, output
 
 
-def _most_probable(output: RequestOutput, count: int) -> dict[int, float]:
-    """The most probable next tokens and their log-probabilities, the most probable first."""
+def _suppressed(bias: TokenBias, index: int) -> set[int]:
+    """Return the tokens that may not be the generated token with this index."""
+    return {i for i, value in zip(bias.all_ids, bias.values_at(index), strict=True) if value}
+
+
+def _most_probable(output: RequestOutput, count: int, suppressed: set[int]) -> dict[int, float]:
+    """Return the most probable next tokens and their log-probabilities, the most probable first."""
     [sample] = output.outputs
     if not sample.logprobs:
         raise ApiError(500, "The search was ended.", code="generation_failed")
     row: dict[int, Logprob] = sample.logprobs[0]
     best = sorted(row.items(), key=lambda item: item[1].rank)[:count]
-    return {token_id: each.logprob for token_id, each in best}
+    return {token_id: each.logprob for token_id, each in best if token_id not in suppressed}
 
 
 def _sample(service: Service, choice: BeamChoice, rank: int, beam: Beam) -> CompletionOutput:

@@ -106,8 +106,11 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     service, params = answer.service, answer.params()
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
-    recommended = service.tokenizer.sampling_defaults if service.tokenizer else {}
-    return SamplingParams(**{**(recommended or answer.unrecommended), **params})
+    recommended = service.generation_config
+    # A chat says None for a bound that its body does not give.
+    if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
+        del params["max_tokens"]
+    return SamplingParams(**recommended.fill_in(params, answer.unrecommended))
 
 
 def _bounded(service: Service, params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:

@@ -97,7 +97,11 @@ class Service:
         self.max_model_len = engine.max_model_len
         self.max_length = engine.max_length
         self.vocab_size = engine.config.vocab_size
-        self.eos_token_ids = find_eos_token_ids(engine.config, engine.tokenizer)
+        self.eos_token_ids = find_eos_token_ids(
+            engine.config, engine.tokenizer, engine.generation_config
+        )
+        self.generation_config = engine.generation_config
+        self.token_bias = engine.token_bias
         self.num_blocks = engine.num_blocks
         self.block_size = engine.block_size
         self.max_num_seqs = engine.max_num_seqs

@@ -1,5 +1,6 @@
 """The most probable samples over HTTP: found by beams, or the best of several that were drawn."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -95,3 +96,23 @@ def test_best_of(server) -> None:
 def test_mistakes_are_named(server, changes, param, message) -> None:
     error = error_of(server.post("/v1/completions", {"prompt": "ab", **changes}), 400)
     assert error["param"] == param and message in error["message"]
+
+
+def test_beams_leave_out_suppressed_tokens(tmp_path) -> None:
+    """Those of the model's authors: as the engine's own search does."""
+    folder = save_tiny_model(tmp_path)
+    options = {"suppress_tokens": [17, 29], "begin_suppress_tokens": [18]}
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(options), encoding="utf-8")
+    [wanted] = LLM(folder, **SIZES).beam_search("ab", BeamSearchParams(beam_width=2, max_tokens=6))
+    body = {"prompt": "ab", "n": 2, "max_tokens": 6, "temperature": 0, "use_beam_search": True}
+    with LiveServer(Engine(folder, **SIZES), Settings(model_name="tiny")) as server:
+        answer = server.post("/v1/completions", {**body, "return_token_ids": True}).json()
+        found = [each["prompt_token_ids"] + each["token_ids"] for each in answer["choices"]]
+        assert found == [sequence.tokens for sequence in wanted.sequences]
+        assert not {17, 29} & {token for row in found for token in row}
+    path.write_text(json.dumps({"suppress_tokens": list(range(5, 30))}), encoding="utf-8")
+    with LiveServer(Engine(folder, **SIZES), Settings(model_name="tiny")) as server:
+        response = server.post("/v1/completions", body)
+        assert response.status_code == 400
+        assert "use_beam_search is not implemented for the token biases" in response.text

@@ -19,6 +19,7 @@ from paged_jax.models.text.chat_template import (
     check_variables,
     read_templates,
 )
+from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.special_tokens import (
     TokenizerError,
     add_special_tokens,
@@ -27,7 +28,6 @@ from paged_jax.models.text.special_tokens import (
     set_post_processor,
 )
 from paged_jax.models.text.tools import ToolFormat, ToolSupport, find_support
-from paged_jax.sampling.params import NUMBERS
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Bytes of a character that may wait for its last one.
@@ -37,7 +37,6 @@ _MAX_OPEN_BYTES = 3
 _MAX_PENDING = 16
 # Names of tokens that are one byte, in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_SAMPLING_KEYS = tuple(name for name, number in NUMBERS.items() if number.is_recommended)
 
 
 def _bytes_by_char() -> dict[str, int]:
@@ -64,6 +63,7 @@ class Tokenizer:
       chat_template: Jinja source, None where the model has none.
       tool_template: the one for chats with tools, where the model has another for them.
       sampling_defaults: what the model's authors recommend, by the names of `SamplingParams`.
+      generation_config: what they say in a file, instead of `sampling_defaults`.
 
     Example:
       >>> from tokenizers import Tokenizer as Backend, models
@@ -81,12 +81,15 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        generation_config: GenerationConfig | None = None,
     ):
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.sampling_defaults = dict(sampling_defaults or {})
+        self.generation_config = generation_config or GenerationConfig(
+            sampling_defaults=dict(sampling_defaults or {})
+        )
         self._backend = backend
         self.chat_template = chat_template
         self._chat_template = (
@@ -111,7 +114,7 @@ class Tokenizer:
         Raises:
           TokenizerError: there is no ``tokenizer.json``, it is damaged, or a special token does
             not fit its vocabulary.
-          ValueError: a file beside it is not JSON.
+          ValueError: a file beside it is not JSON, or `GenerationConfig` cannot be read.
           ChatTemplateError: the chat template is not valid Jinja.
         """
         folder = Path(folder)
@@ -121,15 +124,21 @@ class Tokenizer:
         set_post_processor(backend, config, special_tokens)
         backend.encode_special_tokens = bool(config.get("split_special_tokens"))
         chat_template, tool_template = read_templates(folder, config)
-        generation = read_optional(folder / "generation_config.json")
+        generation = GenerationConfig.from_folder(folder)
+        own_eos = backend.token_to_id(special_tokens.get("eos_token", ""))
         return cls(
             backend,
             special_tokens=special_tokens,
-            eos_token_ids=_eos_token_ids(backend, special_tokens, generation),
+            eos_token_ids=(*generation.eos_token_ids, *(() if own_eos is None else (own_eos,))),
             chat_template=chat_template,
             tool_template=tool_template,
-            sampling_defaults=_sampling_defaults(generation),
+            generation_config=generation,
         )
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """What the model's authors recommend, by the names of `SamplingParams`."""
+        return self.generation_config.sampling_defaults
 
     @property
     def vocab_size(self) -> int:
@@ -442,20 +451,3 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{path}: not a tokenizer: {error}.") from None
     check_added_tokens(backend, path, text)
     return backend
-
-
-def _eos_token_ids(
-    backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any]
-) -> list[int]:
-    stated = generation.get("eos_token_id")
-    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ValueError(f"generation_config.json: eos_token_id must be token ids, got {stated!r}.")
-    own = backend.token_to_id(special_tokens.get("eos_token", ""))
-    return ids if own is None else [*ids, own]
-
-
-def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    if generation.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}

@@ -1,0 +1,242 @@
+"""The file ``generation_config.json``: how a model's authors recommend to generate text.
+
+Every option that changes which tokens `transformers` generates is either read here or refused by
+its name. Options of other kinds (its cache, its output, assisted generation) are ignored.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Never
+
+from paged_jax.checks import is_int, is_real
+from paged_jax.models.json_file import read_json
+from paged_jax.sampling.params import NUMBERS, Number, SamplingParams
+from paged_jax.sampling.token_bias import TokenBias
+
+FILE_NAME = "generation_config.json"
+DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})
+"""Names of the options that say how tokens are drawn."""
+
+_COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no bound.")
+_LEAST = Number(int, {"ge": 0, "lt": 2**31}, "be an integer >= 0", "Use 0 for none.")
+# Options with the values at which they do nothing. Others are not implemented.
+_UNSUPPORTED: Mapping[str, Collection[Any]] = {
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "min_length": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+_UNSUPPORTED_IF_DRAWN: Mapping[str, Collection[Any]] = {
+    "epsilon_cutoff": (0, 1),
+    "eta_cutoff": (0, 1),
+    "top_h": (),
+    "typical_p": (1,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """The defaults of generation of a model.
+
+    Attributes:
+      path: the file that says so; None if there is none.
+      eos_token_ids: tokens that end a text.
+      sampling_defaults: recommended values by the names of `SamplingParams`. None of
+        `DRAWING_OPTIONS` is among them if the authors do not say whether tokens are drawn.
+      suppress_tokens: tokens that are never generated.
+      begin_suppress_tokens: tokens that are not the first generated one.
+      bad_words_ids: tokens that are never generated, unless they are end tokens.
+      sequence_bias: numbers that are added to the logits of tokens.
+    """
+
+    path: Path | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[int, ...] = ()
+    sequence_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "GenerationConfig":
+        """Read the file of a model's folder, if it has one.
+
+        Raises:
+          ValueError: the file is not JSON, or an option has a bad value, or one that changes the
+            generated tokens is not implemented. The message names the file and the option.
+        """
+        path = Path(folder) / FILE_NAME
+        return cls() if not path.is_file() else _Reader(path).read()
+
+    def fill_in(self, given: Mapping[str, Any], otherwise: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of `SamplingParams`: those that are given, then the recommended ones.
+
+        Args:
+          given: fields that the caller has set.
+          otherwise: fields that apply if the authors do not say how tokens are drawn.
+        """
+        fields = {**self.sampling_defaults, **given}
+        if not DRAWING_OPTIONS & self.sampling_defaults.keys():
+            fields = {**otherwise, **fields}
+        most = fields.get("max_tokens", SamplingParams.max_tokens)
+        if "min_tokens" in fields and "min_tokens" not in given and is_int(most):
+            fields["min_tokens"] = min(fields["min_tokens"], most)
+        return fields
+
+    def token_bias(self, eos_token_ids: Collection[int], vocab_size: int) -> TokenBias:
+        """Return the biases for a model.
+
+        Args:
+          eos_token_ids: the model's end tokens.
+          vocab_size: V. Tokens outside of it cannot be generated, so their biases are left out.
+        """
+
+        def known(token_ids: Collection[int]) -> list[int]:
+            return [token_id for token_id in dict.fromkeys(token_ids) if token_id < vocab_size]
+
+        bad_words = set(self.bad_words_ids) - set(eos_token_ids)
+        suppressed = known([*self.suppress_tokens, *sorted(bad_words)])
+        values = {token_id: self.sequence_bias[token_id] for token_id in known(self.sequence_bias)}
+        values |= dict.fromkeys(suppressed, -math.inf)
+        start_ids = known(sorted(set(self.begin_suppress_tokens) - set(suppressed)))
+        return TokenBias(tuple(values), tuple(values.values()), tuple(start_ids))
+
+
+class _Reader:
+    """Reads the options of one file; each error begins with its path."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._options = {
+            name: value for name, value in read_json(path).items() if value is not None
+        }
+
+    def read(self) -> GenerationConfig:
+        eos = self._options.get("eos_token_id", [])
+        defaults = self._sampling_defaults()
+        self._refuse_unsupported(is_drawn=defaults.get("temperature", 1.0) > 0)
+        return GenerationConfig(
+            path=self._path,
+            eos_token_ids=self._token_ids("eos_token_id", eos if isinstance(eos, list) else [eos]),
+            sampling_defaults=defaults,
+            suppress_tokens=self._ids_of("suppress_tokens"),
+            begin_suppress_tokens=self._ids_of("begin_suppress_tokens"),
+            bad_words_ids=self._bad_words(),
+            sequence_bias=self._sequence_bias(),
+        )
+
+    def _sampling_defaults(self) -> dict[str, Any]:
+        do_sample = self._get(
+            "do_sample", lambda value: isinstance(value, bool), "be true or false"
+        )
+        numbers = {name: each for name, each in NUMBERS.items() if each.is_recommended}
+        given = {name: self._number(name, each) for name, each in numbers.items()}
+        given["max_tokens"] = self._number("max_new_tokens", _COUNT)
+        given["min_tokens"] = self._number("min_new_tokens", _LEAST)
+        given["stop"] = self._stop_strings()
+        defaults = {name: value for name, value in given.items() if value is not None}
+        if defaults.get("min_tokens", 0) > defaults.get("max_tokens", _COUNT.bounds["lt"]):
+            most = defaults["max_tokens"]
+            self._fail("min_new_tokens", f"must be at most max_new_tokens, got more than {most}.")
+        if do_sample is False:
+            defaults = {k: v for k, v in defaults.items() if k not in DRAWING_OPTIONS}
+            return {"temperature": 0.0, **defaults}
+        if do_sample and not DRAWING_OPTIONS & defaults.keys():
+            return {"temperature": 1.0, **defaults}
+        return defaults
+
+    def _stop_strings(self) -> tuple[str, ...] | None:
+        stop = self._options.get("stop_strings")
+        if stop is None:
+            return None
+        texts = [stop] if isinstance(stop, str) else stop
+        if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
+            self._fail("stop_strings", f"must be a text or a list of texts, got {stop!r}.")
+        return tuple(texts)
+
+    def _refuse_unsupported(self, *, is_drawn: bool) -> None:
+        refused = {**_UNSUPPORTED, **(_UNSUPPORTED_IF_DRAWN if is_drawn else {})}
+        for name, neutral in refused.items():
+            value = self._options.get(name)
+            if value is not None and value not in neutral:
+                self._fail(name, f"is not implemented, got {value!r}. Remove it from the file.")
+
+    def _ids_of(self, name: str) -> tuple[int, ...]:
+        return self._token_ids(name, self._options.get(name, []))
+
+    def _bad_words(self) -> tuple[int, ...]:
+        name = "bad_words_ids"
+        words = self._options.get(name, [])
+        if not isinstance(words, list) or not all(
+            isinstance(word, list) and word for word in words
+        ):
+            self._fail(name, f"must be a list of lists of token ids, got {words!r}.")
+        return tuple(self._one_token(name, word) for word in words)
+
+    def _sequence_bias(self) -> dict[int, float]:
+        name = "sequence_bias"
+        pairs = self._options.get(name, [])
+        is_list = isinstance(pairs, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and pair[0]
+            for pair in pairs
+        )
+        if not is_list:
+            self._fail(name, f"must be a list like [[[5], -2.0]], got {pairs!r}.")
+        for _, value in pairs:
+            if not (is_real(value) or value == -math.inf):
+                self._fail(name, f"must have numbers for biases, got {value!r}.")
+        return {self._one_token(name, word): float(value) for word, value in pairs}
+
+    def _one_token(self, name: str, word: list[Any]) -> int:
+        token_id, *others = self._token_ids(name, word)
+        if others:
+            self._fail(
+                name,
+                f"is not implemented for sequences of several tokens, got {word!r}. Remove them "
+                "from the file.",
+            )
+        return token_id
+
+    def _token_ids(self, name: str, value: Any) -> tuple[int, ...]:
+        ids = [_as_int(each) for each in value] if isinstance(value, list) else [value]
+        # Some files have -1 for "no end token".
+        least = -1 if name == "eos_token_id" else 0
+        if not isinstance(value, list) or not all(is_int(each) and each >= least for each in ids):
+            self._fail(name, f"must be token ids, got {value!r}.")
+        return tuple(ids)
+
+    def _number(self, name: str, number: Number) -> Any:
+        value = self._options.get(name)
+        value = _as_int(value) if number.type is int else value
+        if value is not None and not number.allows(value):
+            self._fail(name, f"must {number.rule}, got {value!r}. {number.advice}")
+        return value
+
+    def _get(self, name: str, is_valid: Callable[[Any], bool], rule: str) -> Any:
+        value = self._options.get(name)
+        if value is not None and not is_valid(value):
+            self._fail(name, f"must {rule}, got {value!r}.")
+        return value
+
+    def _fail(self, name: str, problem: str) -> Never:
+        raise ValueError(f"{self._path}: {name} {problem}")
+
+
+def _as_int(value: Any) -> Any:
+    """Return the integer that a float of JSON stands for, other values as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
