@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
 from paged_jax.sampling.params import SamplingParams
@@ -30,6 +31,7 @@ class EngineClosedError(RuntimeError):
     """The engine takes no requests: it was closed, or it has failed, with what is the cause."""
 
 
+@names_arguments
 class AsyncEngine:
     """Runs an `Engine` in the background. Use it in an ``async with`` statement.
 
@@ -106,6 +108,7 @@ class AsyncEngine:
         if not self._thread.is_alive():
             self._thread = None
 
+    @names_arguments
     async def generate(
         self,
         prompt: Prompt,

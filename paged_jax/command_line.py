@@ -1,7 +1,6 @@
 """`Parser`, and the engine's arguments: what the command lines share."""
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, NoReturn, get_args
 import jax
 
 from paged_jax import distributed
-from paged_jax.engine.arguments import VLLM_NAMES
+from paged_jax.argument_names import suggest
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
@@ -81,11 +80,14 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             return ""
-        wanted = unknown.split()[0].partition("=")[0].replace("_", "-")
-        name = wanted.removeprefix("--").replace("-", "_")
-        wanted = f"--{VLLM_NAMES[name].replace('_', '-')}" if name in VLLM_NAMES else wanted
-        close = difflib.get_close_matches(wanted, self._option_string_actions, n=1)
-        return f". Did you mean {close[0]}?" if close else ""
+        names = {
+            option.removeprefix("--").replace("-", "_"): option
+            for option in self._option_string_actions
+            if option.startswith("--")
+        }
+        wanted = unknown.split()[0].partition("=")[0].lstrip("-").replace("-", "_")
+        meant = wanted if wanted in names else suggest(wanted, names)
+        return "" if meant is None else f". Did you mean {names[meant]}?"
 
 
 def one_line(error: BaseException) -> str:

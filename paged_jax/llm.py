@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 from jax.typing import ArrayLike
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.engine.beam_search import beam_search
 from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
 from paged_jax.engine.engine import Engine
@@ -34,6 +35,7 @@ class LLM(Engine):
       4
     """
 
+    @names_arguments
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -68,6 +70,7 @@ class LLM(Engine):
         _raise_if_all_failed(outputs)
         return outputs
 
+    @names_arguments
     def rollout(
         self,
         prompt_token_ids: ArrayLike,
@@ -147,6 +150,7 @@ class LLM(Engine):
                     status.advance(int(request.is_finished), note)
         return requests
 
+    @names_arguments
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -180,6 +184,7 @@ class LLM(Engine):
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    @names_arguments
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -204,6 +209,7 @@ class LLM(Engine):
         token_ids = self.tokenizer.encode_chat(messages, chat_template_kwargs, tools=tools)
         return {"prompt_token_ids": token_ids}
 
+    @names_arguments
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -220,6 +226,7 @@ class LLM(Engine):
         """
         return Stream(self._add(prompts, sampling_params, priority, explain))
 
+    @names_arguments
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:

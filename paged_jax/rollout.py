@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax import sampling
+from paged_jax.argument_names import names_arguments
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
@@ -48,6 +49,7 @@ class Rollout(NamedTuple):
     num_tokens: jax.Array  # i32 [B]
 
 
+@names_arguments
 def rollout(
     model: PagedModel,
     prompt_token_ids: jax.Array,

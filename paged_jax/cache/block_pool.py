@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.short_repr import short_repr
 
 # Of SHA-256, as 32-bit words.
@@ -57,6 +58,7 @@ class BlockPool:
     token_ids: jax.Array
 
     @classmethod
+    @names_arguments
     def create(cls, num_blocks: int, block_size: int) -> "BlockPool":
         """Return a pool of `num_blocks` free blocks, none of which is cached."""
         return cls(

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
 from paged_jax.cache.blocks.plan import num_possible
@@ -87,6 +88,7 @@ class PagedCache:
         )
 
     @classmethod
+    @names_arguments
     def create(
         cls,
         *,

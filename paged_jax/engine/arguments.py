@@ -4,8 +4,6 @@
 same mistakes in the same words.
 """
 
-from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 from paged_jax.checks import ArgumentError, check_positive, is_int, is_real
@@ -14,31 +12,6 @@ from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
 from paged_jax.scheduler import Preemption, check_step_limits
-
-# Arguments and flags of vLLM's that have other names here.
-VLLM_NAMES = {
-    "gpu_memory_utilization": "memory_fraction",
-    "kv_cache_dtype": "kv_dtype",
-    "num_gpu_blocks_override": "num_blocks",
-    "speculative_config": "num_speculative_tokens",
-}
-
-
-def refuse_unknown(function: str, known: Iterable[str], unknown: Iterable[str]) -> None:
-    """Refuse arguments that a function does not have, with a guess at what was meant.
-
-    Raises:
-      TypeError: there are any.
-
-    Example:
-      >>> refuse_unknown("Engine", ["memory_fraction"], ["gpu_memory_utilization"])
-      Traceback (most recent call last):
-      TypeError: Engine: gpu_memory_utilization is no argument. Did you mean memory_fraction?
-    """
-    for name in unknown:
-        close = [VLLM_NAMES[name]] if name in VLLM_NAMES else get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise TypeError(f"{function}: {name} is no argument.{hint}")
 
 
 def check_arguments(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.checks import is_int, is_real
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.short_repr import short_repr
@@ -21,6 +22,7 @@ from paged_jax.short_repr import short_repr
 _MAX_LENGTH_PENALTY = 10.0
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
     """What to search for, with vLLM's names and meanings.

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.checks import ArgumentError
 from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
@@ -104,6 +105,7 @@ class Engine(Upkeep):
 
     # Requests come and go
 
+    @names_arguments
     def add_request(
         self,
         prompt: Prompt,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from paged_jax.argument_names import refuse_unknown
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.engine.arguments import (
@@ -19,7 +20,6 @@ from paged_jax.engine.arguments import (
     choose_cascade,
     preemption_over_processes,
     program_sizes,
-    refuse_unknown,
 )
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax import dims
+from paged_jax.argument_names import names_arguments
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem, attend
 from paged_jax.kernels.checks import (
     as_arrays,
@@ -34,6 +35,7 @@ from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import attend_differentiably
 
 
+@names_arguments
 def paged_attention(
     q: jax.Array,
     k_pool: jax.Array,
@@ -108,6 +110,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@names_arguments
 def paged_prefill_attention(
     q: jax.Array,
     k_pool: jax.Array,

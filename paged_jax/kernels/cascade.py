@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import paged_attention
 from paged_jax.kernels.backend import Pools
@@ -100,6 +101,7 @@ def num_shared_blocks(
     return jnp.where(spared >= _WORTHWHILE, count, 0)
 
 
+@names_arguments
 def cascade_attention(
     q: jax.Array,
     k_pool: jax.Array,

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.kernels.quantisation import wider_dtype
 
 
+@names_arguments
 def merge_attention(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

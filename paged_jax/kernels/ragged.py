@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax import dims
+from paged_jax.argument_names import names_arguments
 from paged_jax.index_checks import take_or_zero, without_index_checks
 from paged_jax.kernels import xla
 from paged_jax.kernels.backend import Pages, Problem, RaggedArgs, RaggedOptions
@@ -35,6 +36,7 @@ from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_row
 _FUNCTION = "ragged_paged_attention"
 
 
+@names_arguments
 def ragged_paged_attention(
     q: jax.Array,
     kv_pages: jax.Array,

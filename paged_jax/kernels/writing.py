@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
+from paged_jax.argument_names import names_arguments
 from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import (
     CopyArgs,
@@ -38,6 +39,7 @@ from paged_jax.kernels.xla.writing import set_rows
 _MAX_ROWS = 2**31 - 1
 
 
+@names_arguments
 def paged_write(
     k_pool: jax.Array,
     v_pool: jax.Array,
@@ -112,6 +114,7 @@ def paged_write(
     return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
 
 
+@names_arguments
 def paged_rope_write(
     k_pool: jax.Array,
     v_pool: jax.Array,
@@ -193,6 +196,7 @@ def paged_rope_write(
     return ops.rope_write(args, options)
 
 
+@names_arguments
 def copy_blocks(
     k_pool: jax.Array,
     v_pool: jax.Array,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.checks import check_positive
 from paged_jax.models.config_json import read_fields
 from paged_jax.models.config_writing import write_fields
@@ -62,6 +63,7 @@ _SIZES = (
 )
 
 
+@names_arguments
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """The sizes and switches of one Llama-family decoder.

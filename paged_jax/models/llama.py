@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.models import loading
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig
@@ -117,6 +118,7 @@ class Llama(PagedModel):
         return self.logits(x)
 
     @classmethod
+    @names_arguments
     def from_pretrained(
         cls,
         folder: str | Path | None = None,

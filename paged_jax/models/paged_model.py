@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import AnyCache, PagedCache
 from paged_jax.cache.sizes import max_blocks_in_slot, num_blocks_needed
@@ -117,6 +118,7 @@ class PagedModel(nnx.Module):
         arrays = jax.tree.leaves(nnx.state(self))
         return max(arrays, key=lambda array: array.size).dtype
 
+    @names_arguments
     def create_cache(
         self,
         *,
@@ -153,6 +155,7 @@ class PagedModel(nnx.Module):
             dtype=dtype,
         )
 
+    @names_arguments
     def prefill(
         self,
         cache: AnyCache,
@@ -215,6 +218,7 @@ class PagedModel(nnx.Module):
         x, cache, ok, _ = self._run_chunks(cache, rows, backend)
         return self.logits(x, backend), cache, ok
 
+    @names_arguments
     def decode(
         self,
         cache: AnyCache,

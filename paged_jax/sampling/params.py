@@ -5,6 +5,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.checks import ArgumentError, is_int, is_real
 from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.short_repr import short_repr
@@ -98,6 +99,7 @@ NUMBERS: Mapping[str, Number] = {
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
+@names_arguments
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:

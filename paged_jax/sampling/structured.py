@@ -5,12 +5,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.checks import ArgumentError
 from paged_jax.short_repr import short_repr
 
 _FUNCTION = "StructuredOutputsParams"
 
 
+@names_arguments
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:

@@ -3,7 +3,6 @@
 Fields have OpenAI's names, or vLLM's where OpenAI has none.
 """
 
-import difflib
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -16,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from paged_jax.argument_names import suggest
 from paged_jax.sampling.params import NUMBERS, Number
 from paged_jax.server import neutral
 from paged_jax.server.limits import MAX_PROMPTS
@@ -70,8 +70,8 @@ class Body(BaseModel):
         """What the error of an unknown field says."""
         name = name[:100]
         wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
-        near = difflib.get_close_matches(wanted, cls.model_fields, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        near = suggest(wanted, cls.model_fields)
+        hint = "" if near is None else f" Did you mean {near}?"
         return {"name": name, "rule": f"{neutral.refusal(name)}.{hint}"}
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool, require
 from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
@@ -56,6 +57,7 @@ class BlockTables:
         return shortened(self) if use is None else cut(f"BlockTables({use})")
 
     @classmethod
+    @names_arguments
     def create(
         cls,
         num_blocks: int,

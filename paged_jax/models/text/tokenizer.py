@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from paged_jax.argument_names import names_arguments
 from paged_jax.models.text.chat_roles import ChatRoles
 from paged_jax.models.text.chat_template import (
     ChatTemplate,
@@ -103,6 +104,7 @@ class Tokenizer:
         self._anchor_id, self._anchor_length = self._find_anchor()
 
     @classmethod
+    @names_arguments
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """Read ``tokenizer.json`` and the files beside it.
 
@@ -177,6 +179,7 @@ class Tokenizer:
         """The contents of a ``tokenizer.json``, for other libraries."""
         return self._backend.to_str()
 
+    @names_arguments
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids.
 
@@ -194,6 +197,7 @@ class Tokenizer:
         [encoded] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoded.offsets
 
+    @names_arguments
     def decode(
         self,
         token_ids: Sequence[int],
@@ -250,6 +254,7 @@ class Tokenizer:
             **{**self.special_tokens, **variables},
         )
 
+    @names_arguments
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,0 +1,207 @@
+"""Answers an unknown argument with the name that it has here.
+
+Users know the names of vLLM, transformers, OpenAI and llama.cpp. Each line of a table begins with a
+name that is used here; the others are names of the same thing elsewhere.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_SAMPLING = """
+max_tokens max_new_tokens max_length max_completion_tokens max_output_tokens max_gen_toks
+max_tokens max_gen_len
+max_tokens n_predict num_predict n_tokens num_tokens_to_generate max_tokens_to_sample
+max_tokens max_decode_steps
+min_tokens min_new_tokens min_length
+temperature temp do_sample
+top_p p nucleus top_prob
+top_k k topk
+n num_samples num_return_sequences best_of num_outputs num_completions num_generations
+beam_width num_beams beam_size n_beams width
+stop stop_strings stop_sequences stop_words until
+stop_token_ids eos_token_id eos_token_ids stop_ids stop_tokens stop_token_id
+seed random_seed rng_seed rng key prng_key generator manual_seed
+logprobs top_logprobs num_logprobs return_logprobs output_scores
+prompt_logprobs return_prompt_logprobs
+repetition_penalty repeat_penalty repetition_penalties
+logit_bias suppress_tokens bad_words bad_words_ids sequence_bias allowed_token_ids
+logit_bias logits_bias
+structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding
+structured_outputs response_format json_schema structured_output grammar schema
+skip_special_tokens skip_special
+min_p
+presence_penalty
+frequency_penalty
+"""
+_OTHERS = """
+num_samples n num_return_sequences best_of num_generations num_outputs
+blocks slot_mapping slots block_ids
+json json_schema schema
+regex pattern
+choice choices options enum
+grammar ebnf lark gbnf cfg
+json_object json_mode
+sampling_params params sampling_parameters generation_config generation_params
+sampling_params sampling_config
+params sampling_params beam_search_params generation_config
+prompts prompt inputs input text texts prompt_token_ids input_ids requests
+prompt prompts inputs input text prompt_token_ids input_ids
+prompt_token_ids input_ids prompts token_ids inputs tokens prompt
+num_tokens lengths prompt_lens prompt_lengths attention_mask seq_lens
+messages conversation conversations chat prompt prompts
+chat_template_kwargs template_kwargs chat_template_args enable_thinking
+use_tqdm progress show_progress progress_bar verbose tqdm
+request_id id uid
+model model_name model_path model_id pretrained_model_name_or_path checkpoint path m
+folder pretrained_model_name_or_path model_path path model_name model_id model checkpoint
+tokenizer tokenizer_name tokenizer_path tokenizer_id
+dtype torch_dtype weight_dtype param_dtype quantization load_in_8bit precision
+kv_dtype kv_cache_dtype cache_dtype kv_cache_type
+cache_dtype kv_dtype kv_cache_dtype
+dtype cache_dtype kv_dtype kv_cache_dtype
+max_model_len max_seq_len max_sequence_length max_seq_length context_length n_ctx
+max_model_len max_context_len
+max_model_len ctx_size context_len max_length max_total_tokens max_position_embeddings
+max_num_seqs max_batch_size max_num_sequences batch_size max_concurrency max_slots
+max_num_seqs max_running_requests
+num_slots batch_size max_num_seqs max_batch_size num_sequences
+block_size page_size tokens_per_block
+num_blocks num_pages total_num_pages num_gpu_blocks num_kv_blocks num_gpu_blocks_override
+memory_fraction gpu_memory_utilization mem_fraction_static gpu_memory_fraction
+memory_fraction memory_utilization
+max_chunk chunk_size chunked_prefill_size max_prefill_tokens prefill_chunk_size
+enable_prefix_caching prefix_caching enable_prefix_cache enable_caching
+enable_prefix_caching disable_radix_cache
+steps_per_dispatch num_scheduler_steps multi_step decode_steps num_decode_steps
+num_speculative_tokens speculative_config speculative_tokens num_draft_tokens draft_len
+num_speculative_tokens prompt_lookup_num_tokens
+swap_space swap_space_gb cpu_offload_gb cpu_swap_space
+tensor_parallel_size tp tp_size tensor_parallel num_devices tensor_parallelism num_gpus
+backend attention_backend attn_implementation implementation impl attn_backend
+on_compile compile_callback
+timeout timeout_s deadline request_timeout
+host hostname address
+port listen_port
+api_key api_keys api_token
+served_model_name model_name
+sliding_window window window_size local_window_size attention_window window_left
+scale sm_scale softmax_scale scaling attn_scale query_scale
+sm_scale scale softmax_scale scaling attn_scale
+soft_cap softcap logit_cap logits_soft_cap attn_logits_soft_cap attn_logit_softcapping
+soft_cap logit_soft_cap
+context_lens kv_lens lengths seq_lens seqlens context_lengths kv_lengths cache_seqlens
+context_lens lens
+context_lens sequence_lengths seq_lengths
+kv_lens context_lens lengths seq_lens context_lengths kv_lengths
+query_lens q_lens q_lengths query_lengths seqlens_q
+cu_q_lens cu_seqlens cu_seqlens_q query_start_loc cu_query_lens
+num_seqs num_sequences distribution batch_size
+block_tables block_table page_table page_tables page_indices kv_indices block_indices
+page_indices block_tables block_table page_table page_tables kv_indices block_indices
+k_pool k_pages k_cache key_cache key_pool k_cache_pool
+v_pool v_pages v_cache value_cache value_pool v_cache_pool
+kv_pages kv_cache pages kv_pool
+q query queries
+k key keys
+v value values
+sinks sink s_aux attention_sinks attention_sink
+return_lse return_softmax_lse save_residuals need_lse
+k_scale k_scales key_scale
+v_scale v_scales value_scale
+mask_value mask_val
+layer layer_idx layer_id layer_index
+num_layers num_hidden_layers n_layers n_layer
+num_hidden_layers num_layers n_layers n_layer
+num_attention_heads num_heads n_heads n_head num_q_heads num_query_heads
+num_kv_heads num_key_value_heads n_kv_heads kv_heads
+num_key_value_heads num_kv_heads n_kv_heads kv_heads
+hidden_size d_model embed_dim dim n_embd
+intermediate_size d_ff ffn_dim mlp_dim n_inner
+head_dim head_size d_head
+rms_norm_eps norm_eps eps layer_norm_eps
+max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
+"""
+
+
+def _read(table: str) -> list[list[str]]:
+    """Return the lines of a table as lists: the name here, then names of others."""
+    return [line.split() for line in table.split("\n") if line]
+
+
+_LINES = _read(_SAMPLING + _OTHERS)
+# Names that belong into `SamplingParams`, and what they are called there.
+_SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
+
+
+def suggest(name: str, known: Collection[str]) -> str | None:
+    """Return the name among `known` that a user of another library means by `name`, if any.
+
+    Example:
+      >>> suggest("max_new_tokens", ["max_tokens", "min_tokens"])
+      'max_tokens'
+      >>> suggest("temprature", ["temperature"])
+      'temperature'
+    """
+    for first, *others in _LINES:
+        if name in others and first in known:
+            return first
+    close = get_close_matches(name, known, n=1)
+    return close[0] if close else None
+
+
+def refuse_unknown(function: str, known: Collection[str], unknown: Iterable[str]) -> None:
+    """Refuse arguments that a function does not have, with a guess at what was meant.
+
+    Raises:
+      TypeError: there are any.
+
+    Example:
+      >>> refuse_unknown("Engine", ["memory_fraction"], ["gpu_memory_utilization"])
+      Traceback (most recent call last):
+      TypeError: Engine: gpu_memory_utilization is no argument. Did you mean memory_fraction?
+    """
+    for name in unknown:
+        raise TypeError(f"{function}: {name} is no argument.{_hint(name, known)}")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    holders = [each for each in ("sampling_params", "params") if each in known]
+    meant = suggest(name, known)
+    if holders and name in _SAMPLING_NAMES and meant not in holders:
+        return f" Did you mean {holders[0]}=SamplingParams({_SAMPLING_NAMES[name]}=...)?"
+    return "" if meant is None else f" Did you mean {meant}?"
+
+
+def names_arguments(function: T) -> T:
+    """Decorate a function or class: it answers unknown arguments as `refuse_unknown` does.
+
+    Example:
+      >>> @names_arguments
+      ... def attend(q, *, sliding_window=None): ...
+      >>> attend(0, window=4)
+      Traceback (most recent call last):
+      TypeError: attend: window is no argument. Did you mean sliding_window?
+    """
+    if isinstance(function, type):
+        made: Any = function
+        made.__init__ = _checked(made.__init__, made.__name__)
+        return made
+    return _checked(function, function.__qualname__)
+
+
+def _checked(function: Any, name: str) -> Any:
+    parameters = inspect.signature(function).parameters.values()
+    known = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= known:
+            refuse_unknown(name, known - {"self", "cls"}, [k for k in kwargs if k not in known])
+        return function(*args, **kwargs)
+
+    return checked

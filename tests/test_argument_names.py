@@ -1,0 +1,109 @@
+"""Unknown arguments are answered with the right name, by every public entry point."""
+
+import inspect
+
+import pytest
+
+import paged_jax
+from paged_jax import argument_names, generate, plan, serve
+
+CALLS = [
+    ("SamplingParams", {"max_new_tokens": 3}, "max_tokens"),
+    ("SamplingParams", {"num_return_sequences": 3}, "n"),
+    ("SamplingParams", {"stop_sequences": "a"}, "stop"),
+    ("SamplingParams", {"guided_json": {}}, "structured_outputs"),
+    ("SamplingParams", {"repeat_penalty": 1.1}, "repetition_penalty"),
+    ("SamplingParams", {"temprature": 1.1}, "temperature"),
+    ("StructuredOutputsParams", {"pattern": "a"}, "regex"),
+    ("BeamSearchParams", {"num_beams": 3}, "beam_width"),
+    ("LlamaConfig", {"n_layers": 3}, "num_hidden_layers"),
+    ("paged_attention", {"window": 4}, "sliding_window"),
+    ("paged_attention", {"softmax_scale": 4}, "scale"),
+    ("paged_attention", {"page_table": 4}, "block_tables"),
+    ("paged_prefill_attention", {"logits_soft_cap": 4}, "soft_cap"),
+    ("ragged_paged_attention", {"scale": 4}, "sm_scale"),
+    ("ragged_paged_attention", {"block_tables": 4}, "page_indices"),
+    ("cascade_attention", {"seq_lens": 4}, "context_lens"),
+    ("merge_attention", {"lse_aa": 4}, "lse_a"),
+    ("paged_write", {"key_cache": 4}, "k_pool"),
+    ("paged_rope_write", {"value_cache": 4}, "v_pool"),
+    ("copy_blocks", {"k_pages": 4}, "k_pool"),
+    ("rollout", {"max_new_tokens": 4}, "max_tokens"),
+    ("rollout", {"num_return_sequences": 4}, "num_samples"),
+    ("PagedCache.create", {"page_size": 4}, "block_size"),
+    ("BlockPool.create", {"num_pages": 4}, "num_blocks"),
+    ("BlockTables.create", {"max_pages_per_seq": 4}, "max_blocks_per_slot"),
+    ("Llama.from_pretrained", {"torch_dtype": "float32"}, "dtype"),
+    ("Tokenizer.from_folder", {"path": "x"}, "folder"),
+    ("LLM", {"tensor_parallel": 2}, "tensor_parallel_size"),
+    ("Engine", {"max_batch_size": 2}, "max_num_seqs"),
+    ("LLM.generate", {"prompt": "x"}, "prompts"),
+    ("LLM.chat", {"conversation": []}, "messages"),
+    ("LLM.generate", {"max_new_tokens": 4}, r"sampling_params=SamplingParams\(max_tokens=...\)"),
+    ("LLM.stream", {"temp": 4}, r"sampling_params=SamplingParams\(temperature=...\)"),
+    ("Engine.add_request", {"seed": 4}, r"params=SamplingParams\(seed=...\)"),
+    ("AsyncEngine.generate", {"top_k": 4}, r"sampling_params=SamplingParams\(top_k=...\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "meant"), CALLS)
+def test_an_unknown_argument_is_answered_with_the_right_name(name, given, meant) -> None:
+    function = paged_jax
+    for part in name.split("."):
+        function = getattr(function, part)
+    function = function.__func__ if inspect.ismethod(function) else function
+    arguments = [None] if "." in name else []
+    [wrong] = given
+    with pytest.raises(TypeError, match=f": {wrong} is no argument. Did you mean {meant}\\?$"):
+        function(*arguments, **given)
+
+
+@pytest.mark.parametrize("name", paged_jax.__all__)
+def test_every_public_function_answers_unknown_arguments(name) -> None:
+    """Also the classes that users make, and not those that the library returns."""
+    made = getattr(paged_jax, name)
+    returned = {"CompletionOutput", "Explanation", "Logprob", "PreemptionNote", "RequestMetrics"}
+    returned |= {"RequestOutput", "Wait", "Rollout", "BeamSearchOutput", "BeamSearchSequence"}
+    returned |= {"EngineStats", "GroupedCache", "Heads"}
+    # Abstract, made by class methods, or made of parts that users do not name.
+    returned |= {"PagedModel", "BlockPool", "BlockTables", "PagedCache", "Llama", "Tokenizer"}
+    if name in returned:
+        return
+    with pytest.raises(TypeError, match="unheard_of is no argument"):
+        made(unheard_of=1)
+
+
+def test_names_arguments_keeps_the_signature() -> None:
+    parameters = inspect.signature(paged_jax.SamplingParams).parameters
+    assert "max_tokens" in parameters and "args" not in parameters
+    assert paged_jax.paged_attention.__name__ == "paged_attention"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        (generate, "--temp", "--temperature"),
+        (generate, "--max-new-tokens", "--max-tokens"),
+        (generate, "--n-predict", "--max-tokens"),
+        (generate, "--max_tokens", "--max-tokens"),
+        (generate, "--num-return-sequences", "--n"),
+        (generate, "--stop-sequences", "--stop"),
+        (generate, "--gpu-memory-utilization", "--memory-fraction"),
+        (generate, "--tp", "--tensor-parallel-size"),
+        (serve, "--max-seq-len", "--max-model-len"),
+        (serve, "--max-batch-size", "--max-num-seqs"),
+        (plan, "--kv-cache-dtype", "--kv-dtype"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_right_one(command, flag, meant, capsys) -> None:
+    required = ["--prompt", "x"] if command is generate else []
+    with pytest.raises(SystemExit):
+        command.main([*required, flag, "0"])
+    assert capsys.readouterr().err.rstrip().endswith(f"Did you mean {meant}?")
+
+
+def test_suggest_knows_no_name_twice_with_two_answers_for_one_function() -> None:
+    """The first name of a line is what functions here are called with."""
+    for first, *others in argument_names._LINES:
+        assert argument_names.suggest(first, [first]) == first
+        assert all(argument_names.suggest(name, [first]) == first for name in others)
