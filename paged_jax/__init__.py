@@ -35,7 +35,7 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.rollout import Rollout, rollout
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.structured import StructuredOutputError, StructuredOutputsParams
 from paged_jax.scheduler.outputs import (
     CompletionOutput,
     Explanation,
@@ -71,6 +71,7 @@ __all__ = [
     "RequestOutput",
     "Rollout",
     "SamplingParams",
+    "StructuredOutputError",
     "StructuredOutputsParams",
     "Tokenizer",
     "Wait",

@@ -17,8 +17,10 @@ from paged_jax.engine.inputs import Prompt
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.rollout import Rollout, check_prompts
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured import StructuredOutputError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.request import Sequence as SampleSequence
 from paged_jax.status import Status
 
 
@@ -62,13 +64,14 @@ class LLM(Engine):
         Raises:
           ValueError: a prompt is empty, too long for the context or for the pool, or holds tokens
             out of range; a parameter does not suit the model. Nothing has been run then.
-          FloatingPointError: the model gave NaN for every prompt. Where it did for some only, their
-            outputs have the finish_reason ``"error"``.
+          FloatingPointError: the model gave NaN for every prompt. If it did for some only, their
+            outputs have the finish_reason ``"error"``. Samples whose `structured_outputs` could
+            not be followed have it too, with the reason and the text so far.
         """
         group = self._add(prompts, sampling_params, priority, explain)
-        outputs = [request.output() for request in self._finish(group, use_tqdm=use_tqdm)]
-        _raise_if_all_failed(outputs)
-        return outputs
+        requests = self._finish(group, use_tqdm=use_tqdm)
+        _raise_if_all_failed(requests)
+        return [request.output() for request in requests]
 
     @names_arguments
     def rollout(
@@ -104,6 +107,7 @@ class LLM(Engine):
           ValueError: shapes or types do not fit together, or as for `generate`. Nothing has been
             run then.
           FloatingPointError: the model gave NaN.
+          StructuredOutputError: `structured_outputs` could not be followed.
 
         Example:
           >>> llm = LLM(max_num_seqs=4)
@@ -399,12 +403,13 @@ def _as_rollout(requests: list[Request]) -> Rollout:
     """The samples of requests that have ended, a row each.
 
     Raises:
-      FloatingPointError: one ended with an error.
+      FloatingPointError, StructuredOutputError: one ended with an error.
     """
     samples = [sequence for request in requests for sequence in request.sequences]
     for sample in samples:
         if sample.completion.finish_reason == "error":
-            raise FloatingPointError(f"LLM.rollout: {sample.completion.stop_reason}")
+            error = StructuredOutputError if _has_lost_form(sample) else FloatingPointError
+            raise error(f"LLM.rollout: {sample.completion.stop_reason}")
     num_tokens = np.array([sample.num_generated for sample in samples], np.int32)
     bounds = [request.params.max_tokens for request in requests]
     shape = len(samples), max(int(num_tokens.max()), *(bound or 0 for bound in bounds))
@@ -415,7 +420,18 @@ def _as_rollout(requests: list[Request]) -> Rollout:
     return Rollout(*cast(Any, (token_ids, logprobs, num_tokens)))
 
 
-def _raise_if_all_failed(outputs: list[RequestOutput]) -> None:
-    reasons = [c.stop_reason for o in outputs for c in o.outputs if c.finish_reason == "error"]
-    if reasons and len(reasons) == sum(len(output.outputs) for output in outputs):
+def _raise_if_all_failed(requests: list[Request]) -> None:
+    """Raise an error if the model gave NaN for every sample."""
+    samples = [sample for request in requests for sample in request.sequences]
+    reasons = [
+        sample.completion.stop_reason
+        for sample in samples
+        if sample.completion.finish_reason == "error" and not _has_lost_form(sample)
+    ]
+    if reasons and len(reasons) == len(samples):
         raise FloatingPointError(f"LLM.generate: {reasons[0]}")
+
+
+def _has_lost_form(sample: SampleSequence) -> bool:
+    """Return whether the grammar of a sample has failed."""
+    return sample.grammar is not None and sample.grammar.failure is not None

@@ -102,7 +102,9 @@ class Postprocessor:
         if sequence.is_finished:
             return  # another row of its request has just ended all of them
         if sequence.grammar is not None and sequence.grammar.failure is not None:
-            self._requests.end(request, "error", sequence.grammar.failure)
+            # Only this sample: the others of its request keep what they have, and go on.
+            sequence.completion.end("error", sequence.grammar.failure)
+            self._requests.finish(sequence)
             return
         try:
             num_tokens = self.append_tokens(sequence, row)

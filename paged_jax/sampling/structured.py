@@ -12,6 +12,10 @@ from paged_jax.short_repr import short_repr
 _FUNCTION = "StructuredOutputsParams"
 
 
+class StructuredOutputError(RuntimeError):
+    """A text could not be given its form: the grammar became too complex to be followed."""
+
+
 @names_arguments
 @short_repr
 @dataclasses.dataclass(frozen=True)

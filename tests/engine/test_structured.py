@@ -5,12 +5,14 @@ import json
 import re
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_jax import Engine, SamplingParams, StructuredOutputsParams
+from paged_jax import LLM, Engine, SamplingParams, StructuredOutputError, StructuredOutputsParams
 from paged_jax.cache.blocks import check_invariants
+from paged_jax.models.text.grammar import GrammarCursor
 from paged_jax.scheduler.outputs import RequestOutput
 from tests.support.structured import PERSON, SIZES, schemas
 from tests.support.tiny_model import EOS
@@ -153,6 +155,56 @@ def test_a_grammar_that_fails_ends_its_request_only(engine, alone) -> None:
     [failed] = done["bad"].outputs
     assert failed.finish_reason == "error" and "could not be followed" in failed.stop_reason
     assert [sample.token_ids for sample in done["good"].outputs] == alone[0]
+
+
+@pytest.fixture
+def break_grammars(monkeypatch):
+    """Let the grammars of some samples fail after 3 tokens, as if they had become too complex."""
+    follow, cursors = GrammarCursor.follow, []
+
+    def break_first(most: int) -> None:
+        def broken(self, token_ids, start) -> None:
+            if len(token_ids) - start >= 3 and self not in cursors and len(cursors) < most:
+                cursors.append(self)
+                self._matcher.consume_token(1535)
+            follow(self, token_ids, start)
+
+        monkeypatch.setattr(GrammarCursor, "follow", broken)
+
+    return break_first
+
+
+def test_generate_returns_the_texts_of_grammars_that_fail(break_grammars) -> None:
+    llm = LLM(**SIZES)
+    form = StructuredOutputsParams(regex="[0-9]{200}")
+    wanted = params(form, temperature=0, max_tokens=20)
+    [whole] = llm.generate("It is", wanted, use_tqdm=False)
+    break_grammars(1)
+    [output] = llm.generate("It is", wanted, use_tqdm=False)
+    [sample] = output.outputs
+    assert sample.finish_reason == "error" and "the grammar could not be" in sample.stop_reason
+    assert sample.text and whole.outputs[0].text.startswith(sample.text)
+    check_invariants(llm.cache.tables)
+
+
+def test_one_failed_grammar_leaves_the_other_samples_alone(break_grammars) -> None:
+    llm = LLM(**SIZES)
+    break_grammars(1)
+    form = StructuredOutputsParams(regex="[0-9]{200}")
+    [output] = llm.generate("It is", params(form, n=3, seed=0, max_tokens=20), use_tqdm=False)
+    reasons = [sample.finish_reason for sample in output.outputs]
+    assert sorted(reasons) == ["error", "length", "length"]
+    assert {len(each.token_ids) for each in output.outputs if each.finish_reason == "length"} == {
+        20
+    }
+
+
+def test_rollout_says_that_a_grammar_failed(break_grammars) -> None:
+    llm = LLM(**SIZES)
+    break_grammars(1)
+    form = StructuredOutputsParams(regex="[0-9]{200}")
+    with pytest.raises(StructuredOutputError, match="LLM.rollout: the grammar could not be"):
+        llm.rollout(np.array([[5, 9, 2]]), np.array([3]), params(form, max_tokens=20))
 
 
 def test_min_tokens_hold_an_end_back_that_the_form_allows(engine) -> None:

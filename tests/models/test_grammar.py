@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import Regex, normalizers
 
 from paged_jax import SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.checks import ArgumentError
@@ -216,6 +218,62 @@ def test_a_grammar_that_fails_ends_its_text(start) -> None:
         finds(cursor)
         assert "fails parse" in cursor.failure
         assert (cursor.forced or allowed(cursor)) == [EOS]
+
+
+NAMED = {
+    "type": "object",
+    "properties": {"Name of": {"const": "Ünï  X"}, "b": {"type": "boolean"}},
+    "required": ["Name of", "b"],
+    "additionalProperties": False,
+}
+
+
+def _is_named(text: str) -> bool:
+    return json.loads(text)["Name of"] == "Ünï  X"
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        normalizers.Strip(),
+        normalizers.Lowercase(),
+        normalizers.Replace(" ", ""),
+        normalizers.Replace(Regex(" +"), " "),
+        normalizers.NFKD(),
+        normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+    ],
+    ids=lambda normalizer: type(normalizer).__name__,
+)
+@pytest.mark.parametrize(
+    ("form", "is_good"),
+    [
+        ({"json": NAMED}, _is_named),
+        (
+            {"choice": ["  Hello World  ", "  Hello There"]},
+            lambda text: text.startswith("  Hello "),
+        ),
+        ({"regex": "é  [a-z]{3} /D/"}, lambda text: re.fullmatch("é  [a-z]{3} /D/", text)),
+        ({"grammar": 'start: "  A é" B\nB: /x+Y/'}, lambda text: text.startswith("  A éx")),
+    ],
+)
+def test_texts_have_their_form_though_the_tokenizer_changes_them(
+    tokenizer, normalizer, form, is_good
+) -> None:
+    """The tokens of the changed text would spell something else."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.normalizer = normalizer
+    changed = Tokenizer(backend)
+    grammar = Grammars(changed, V, [EOS]).compile(_form(**form))
+    for seed in range(3):
+        cursor = GrammarCursor(grammar)
+        assert is_good(changed.decode(walk(cursor, np.random.default_rng(seed))))
+        assert cursor.failure is None
+
+
+def test_tokens_that_spell_the_known_text_stay_forced(start) -> None:
+    cursor = start(json=NAMED)
+    walk(cursor, np.random.default_rng(0))
+    assert cursor._is_forced
 
 
 @pytest.mark.parametrize(

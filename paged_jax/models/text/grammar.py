@@ -4,18 +4,24 @@ The work is llguidance's, of the extra ``structured``. Here its matchers follow 
 """
 
 import functools
-import json
-import re
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from paged_jax.checks import ArgumentError
-from paged_jax.models.text.closed_schema import close, without_annotations
+from paged_jax.models.text.grammar_source import (
+    MANY_LABELS,
+    form_source,
+    form_text,
+    label_fuel,
+    split_labels,
+    unforced_source,
+    without_descriptions,
+)
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured import StructuredOutputsParams
@@ -34,21 +40,8 @@ _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
 # Of llguidance's default a twentieth: 10,000 optional letters in a row take 200 MB.
 _LEXER_FUEL = 50_000
-# An enum with more labels gets fuel of its own.
-_MANY_LABELS = 1000
-_ENUM = re.compile(r'"enum"\s*:\s*(?=\[)')
-# Characters that JSON escapes.
-_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
 _PLAIN = SamplingParams()
 _STACK_LOCK = threading.Lock()
-# How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
-# So the names of properties are forced; and models that know no way on cannot fill the context with
-# white space.
-_LAYOUT: Any = {
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "whitespace_flexible": False,
-}
 
 
 class Grammars:
@@ -115,19 +108,23 @@ class Grammars:
     def _compile(self, form: StructuredOutputsParams) -> "Grammar":
         tokenizer = self._ll_tokenizer
         if len(form.json or "") > _MAX_CHARS:
-            form = _without_annotations(form)
+            form = without_descriptions(form)
         num_chars = len(form.json or form.regex or form.grammar or "")
         num_chars += sum(map(len, form.choice or ()))
         if num_chars > _MAX_CHARS:
             raise _refusal(f"must have at most {_MAX_CHARS} characters, got {num_chars}.")
         stack = _STACK_PER_CHAR * num_chars + _LEAST_STACK
+
+        def unforced() -> "LLMatcher":
+            return _with_stack(stack, lambda: _unforced_matcher(tokenizer, form))
+
         try:
             matcher = _with_stack(stack, lambda: _matcher(tokenizer, form))
         except RecursionError:
             raise _refusal("cannot be had: it is nested too deeply") from None
         except ValueError as error:
             raise _refusal(f"cannot be had: {_reason(error)}") from None
-        return Grammar(matcher, self._eos_token_ids, num_chars)
+        return Grammar(tokenizer, matcher, self._eos_token_ids, num_chars, unforced)
 
     @functools.cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
@@ -158,26 +155,51 @@ class Grammar:
     """A compiled grammar, from which each sequence that follows it starts anew.
 
     Args:
+      tokenizer: the tokenizer of llguidance.
       matcher: the matcher of llguidance before the first token.
       eos_token_ids: tokens that end a text.
       num_chars: characters of its source.
+      unforced: function that makes a matcher that forces no tokens.
     """
 
-    def __init__(self, matcher: "LLMatcher", eos_token_ids: list[int], num_chars: int):
+    def __init__(
+        self,
+        tokenizer: "LLTokenizer",
+        matcher: "LLMatcher",
+        eos_token_ids: list[int],
+        num_chars: int,
+        unforced: Callable[[], "LLMatcher"],
+    ):
+        self.tokenizer = tokenizer
         self._matcher = matcher
+        self._make_unforced = unforced
         self.eos_token_ids = eos_token_ids
         self.num_chars = num_chars
 
     def start(self) -> "LLMatcher":
-        """A matcher before the first token."""
+        """Return a matcher before the first token."""
         return self._matcher.deep_copy()
+
+    def start_unforced(self) -> "LLMatcher":
+        """Return a matcher before the first token that allows every spelling of the text.
+
+        Raises:
+          ValueError: llguidance cannot compile it.
+        """
+        return self._unforced.deep_copy()
+
+    @functools.cached_property
+    def _unforced(self) -> "LLMatcher":
+        return self._make_unforced()
 
 
 class GrammarCursor:
     """Where a sequence of tokens is in a grammar. It belongs to one thread.
 
     Where the text that comes next is known, so are its tokens: those of llguidance's choice, which
-    depends on the tokens before them and on nothing else.
+    depends on the tokens before them and on nothing else. A tokenizer that changes texts, such as
+    one that removes spaces, may have tokens for it that spell another text. From then on the tokens
+    of known texts are drawn like others.
 
     Args:
       grammar: the grammar.
@@ -201,6 +223,8 @@ class GrammarCursor:
         self.failure: str | None = None
         self.is_over = False
         self._num_followed: int | None = None  # None until the first look
+        self._consumed: list[int] = []  # by the matcher
+        self._is_forced = True
         self._matcher = self._grammar.start()
 
     def follow(self, token_ids: Sequence[int], start: int) -> None:
@@ -224,6 +248,7 @@ class GrammarCursor:
             assert token_id == self.forced.pop(0), "what comes must be what is forced"
         elif not self.is_over:  # the one behind them is always drawn
             self._matcher.consume_token(token_id)
+            self._consumed.append(token_id)
             self._find_forced()
 
     @property
@@ -233,16 +258,33 @@ class GrammarCursor:
 
     def _find_forced(self) -> None:
         """Look what must come next. The matcher is behind that afterwards."""
-        self.forced = self._matcher.compute_ff_tokens()
-        if self.forced:
-            self._matcher.consume_tokens(self.forced)
+        self.forced = []
+        if self._is_forced:
+            forced = _forced_tokens(self._grammar.tokenizer, self._matcher)
+            if forced is None:
+                self._stop_forcing()
+            elif forced:
+                self._matcher.consume_tokens(forced)
+                self._consumed += forced
+                self.forced = forced
         if self._matcher.is_error():
             self._fail()
         if self._matcher.is_stopped():
             self.forced.append(self._grammar.eos_token_ids[0])
 
-    def _fail(self) -> None:
-        reason = _reason(self._matcher.get_error())
+    def _stop_forcing(self) -> None:
+        """Go on with a matcher that leaves the choice of tokens to the model."""
+        self._is_forced = False
+        try:
+            self._matcher = self._grammar.start_unforced()
+        except ValueError as error:
+            self._fail(error)
+            return
+        if self._consumed:
+            self._matcher.consume_tokens(self._consumed)
+
+    def _fail(self, error: object = None) -> None:
+        reason = _reason(error or self._matcher.get_error())
         self.failure = f"the grammar could not be followed: {reason}"
 
     def write_mask(self, words: np.ndarray) -> None:
@@ -287,23 +329,32 @@ def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatc
     Raises:
       ValueError: llguidance rejects the form, or the form is too large.
     """
-    text = _text(form)
-    labels, shorter = (form.choice, text) if form.choice is not None else _split_labels(text)
-    if shorter != text and len(labels) > _MANY_LABELS:
-        _compiled(tokenizer, _source(form, shorter), _LEXER_FUEL)
-    return _compiled(tokenizer, _source(form, text), _LEXER_FUEL + _label_fuel(labels))
+    text = form_text(form)
+    labels, shorter = split_labels(form, text)
+    if shorter != text and len(labels) > MANY_LABELS:
+        _compiled(tokenizer, form_source(form, shorter), _LEXER_FUEL)
+    return _compiled(tokenizer, form_source(form, text), _LEXER_FUEL + label_fuel(labels))
+
+
+def _unforced_matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
+    """Return a matcher of the form that forces no tokens; it may have an error."""
+    text = form_text(form)
+    labels, _ = split_labels(form, text)
+    source = unforced_source(form_source(form, text))
+    return _new_matcher(tokenizer, source, _LEXER_FUEL + label_fuel(labels))
 
 
 def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
     """Return a matcher of llguidance's source; raise ValueError if it cannot compute a mask."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(initial_lexer_fuel=fuel)
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    matcher = _new_matcher(tokenizer, source, fuel)
     first = matcher
     if not matcher.is_error():  # some are found to be too large only here
         first = matcher.deep_copy()
-        first.consume_tokens(first.compute_ff_tokens())
+        forced = _forced_tokens(tokenizer, first)
+        if forced is None:
+            first = _new_matcher(tokenizer, unforced_source(source), fuel)
+        elif forced:
+            first.consume_tokens(forced)
     if not (first.is_error() or first.is_stopped()):
         first.compute_bitmask()
     if first.is_error():
@@ -311,30 +362,24 @@ def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
     return matcher
 
 
-def _split_labels(text: str) -> tuple[list[Any], str]:
-    """Return the labels of all enums in a text with JSON schemas, and the text with one of each."""
-    labels: list[Any] = []
-    shorter, end = "", 0
-    for match in _ENUM.finditer(text):
-        start = match.end()
-        if start < end:  # within the labels of another enum
-            continue
-        try:
-            values, stop = json.JSONDecoder().raw_decode(text, start)
-        except ValueError:
-            continue
-        labels += values
-        shorter += text[end:start] + json.dumps(values[:1])
-        end = stop
-    return labels, shorter + text[end:]
+def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
+    """Return a matcher before the first token; it may have an error."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=fuel)
+    return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
-def _label_fuel(labels: Sequence[Any]) -> int:
-    """Return more fuel than labels take: 13 each and 75 for an escaped character (measured)."""
-    if len(labels) <= _MANY_LABELS:
-        return 0
-    num_escapes = sum(len(_ESCAPED.findall(str(label))) for label in labels)
-    return 16 * len(labels) + 128 * num_escapes
+def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] | None:
+    """Return the tokens of the text that must come next; None if they do not spell that text."""
+    text = matcher.compute_ff_bytes()
+    # Not only the forced tokens: masks depend on those of the rest, too.
+    if text and tokenizer.decode_bytes(tokenizer.tokenize_bytes(text)) != text:
+        return None
+    forced = matcher.compute_ff_tokens()
+    if matcher.is_error() or matcher.validate_tokens(forced) == len(forced):
+        return forced
+    return None
 
 
 def _with_stack(size: int, function: Callable[[], T]) -> T:
@@ -362,38 +407,6 @@ def _with_stack(size: int, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-def _text(form: StructuredOutputsParams) -> str:
-    """Return the form as a regular expression, a Lark grammar or a JSON schema."""
-    if form.choice is not None:
-        # As one terminal: a rule may have no more than 2,000 that can come next.
-        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
-    if form.regex is not None or form.grammar is not None:
-        return str(form.regex or form.grammar)
-    return json.dumps(
-        {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
-    )
-
-
-def _source(form: StructuredOutputsParams, text: str) -> str:
-    """Return llguidance's source for a text of the form."""
-    from llguidance import LLMatcher
-
-    if form.regex is not None:
-        return LLMatcher.grammar_from_regex(text)
-    if form.grammar is not None or form.choice is not None:
-        return LLMatcher.grammar_from_lark(text)
-    return LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
-
-
-def _without_annotations(form: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return the form with a schema that has no descriptions, which can be most of it."""
-    try:
-        schema = json.dumps(without_annotations(json.loads(str(form.json))))
-    except RecursionError:
-        return form
-    return StructuredOutputsParams(json=schema)
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:

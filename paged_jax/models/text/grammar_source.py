@@ -1,0 +1,95 @@
+"""Sources of llguidance for the forms that texts may have."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from paged_jax.models.text.closed_schema import close, without_annotations
+from paged_jax.sampling.structured import StructuredOutputsParams
+
+MANY_LABELS = 1000
+"""Number of labels above which an enum gets fuel of its own."""
+_ENUM = re.compile(r'"enum"\s*:\s*(?=\[)')
+# Characters that JSON escapes.
+_ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
+# How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
+# So the names of properties are forced; and models that know no way on cannot fill the context with
+# white space.
+_LAYOUT: Any = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
+
+
+def form_text(form: StructuredOutputsParams) -> str:
+    """Return the form as a regular expression, a Lark grammar or a JSON schema."""
+    if form.choice is not None:
+        # As one terminal: a rule may have no more than 2,000 that can come next.
+        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
+    if form.regex is not None or form.grammar is not None:
+        return str(form.regex or form.grammar)
+    return json.dumps(
+        {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
+    )
+
+
+def form_source(form: StructuredOutputsParams, text: str) -> str:
+    """Return llguidance's source for a text of the form."""
+    from llguidance import LLMatcher
+
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(text)
+    if form.grammar is not None or form.choice is not None:
+        return LLMatcher.grammar_from_lark(text)
+    return LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
+
+
+def unforced_source(source: str) -> str:
+    """Return a source of llguidance that allows every token that continues a known text.
+
+    Otherwise its masks allow only the token that the tokenizer chooses.
+    """
+    text = source
+    if source.startswith('{"grammars"'):
+        [grammar] = json.loads(source)["grammars"]
+        text = grammar["lark_grammar"] or f"start: %json {json.dumps(grammar['json_schema'])}"
+    return '%llguidance {"no_forcing": true}\n' + text
+
+
+def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the form with a schema that has no descriptions, which can be most of it."""
+    try:
+        schema = json.dumps(without_annotations(json.loads(str(form.json))))
+    except RecursionError:
+        return form
+    return StructuredOutputsParams(json=schema)
+
+
+def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
+    """Return the labels of a form, and its text with one of each enum of its JSON schemas."""
+    if form.choice is not None:
+        return form.choice, text
+    labels: list[Any] = []
+    shorter, end = "", 0
+    for match in _ENUM.finditer(text):
+        start = match.end()
+        if start < end:  # within the labels of another enum
+            continue
+        try:
+            values, stop = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            continue
+        labels += values
+        shorter += text[end:start] + json.dumps(values[:1])
+        end = stop
+    return labels, shorter + text[end:]
+
+
+def label_fuel(labels: Sequence[Any]) -> int:
+    """Return more fuel than labels take: 13 each and 75 for an escaped character (measured)."""
+    if len(labels) <= MANY_LABELS:
+        return 0
+    num_escapes = sum(len(_ESCAPED.findall(str(label))) for label in labels)
+    return 16 * len(labels) + 128 * num_escapes
