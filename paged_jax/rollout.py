@@ -169,8 +169,7 @@ def rollout(
         max_lengths=num_tokens + max_tokens,
         constraints=Constraints.create(num_rows, vocab_size=0, max_forced=0),
     )
-    slots = jnp.arange(num_rows, dtype=jnp.int32)
-    steps = min(max_tokens, most_at_once)
+    slots, steps = jnp.arange(num_rows, dtype=jnp.int32), min(max_tokens, most_at_once)
     draws, num_new = _decode(model, state, slots, max_tokens, steps, backend)
     return Rollout(draws.token_ids.T, draws.logprobs.T, num_new)
 

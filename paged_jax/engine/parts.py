@@ -1,4 +1,7 @@
-"""Makes the parts of an engine from its arguments, and shows their state."""
+"""Makes the parts of an engine from its arguments, and shows their state.
+
+`EngineParts.__init__` is long because it passes each argument to the part that it is for.
+"""
 
 from collections.abc import Callable
 from inspect import signature
@@ -55,15 +58,12 @@ HOST_BYTES_PER_SECOND = 1e10
 
 
 class EngineParts:
-    """What an engine is made of. `Engine`, which explains the arguments, makes it run.
-
-    `__init__` is long because each argument goes from here to the part that it is for.
+    """The parts of an engine. `Engine`, which explains the arguments, makes them run.
 
     Attributes:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
-      generation_config: what the model's authors recommend for generation.
-      token_bias: the biases among it, which hold in every request.
+      generation_config, token_bias: the authors' defaults, and biases that hold in every request.
       block_size: C, tokens in a block.
       num_blocks: P, blocks in the pool; in that of the first group, where layers differ.
       max_num_seqs: S, samples that run at once.
@@ -128,8 +128,7 @@ class EngineParts:
         check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
         check_function("Engine", on_compile=on_compile)
         self.tokenizer = load_tokenizer(model, tokenizer)
-        self.generation_config = load_generation_config(model, self.tokenizer)
-        are_weights_shared = isinstance(model, PagedModel)
+        generation = self.generation_config = load_generation_config(model, self.tokenizer)
         weights, parallel = load_model(
             model,
             dtype=dtype,
@@ -138,15 +137,10 @@ class EngineParts:
             check_replicas=check_replicas,
         )
         self.config = weights.layout_model.config
-        self.block_size = block_size
-        self.max_num_seqs = max_num_seqs
+        self.block_size, self.max_num_seqs = block_size, max_num_seqs
         self.enable_prefix_caching = enable_prefix_caching
-        self._eos_token_ids = find_eos_token_ids(
-            self.config, self.tokenizer, self.generation_config
-        )
-        self.token_bias = self.generation_config.token_bias(
-            self._eos_token_ids, self.config.vocab_size
-        )
+        self._eos_token_ids = find_eos_token_ids(self.config, self.tokenizer, generation)
+        self.token_bias = generation.token_bias(self._eos_token_ids, self.config.vocab_size)
         sizes = program_sizes(
             "Engine",
             self.config,
@@ -228,7 +222,8 @@ class EngineParts:
             seed=seed,
             grammars=self.grammars,
         )
-        self._connect(Drafter(num_speculative_tokens), are_weights_shared=are_weights_shared)
+        is_shared = isinstance(model, PagedModel)
+        self._connect(Drafter(num_speculative_tokens), are_weights_shared=is_shared)
 
     def _connect(self, drafter: Drafter, *, are_weights_shared: bool) -> None:
         """Make the parts of a step, around the runner and the scheduler."""
@@ -267,8 +262,7 @@ class EngineParts:
 
     @property
     def model(self) -> PagedModel:
-        """The model with its weights as they are now. `update_params` writes over their arrays:
-        copy what must be kept.
+        """The model with its present weights. Copy arrays that `update_params` must not change.
 
         Raises:
           EngineAsleepError: the engine sleeps, and its weights are not on the device.
@@ -283,8 +277,7 @@ class EngineParts:
     def weights(self) -> list[jax.Array]:
         """The arrays of the model, in the order of the leaves of its ``nnx.state``.
 
-        Valid until `update_params` writes over them. None while the engine sleeps and its weights
-        are not on the device.
+        Valid until `update_params`. None while the engine sleeps without weights on the device.
 
         Raises:
           RuntimeError: the devices are those of several processes.
