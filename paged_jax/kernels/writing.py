@@ -278,6 +278,7 @@ def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
     return _copy_differentiably(ops, args), dots
 
 
+@names_arguments
 def write_kv_pages(
     kv_pages: jax.Array,
     k: jax.Array,
