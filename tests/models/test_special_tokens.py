@@ -235,3 +235,28 @@ def test_encode_splits_special_tokens_if_asked_to(tmp_path, splits):
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     assert Tokenizer.from_folder(folder).encode(_TEXT) == theirs.encode(_TEXT)
     assert (257 in theirs.encode(_TEXT)) == (not splits)
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after"),
+    [
+        ({"add_eos_token": True}, ["<|a|>", "<|b|>"], ["<|end|>"]),
+        ({"add_bos_token": True}, ["<|old|>", "<|a|>", "<|b|>"], []),
+        ({"add_bos_token": False, "add_eos_token": None}, ["<|a|>", "<|b|>"], []),
+    ],
+)
+def test_encode_keeps_the_other_tokens_of_a_processor(tmp_path, config, before, after):
+    """As in GLM, where each text starts with two tokens, neither of which is BOS."""
+    backend = _backend()
+    backend.add_special_tokens(["<|a|>", "<|b|>", "<|end|>"])
+    tokens = [(token, backend.token_to_id(token)) for token in ("<|a|>", "<|b|>")]
+    backend.post_processor = processors.TemplateProcessing(
+        single=["<|a|>", "<|b|>", "$A"], pair=None, special_tokens=tokens
+    )
+    names = {"bos_token": "<|old|>", "eos_token": "<|end|>"}
+    tokenizer = Tokenizer.from_folder(
+        _write(tmp_path, backend, tokenizer_config={**names, **config})
+    )
+    body = tokenizer.encode("ab", add_special_tokens=False)
+    before, after = (list(map(backend.token_to_id, each)) for each in (before, after))
+    assert tokenizer.encode("ab") == [*before, *body, *after]

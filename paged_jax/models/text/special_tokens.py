@@ -9,7 +9,7 @@ The order of precedence is the order of transformers.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,26 +126,36 @@ def set_post_processor(
     If BOS and EOS are the same token, ``tokenizer.json`` decides, as in transformers: the added
     token does not tell which of the two it is.
     """
-    bos, eos = (special_tokens.get(f"{key}_token") for key in ("bos", "eos"))
-    if bos is not None and bos == eos:
+    bos, eos = (special_tokens.get(f"{key}_token", "") for key in ("bos", "eos"))
+    if bos and bos == eos:
         return
-    added = backend.encode("", add_special_tokens=True).ids
-    template, ids, differs = ["$A"], [], False
-    for key in ("bos", "eos"):
-        token = special_tokens.get(f"{key}_token", "")
-        token_id = backend.token_to_id(token)
-        if token_id is None:
-            continue
-        wanted = config.get(f"add_{key}_token")
-        wanted = token_id in added if wanted is None else bool(wanted)
-        differs |= wanted != (token_id in added)
-        if wanted:
-            template = [token, *template] if key == "bos" else [*template, token]
-            ids.append((token, token_id))
-    if differs:
+    text = backend.encode("a", add_special_tokens=False).tokens
+    whole = backend.encode("a", add_special_tokens=True).tokens
+    places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
+    at = next(places, len(whole))
+    before, after = whole[:at], whole[at + len(text) :]
+    # Other special tokens, such as the prefix of GLM, stay.
+    if _must_add(backend, bos, before, config.get("add_bos_token")):
+        before = [bos, *before]
+    elif config.get("add_bos_token") is False:
+        before = [token for token in before if token != bos]
+    if _must_add(backend, eos, after, config.get("add_eos_token")):
+        after = [*after, eos]
+    elif config.get("add_eos_token") is False:
+        after = [token for token in after if token != eos]
+    if [*before, *text, *after] != whole:
+        tokens = dict.fromkeys([*before, *after])
         backend.post_processor = processors.TemplateProcessing(
-            single=template, pair=None, special_tokens=ids
+            single=[*before, "$A", *after],
+            pair=None,
+            special_tokens=[(token, backend.token_to_id(token)) for token in tokens],
         )
+
+
+def _must_add(
+    backend: tokenizers.Tokenizer, token: str, present: Sequence[str], wanted: Any
+) -> bool:
+    return bool(wanted) and token not in present and backend.token_to_id(token) is not None
 
 
 def read_optional(path: Path) -> dict[str, Any]:
