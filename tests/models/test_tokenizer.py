@@ -381,6 +381,7 @@ def test_apply_chat_template_finds_the_template_in_each_of_its_places(tmp_path):
         "{{ messages | tojson }} {{ messages[0] | tojson(indent=2) }}",
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m }}{% endfor %}",
         "{% generation %}{{ messages[0].content }}{% endgeneration %}\n!",
+        "{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
         "{% endfor %}{{ ns.n }} {{ strftime_now('%d %b %Y') }} {{ enable_thinking }}",
     ],

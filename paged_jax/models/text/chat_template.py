@@ -285,13 +285,17 @@ def _text_of_part(part: Any) -> str:
 
 
 class _Generation(ext.Extension):
-    """``{% generation %}``, which marks what the model says, for training; here it is text."""
+    """``{% generation %}``, which marks the model's text for training; here it is plain text.
+
+    Variables that are set inside are unknown behind it, as in transformers.
+    """
 
     tags = {"generation"}
 
-    def parse(self, parser: parser.Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def _raise(message: str) -> None:
