@@ -222,7 +222,7 @@ def slot_row(
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
         num_start_ids=_row(len(token_bias.start_ids), np.int32),
-        start_until=_row(len(prompt) + 1, np.int32),
+        start_until=_row(len(prompt) + 1 if token_bias.start_ids else 0, np.int32),
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
         held_until=_row(min(len(prompt) + min_tokens, _ALWAYS), np.int32),
         changed_until=_row(0, np.int32),
