@@ -27,6 +27,7 @@ from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.status import Status
 
 _MAX_NUM_SEQS = 16
+_MAX_TOKENS = 128
 # Events that --show-blocks tells.
 _MAX_EVENTS = 50
 # Line ends of Unicode that JSON leaves as they are: `str.splitlines` would split an object there.
@@ -80,9 +81,8 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--max-tokens",
         type=int,
-        default=128,
         metavar="N",
-        help="most tokens to generate for each sample; default: 128",
+        help="most tokens to generate for each sample; default: the model's, or 128",
     )
     for name, number in NUMBERS.items():
         if number.help is not None:
@@ -165,6 +165,8 @@ def _complete(
 
 
 def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    if "max_tokens" not in llm.generation_config.sampling_defaults:
+        given = {"max_tokens": _MAX_TOKENS, **given}
     try:
         return llm.get_default_sampling_params(**given)
     except ValueError as error:  # the user's own parameters were checked before

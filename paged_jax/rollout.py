@@ -24,12 +24,13 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sizes import max_blocks_in_slot, num_blocks_needed, num_cached_tokens_at
-from paged_jax.checks import check_positive
+from paged_jax.checks import ArgumentError, check_positive, is_int
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import DecodeState, decode_steps
 from paged_jax.sampling import NO_BIAS, Constraints, Draws, SlotSampling, TokenBias
+from paged_jax.sampling.params import NUMBERS
 from paged_jax.short_repr import short_repr
 
 # Tokens that a row gets before the blocks that have left windows are given back: few beside the
@@ -109,8 +110,9 @@ def rollout(
 
     Raises:
       ValueError: shapes or types do not fit together, a size is not positive, or rows may grow
-        longer than the model's positions; outside of `jit` also for a number of tokens out of
-        range, or a token outside of the vocabulary.
+        longer than the model's positions, or a stop token is outside of the vocabulary; outside of
+        `jit` also for a number of tokens or a sampling parameter out of range, or a token of a
+        prompt outside of the vocabulary.
 
     Cost: memory for K and V of B * (T + num_samples * N) tokens, and up to a block more for each
     sample; in layers with a sliding window at most of the window and 256 tokens, and up to two
@@ -155,10 +157,9 @@ def rollout(
 
     last_tokens = prompts[jnp.arange(B, dtype=jnp.int32), num_tokens - 1]
     last_tokens, num_tokens = (jnp.repeat(x, num_samples) for x in (last_tokens, num_tokens))
-    if stop_token_ids is None:
-        stop_token_ids = model.config.eos_token_ids
-    stop_ids = jnp.array([list(stop_token_ids)], jnp.int32)
+    stop_ids = _stop_ids(model, stop_token_ids)
     values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    _check_numbers(values)
     rows = {name: _per_row(name, jnp.asarray(x), B, num_samples) for name, x in values.items()}
     rows |= {"seed": _per_row("seed", _keys(seed), B, num_samples), "held_until": num_tokens}
     state = DecodeState(
@@ -309,6 +310,30 @@ def check_prompts(
                 f"{wrong[0]}."
             )
     check_token_ids(function, vocab_size, prompt_token_ids, num_tokens, name="prompt_token_ids")
+
+
+def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
+    """Return the tokens that end a row, i32[1, X]."""
+    if stop_token_ids is None:  # a tokenizer may have tokens that the model does not
+        return jnp.array([model.config.eos_token_ids], jnp.int32)
+    vocab_size = model.config.vocab_size
+    for token_id in stop_token_ids:
+        if not is_int(token_id) or not 0 <= token_id < vocab_size:
+            rule = f"must hold token ids in [0, {vocab_size}), got {token_id!r}. Pass () for none."
+            raise ArgumentError("rollout", rule, "stop_token_ids")
+    return jnp.array([list(stop_token_ids)], jnp.int32)
+
+
+def _check_numbers(values: dict[str, ArrayLike]) -> None:
+    """Refuse numbers that `SamplingParams` refuses, if they are known."""
+    for name, value in values.items():
+        if isinstance(value, Tracer):
+            continue
+        number = NUMBERS[name]
+        for each in np.asarray(value).reshape(-1).tolist():
+            if not number.allows(each):
+                rule = f"must {number.rule}, got {each!r}. {number.advice}"
+                raise ArgumentError("rollout", rule, name)
 
 
 def _sampling(

@@ -194,6 +194,15 @@ def test_sampling_defaults_come_from_the_model(run, tmp_path) -> None:
     assert run(*args, "--temperature", "0", model=folder)[1] == greedy
 
 
+def test_max_tokens_is_that_of_the_model(run, tmp_path) -> None:
+    folder = save_tiny_model(tmp_path)
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    args = ["--prompt", "one day", "--json"]
+    for given, count in (([], 3), (["--max-tokens", "5"], 5)):
+        out = json.loads(run(*args, *given, model=folder)[1])
+        assert len(out["outputs"][0]["token_ids"]) == count
+
+
 def test_chat_puts_the_prompt_into_the_template(run, tmp_path, llm) -> None:
     folder = save_tiny_model(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}?")
     args = ["--prompt", "who", "--chat", "--json", "--max-tokens", "4"]
