@@ -72,12 +72,12 @@ def test_cascade_names_missing_lengths() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
-def test_cascade_through_kernels(name) -> None:
-    """The kernels take the queries of many sequences as query heads of one."""
+@pytest.mark.parametrize(("name", "copies"), [("triton", 1), ("triton", 4), ("mosaic_tpu", 1)])
+def test_cascade_through_kernels(name, copies) -> None:
+    """The kernels take the queries of many sequences as query heads of one, also in slices."""
     lanes = 128 if name == "mosaic_tpu" else None
-    batch = PagedBatch.random([40, 25, 24, 0, 61], C=C, lanes=lanes).sharing(3)
-    q = queries((5, 4, 16))
+    batch = PagedBatch.random(copies * [40, 25, 24, 0, 61], C=C, lanes=lanes).sharing(3)
+    q = queries((5 * copies, 4, 16))
     want, _ = batch.expected_decode(q)
     np.testing.assert_allclose(run(batch, q, 3, **BACKENDS[name]), want, atol=1e-5)
 

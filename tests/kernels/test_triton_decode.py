@@ -14,6 +14,7 @@ from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.triton import decode, refusal, tuning
 from paged_jax.kernels.triton.tuning import DecodeParams
+from tests.support.kernel_cases import Case, equations, lowering_for
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
 INTERPRET = jax.default_backend() != "gpu"
@@ -97,6 +98,29 @@ def test_decode_any_shape(C, K, G, D, lanes) -> None:
     lengths = [0, 1, C - 1, C, C + 1, 40]
     batch = PagedBatch.random(lengths, K=K, C=C, D=D, lanes=lanes)
     check(batch, queries((len(lengths), K * G, D)), num_parts=6)
+
+
+@pytest.mark.parametrize(
+    ("pool_dtype", "G", "num_parts"), [("float32", 40, 0), ("float32", 40, 7), ("int8", 17, 7)]
+)
+def test_decode_of_groups_that_are_cut_into_slices(pool_dtype, G, num_parts) -> None:
+    """Slices of 14 and of 9 heads, the last of which is shorter; each merges parts of its own."""
+    batch = PagedBatch.random([0, 1, 40], dtype=jnp.dtype(pool_dtype))
+    sinks = np.linspace(-2, 2, 2 * G, dtype=np.float32)
+    check(batch, queries((3, 2 * G, 16)), num_parts=num_parts, sinks=sinks, sliding_window=37)
+
+
+@pytest.mark.parametrize(
+    ("G", "pool_dtype", "num_slices"),
+    [(32, "bfloat16", 1), (71, "bfloat16", 3), (1024, "bfloat16", 32), (32, "float32", 2)],
+)
+def test_decode_has_programs_for_each_slice_of_a_group(G, pool_dtype, num_slices) -> None:
+    """The tile of a whole group of 1024 does not fit the shared memory of any GPU."""
+    case = Case("decode", "triton", G=G, dtype=pool_dtype)
+    with lowering_for("cuda"):
+        program = jax.make_jaxpr(case.function())(*case.shapes())
+    [kernel] = [x for x in equations(program.jaxpr) if x.primitive.name == "pallas_call"]
+    assert kernel.params["grid_mapping"].grid[0] == case.K * num_slices
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.triton.write import _round_half_to_even
 from paged_jax.kernels.writing import paged_write
-from tests.support.kernel_cases import Case, lower, lowering_for
+from tests.support.kernel_cases import Case, equations, lower, lowering_for
 
 
 def lowered(case: Case) -> str:
@@ -106,16 +106,6 @@ def test_kernels_divide_no_float_by_a_constant(case):
     divisions = [x for x in equations(program.jaxpr) if x.primitive.name == "div"]
     floats = [x for x in divisions if jnp.issubdtype(x.outvars[0].aval.dtype, jnp.floating)]
     assert floats and not [x for x in floats if isinstance(x.invars[1], Literal)]
-
-
-def equations(program):
-    """All operations of a program, those of its loops, branches and kernels too."""
-    for equation in program.eqns:
-        yield equation
-        for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            part = getattr(part, "jaxpr", part)
-            if hasattr(part, "eqns"):
-                yield from equations(part)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])

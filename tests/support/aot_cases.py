@@ -46,6 +46,9 @@ GPU_DECODE: Mapping[str, Case] = {
     "decode, group of 1": _gpu("decode", G=1),
     "decode, group of 7": _gpu("decode", K=4, G=7),
     "decode, group of 12": _gpu("decode", G=12),
+    # Falcon 7B, and 256 sequences of Llama 3 8B over a prefix that they share.
+    "decode, group of 71": _gpu("decode", K=1, G=71, D=64, P=65536),
+    "decode, group of 1024": _gpu("decode", B=1, G=1024),
     "decode, D 64": _gpu("decode", K=4, G=8, D=64),
     "decode, D 80": _gpu("decode", D=80),
     "decode, D 256": _gpu("decode", D=256),
@@ -125,7 +128,7 @@ GPU_UPDATES: Mapping[str, Case] = {
 GPU_OTHERS: Mapping[str, Case] = {
     name: cases[name]
     for cases, names in (
-        (GPU_DECODE, ("decode", "decode, D 64", "decode, D 256")),
+        (GPU_DECODE, ("decode", "decode, D 64", "decode, D 256", "decode, group of 1024")),
         (GPU_PREFILL, ("prefill", "prefill, D 64", "prefill, D 256")),
         (GPU_RAGGED, ("ragged", "ragged, D 256")),
         (GPU_UPDATES, ("write of 64 tokens", "rope_write of 64 tokens", "copy_blocks")),

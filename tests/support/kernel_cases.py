@@ -203,3 +203,13 @@ def lowering_for(platform: str, gpu: tuning.Device = H200) -> Iterator[None]:
             "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning
         )
         yield
+
+
+def equations(program: Any) -> Iterator[Any]:
+    """All operations of a jaxpr, those of its loops, branches and kernels too."""
+    for equation in program.eqns:
+        yield equation
+        for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield from equations(part)

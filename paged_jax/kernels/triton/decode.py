@@ -12,6 +12,9 @@ one group, which share one read of K and V, to one part of one sequence::
     merged by the program          |                            |
     of a that is done last     out, lse                     out, lse       [B, H, D]
 
+A group of many query heads, such as those of all sequences over a shared prefix, is cut into slices
+that fit the registers of a program. Each slice reads K and V by itself, mostly from the cache.
+
 The parts follow from the real lengths, so that all programs read about as much: see `schedule`, and
 `merge` for how the last program of a sequence knows that it is. A sequence of one part needs none
 of this, and where no sequence is divided nobody counts.
@@ -64,33 +67,53 @@ def decode(
     K, C = pools.num_kv_heads, pools.block_size
     device = tuning.device()
     shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name)
+    group = _Group(H // K, tuning.slice_size(shape))
+    shape = shape._replace(group=group.slice_size)
     if params is None:
         params = tuning.decode_params(device.kind, **shape._asdict())
     capacity = block_tables.shape[1] * C
     schedule = Schedule(B, 0, params.step_tokens, capacity, options.sliding_window)
     if num_parts is None:
         resident = device.num_cores * tuning.programs_per_core(shape, params, device)
-        num_parts = choose_num_parts(B, K, schedule.max_steps, resident)
-    return _decode(args, options, params, schedule._replace(num_parts=num_parts), interpret)
+        num_parts = choose_num_parts(B, K * group.num_slices, schedule.max_steps, resident)
+    return _decode(args, options, params, schedule._replace(num_parts=num_parts), group, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "params", "schedule", "interpret"))
+class _Group(NamedTuple):
+    """The query heads that read one KV head, cut into slices for a program each.
+
+    Attributes:
+      size: number of heads (G).
+      slice_size: heads of a slice; the last one may have fewer.
+    """
+
+    size: int
+    slice_size: int
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return pl.cdiv(self.size, self.slice_size)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "params", "schedule", "group", "interpret"))
 def _decode(
     args: AttentionArgs,
     options: Options,
     params: tuning.DecodeParams,
     schedule: Schedule,
+    group: _Group,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, _, sinks, layer = args
     B, H, D = q.shape
-    K, N = pools.num_kv_heads, schedule.num_programs
+    num_slices, N = pools.num_kv_heads * group.num_slices, schedule.num_programs
     words = pools.map(tiles.as_words)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
     counts, aliases = None, {}
     if schedule.num_parts:
-        counts, aliases = _zeros(args, K), {0: len(results)}
+        counts, aliases = _zeros(args, num_slices), {0: len(results)}
         results += [(counts.shape, counts.dtype), ((N, H, D), jnp.float32), ((N, H), jnp.float32)]
     out, lse, *_ = pallas_call(
         functools.partial(
@@ -98,10 +121,11 @@ def _decode(
             options=options,
             pool_dtype=pools.dtype,
             schedule=schedule,
+            group=group,
             instructions=choose_instructions(interpret),
         ),
         out_shape=[jax.ShapeDtypeStruct(*result) for result in results],
-        grid=(K, N),
+        grid=(num_slices, N),
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(
             num_warps=params.num_warps, num_stages=params.num_stages
@@ -112,8 +136,8 @@ def _decode(
     return out, lse
 
 
-def _zeros(args: AttentionArgs, num_kv_heads: int) -> jax.Array:
-    """What the parts of each sequence and head are counted in, i32 ``[B, K]``.
+def _zeros(args: AttentionArgs, num_slices: int) -> jax.Array:
+    """Zeros to count the parts of each sequence and slice of heads in, i32 ``[B, num_slices]``.
 
     Not simply zeros: those of all layers would be one for XLA, of which each layer then has a copy
     made, in a launch of its own. Zeros that XLA takes for different ones, because they depend on
@@ -123,7 +147,7 @@ def _zeros(args: AttentionArgs, num_kv_heads: int) -> jax.Array:
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
-    return jnp.broadcast_to(is_one[:, None], (is_one.size, num_kv_heads)).astype(jnp.int32)
+    return jnp.broadcast_to(is_one[:, None], (is_one.size, num_slices)).astype(jnp.int32)
 
 
 class _Source(NamedTuple):
@@ -135,6 +159,8 @@ class _Source(NamedTuple):
       head_dim: D.
       tables_ref: i32 ``[B, M]``.
       head, layer: indices of what is read.
+      group: the query heads that read it.
+      slice_index: the slice of the group that the program attends with.
     """
 
     pools: Any
@@ -143,6 +169,17 @@ class _Source(NamedTuple):
     tables_ref: Any
     head: jax.Array
     layer: jax.Array
+    group: _Group
+    slice_index: jax.Array | int
+
+    def query_heads(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the query head of each row of a tile, and whether it is one of the slice."""
+        group = self.group
+        place = self.slice_index * group.slice_size + rows
+        is_row = rows < group.slice_size
+        if group.size % group.slice_size:
+            is_row &= place < group.size
+        return self.head * group.size + place, is_row
 
 
 def _attend_kernel(
@@ -157,10 +194,16 @@ def _attend_kernel(
     options: Options,
     pool_dtype: Any,
     schedule: Schedule,
+    group: _Group,
     instructions: Instructions,
 ) -> None:
-    head, program = pl.program_id(0), pl.program_id(1)
-    source = _Source(pools, pool_dtype, q_ref.shape[2], tables_ref, head, layer_ref[0])
+    place, program = pl.program_id(0), pl.program_id(1)
+    head, slice_index = place, 0
+    if group.num_slices > 1:
+        head, slice_index = (f(place, group.num_slices) for f in (tiles.divide, tiles.remainder))
+    source = _Source(
+        pools, pool_dtype, q_ref.shape[2], tables_ref, head, layer_ref[0], group, slice_index
+    )
     attend = functools.partial(
         _attend, q_ref, sinks_ref, source, options=options, instructions=instructions
     )
@@ -179,12 +222,12 @@ def _attend_kernel(
 
     @pl.when(part.is_there & (part.count > 1))
     def _():
-        @pl.when(is_last(counts_ref, (part.sequence, head), part.count, instructions))
+        @pl.when(is_last(counts_ref, (part.sequence, place), part.count, instructions))
         def _():
-            G = q_ref.shape[1] // pools.num_kv_heads
-            rows = jnp.arange(tiles.num_rows(G), dtype=jnp.int32)
+            rows = jnp.arange(tiles.num_rows(group.slice_size), dtype=jnp.int32)
+            heads, is_row = source.query_heads(rows)
             start, dtype = program - part.index, tiles.operand_dtype(q_ref.dtype, pool_dtype)
-            out, lse = merge_parts(partial_refs, *_heads(head, G, rows), start, part.count, dtype)
+            out, lse = merge_parts(partial_refs, heads, is_row, start, part.count, dtype)
             _store(refs, part.sequence, source, (out,), lse)
 
 
@@ -199,10 +242,10 @@ def _attend(
     instructions: Instructions,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """The result of a group over a part, as f32 ``[R, lanes]`` for each tuple of lanes, and lse."""
-    G = q_ref.shape[1] // source.pools.num_kv_heads
-    num_rows, num_copies = _choose_rows(G, tiles.operand_dtype(q_ref.dtype, source.pool_dtype))
+    dtype = tiles.operand_dtype(q_ref.dtype, source.pool_dtype)
+    num_rows, num_copies = _choose_rows(source.group.slice_size, dtype)
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
-    heads, is_row = _heads(source.head, G, tiles.remainder(rows, num_rows))
+    heads, is_row = source.query_heads(tiles.remainder(rows, num_rows))
     lanes = _lanes(source.head_dim, num_arrays=2 if is_quantised(source.pool_dtype) else 1)
     q = tuple(
         plgpu.load(
@@ -231,9 +274,8 @@ def _store(
 ) -> None:
     """Write the result of a group into one row of ``[:, H, D]`` and ``[:, H]``."""
     out_ref, lse_ref = refs
-    H, D = out_ref.shape[1:]
-    rows = jnp.arange(lse.size, dtype=jnp.int32)
-    heads, is_row = _heads(source.head, H // source.pools.num_kv_heads, rows)
+    D = out_ref.shape[2]
+    heads, is_row = source.query_heads(jnp.arange(lse.size, dtype=jnp.int32))
     is_row = is_row & is_written
     for lane, array in zip(_lanes(D, len(out)), out, strict=True):
         plgpu.store(
@@ -260,11 +302,6 @@ def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
         return num_rows, 1
     # Fewer would be padded, by registers that are copied for each product.
     return _MMA_ROWS // 2, 2
-
-
-def _heads(kv_head: jax.Array, group: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The query head of each row of a tile, and whether it is one of the group."""
-    return kv_head * group + rows, rows < group
 
 
 def _join_copies(

@@ -11,8 +11,7 @@ The environment variable PAGED_JAX_TUNING names a file to read instead.
 A call gets the entry of its own shape, else the nearest one of the same device, head dimension and
 types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
 memory and registers for on a Hopper GPU, in the types and shapes of common models. Unusual ones
-spill registers and are slower for it: float32 queries of 256 lanes over narrower pools, groups of
-more than 32 heads.
+spill registers and are slower for it: float32 queries of 256 lanes over narrower pools.
 """
 
 import contextlib
@@ -302,9 +301,26 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
+def slice_size(shape: Shape) -> int:
+    """Return the number of query heads of a group that one decode program attends with.
+
+    A group is cut into the fewest slices of about the same size. Larger slices spill registers in
+    the loop (compiled for compute capability 8.9 and 9.0).
+
+    Example:
+      >>> [slice_size(Shape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
+      [4, 32, 24]
+    """
+    is_tight = is_quantised(shape.pool_dtype) and _lanes(shape) <= 64
+    most_rows = 16 if _is_exact(shape) or is_tight else 32
+    num_slices = math.ceil(shape.group / most_rows)
+    return math.ceil(shape.group / num_slices)
+
+
 # A multiprocessor has registers for three programs: ptxas gives 4 warps up to 168 each in half
-# precision, and 8 warps 64 in float32.
+# precision, and 8 warps 64 in float32. Tiles of 32 rows take more of them, and more shared memory.
 _MOST_PROGRAMS = 3
+_MOST_LARGE_PROGRAMS = 2
 
 # KB of shared memory of a multiprocessor, by compute capability (CUDA C++ programming guide). The
 # others have 228.
@@ -326,7 +342,8 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: Device) -> int
     )
     # Of all steps but the one that is computed; and for what threads tell each other.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
-    return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), _MOST_PROGRAMS)
+    most = _MOST_LARGE_PROGRAMS if shape.group > 16 else _MOST_PROGRAMS
+    return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), most)
 
 
 def _shared_kilobytes(device: Device) -> int:
