@@ -135,7 +135,7 @@ class RopeScaling:
             if key in read and rope.get(key):  # null and 0 stand for the default, as there
                 fields[key] = _number(rope, key)
         if "truncate" in read:
-            fields["truncate"] = rope.get("truncate", True) is not False
+            fields["truncate"] = bool(rope.get("truncate", True))  # null is false, as there
         for key in ("short_factor", "long_factor"):
             if key in read:
                 fields[key] = _numbers(rope, key)

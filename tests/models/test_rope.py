@@ -123,6 +123,8 @@ _REAL = {
     "Phi-3.5-mini-instruct": (96, 131072, 10000.0, _PHI),
     "Phi-3.5-mini-instruct, short": (96, 4096, 10000.0, _PHI),
     "a factor of attention": (64, 512, 500.0, {**_YARN, "attention_factor": 1.25}),
+    "yarn whose truncate is null": (64, 512, 500.0, {**_YARN, "truncate": None}),
+    "yarn with only one mscale": (64, 512, 500.0, {**_YARN, "mscale": 0.5}),
     "dynamic": (64, 512, 10000.0, {"rope_type": "dynamic", "factor": 2.0}),
     "longrope, short": (16, 32, 10000.0, _LONGROPE),
     "longrope, long": (16, 128, 10000.0, _LONGROPE),
