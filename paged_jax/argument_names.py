@@ -177,8 +177,12 @@ def _hint(name: str, known: Collection[str]) -> str:
     return "" if meant is None else f" Did you mean {meant}?"
 
 
-def names_arguments(function: T) -> T:
+def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) -> T:
     """Decorate a function or class: it answers unknown arguments as `refuse_unknown` does.
+
+    Args:
+      function: the function or class.
+      forwards_to: the function that gets its ``**options``, if it has any.
 
     Example:
       >>> @names_arguments
@@ -191,12 +195,17 @@ def names_arguments(function: T) -> T:
         made: Any = function
         made.__init__ = _checked(made.__init__, made.__name__)
         return made
-    return _checked(function, function.__qualname__)
+    return _checked(function, function.__qualname__, forwards_to)
 
 
-def _checked(function: Any, name: str) -> Any:
-    parameters = inspect.signature(function).parameters.values()
-    known = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+def _checked(function: Any, name: str, forwards_to: Any = None) -> Any:
+    parameters = list(inspect.signature(function).parameters.values())
+    has_options = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    assert has_options == (forwards_to is not None), f"{name} must say who gets its **options"
+    if forwards_to is not None:
+        parameters += inspect.signature(forwards_to).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {each.name for each in parameters if each.kind in named}
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,7 @@ class AsyncEngine:
         if not self._thread.is_alive():
             self._thread = None
 
-    @names_arguments
+    @functools.partial(names_arguments, forwards_to=Engine.add_request)
     async def generate(
         self,
         prompt: Prompt,

@@ -79,6 +79,13 @@ def test_names_arguments_keeps_the_signature() -> None:
     assert paged_jax.paged_attention.__name__ == "paged_attention"
 
 
+def test_names_arguments_lets_options_of_another_function_through() -> None:
+    stream = paged_jax.AsyncEngine.generate(None, "x", request_id="1", timeout=2.0, client="a")
+    assert inspect.isasyncgen(stream)
+    with pytest.raises(AssertionError, match="must say who gets its"):
+        argument_names.names_arguments(lambda **options: None)
+
+
 @pytest.mark.parametrize(
     ("command", "flag", "meant"),
     [
