@@ -261,6 +261,31 @@ def test_render_shows_the_refusal_of_a_message_without_content():
         assert template.render([message]) == "No."
 
 
+_PARTS = {
+    "parts only": "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+    "{% if part.type == 'text' %}[{{ part.text | trim }}]{% endif %}{% endfor %}{% endfor %}",
+    "parts by index": "{% for m in messages %}{{ m.content[0]['text'] }};{% endfor %}",
+    "either": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_render_gives_parts_to_templates_that_read_no_text(name):
+    """As vision models have them, which would leave the whole message out."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
+    parts = [{"type": "text", "text": " Hi "}, {"type": "text", "text": "you"}]
+    chat = [{"role": "user", "content": parts}]
+    template = ChatTemplate(_PARTS[name])
+    expected = theirs.apply_chat_template(chat, chat_template=_PARTS[name], tokenize=False)
+    assert template.render(chat) == expected
+    as_text = [{"role": "user", "content": "Hi"}]
+    as_parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert template.render(as_text) == template.render(as_parts)
+    assert "Hi" in template.render(as_text)
+
+
 def test_render_leaves_out_null_fields_of_tools():
     template = ChatTemplate("{{ tools | tojson }}")
     schema = {"type": "object", "properties": {"a": {"default": None}}}

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,10 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
+
+
+# A content that no template has by itself.
+_PROBE = "which form of content"
 
 
 class ChatTemplateError(ArgumentError):
@@ -88,7 +93,7 @@ class ChatTemplate:
         Raises:
           ChatTemplateError: the messages are malformed, or the template refuses them.
         """
-        chat = [_as_templates_expect(message) for message in messages]
+        chat = [_as_templates_expect(message, self._takes_parts) for message in messages]
         tools = [_without_nulls(tool) for tool in as_data(variables.get("tools") or ())] or None
         variables = {"documents": None, **variables, "tools": tools}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -105,6 +110,18 @@ class ChatTemplate:
                 return template.render(messages=chat, **variables)
         rule = f"the model's template refuses the messages: {reason}"
         raise ChatTemplateError("apply_chat_template", rule)
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template leaves out a content that is one text, but writes its parts."""
+        return not self._writes(_PROBE) and self._writes([{"type": "text", "text": _PROBE}])
+
+    def _writes(self, content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        with contextlib.suppress(Exception):
+            text = self._template.render(messages=messages, add_generation_prompt=True)
+            return _PROBE in text.lower()
+        return False
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -178,8 +195,11 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
-def _as_templates_expect(given: Any) -> dict[str, Any]:
-    """Return a message as a dict with one text for content, without fields that are None."""
+def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
+    """Return a message as a dict without fields that are None.
+
+    Its content is one text, as templates of text models expect it, or a list of text parts.
+    """
     message = as_data(given)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(
@@ -192,10 +212,13 @@ def _as_templates_expect(given: Any) -> dict[str, Any]:
         del message["tool_calls"]  # an empty list, which clients send for no calls
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_with_arguments(call) for call in calls]
-    if "content" in message:
-        message["content"] = _text_of(message["content"])
-    if not message.get("content") and isinstance(refusal := message.get("refusal"), str):
-        message["content"] = refusal
+    texts = _texts_of(message["content"]) if "content" in message else []
+    if not any(texts) and isinstance(refusal := message.get("refusal"), str):
+        texts = [refusal]
+    if takes_parts and texts:
+        message["content"] = [{"type": "text", "text": text} for text in texts]
+    elif texts or "content" in message:
+        message["content"] = "".join(texts)
     return _with_reasoning(message)
 
 
@@ -261,15 +284,15 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": given, **message, "reasoning_content": given}
 
 
-def _text_of(content: Any) -> str:
-    """Return the content of a message as one text, as templates of text models expect it."""
+def _texts_of(content: Any) -> list[str]:
+    """Return the texts of a message's content."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise ChatTemplateError(
             "apply_chat_template", f"must be a text or a list of parts, got {content!r}.", "content"
         )
-    return "".join(map(_text_of_part, content))
+    return [_text_of_part(part) for part in content]
 
 
 def _text_of_part(part: Any) -> str:
