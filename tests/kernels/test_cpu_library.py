@@ -159,13 +159,29 @@ def test_load_ignores_a_blank_name_of_a_compiler(fresh, monkeypatch) -> None:
     assert "paged_jax_linear_float32" in run_fresh(28)
 
 
-def test_load_survives_messages_in_other_encodings(fresh, monkeypatch) -> None:
-    """A compiler of a Latin-1 locale."""
+# Reports an error in the source, in the encoding of a Latin-1 locale.
+_FAILING_COMPILER = """#!/bin/sh
+for word; do
+    case $word in *.cc) printf "%s:7: error: fichier ferm\\351\\n" "$word" >&2;; esac
+done
+exit 1
+"""
+
+
+def test_load_reports_an_error_of_the_compiler_once(fresh, monkeypatch, caplog) -> None:
+    """In any encoding, and without the names of files, which differ between kernels."""
     script = fresh / "compiler"
-    script.write_text("#!/bin/sh\nprintf 'error: fichier ferm\\351\\n' >&2\nexit 1\n")
+    script.write_text(_FAILING_COMPILER)
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
-    assert "fichier ferm" in library.load(LINEAR).why_not
+    with caplog.at_level(logging.WARNING, "paged_jax"):
+        for op in ("linear", "decode", "prefill"):
+            why_not = library.load(library.Kernel(op, F32)).why_not
+            assert (
+                why_not
+                == f"{script} says: the source:7: error: fichier ferm\N{REPLACEMENT CHARACTER}"
+            )
+    assert len(caplog.records) == 1
 
 
 def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog) -> None:
@@ -195,6 +211,7 @@ def test_load_compiles_a_damaged_kernel_again(fresh, machine_code, compiled, cap
     kept.unlink()  # this process may have mapped it
     kept.write_bytes(HARMS[harm](machine_code))
     kept.chmod(0o620 if harm == "group may write" else 0o600)
+    (kept.parent / f"{kept.name.split('.')[0]}.{'0' * 32}.so").write_bytes(machine_code[:100])
     with caplog.at_level(logging.WARNING, "paged_jax"):
         for _ in range(2):
             library._load.cache_clear()
