@@ -97,6 +97,9 @@ def test_weights_and_pool_come_back_one_after_the_other(engine, tiny_folder) -> 
     engine.sleep(level=1)
     engine.wake_up(["weights"])
     assert engine.is_sleeping and np.asarray(engine.weights[0]).size
+    before = list(engine.weights)
+    engine.wake_up(["weights"])  # the host keeps nothing that could be brought back again
+    assert all(x is y for x, y in zip(before, engine.weights, strict=True))
     engine.wake_up(["kv_cache"])
     assert run(engine) == changed
     engine.sleep(level=1)

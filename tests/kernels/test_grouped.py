@@ -21,12 +21,14 @@ from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.kernel_cases import lower
 
-# Sizes of groups, of which one at least is empty, and rows of no group behind them.
+# Sizes of groups, and rows of no group behind them. In the last case every group and the rows of
+# none have a tile of their own, the maximum for the number of rows. Elsewhere a group is empty.
 SIZES = {
     "one row": ((0, 1, 0), 0),
     "few": ((3, 0, 7, 1, 0), 2),
     "nobody": ((0, 0), 3),
     "many": ((70, 1, 0, 16, 33, 0, 17), 11),
+    "a row each": ((1, 1), 1),
 }
 FORMS = {
     "default": {},

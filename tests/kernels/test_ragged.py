@@ -70,6 +70,14 @@ def test_ragged_attention_matches_float64(name, options) -> None:
     assert not got[batch.cu_q_lens[6]].any() and not got[batch.num_rows :].any()
 
 
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
+def test_ragged_attention_of_a_batch_that_fills_all_rows(name) -> None:
+    """Each of the chunks has a tile that is partly empty: kernels need all their tiles."""
+    lengths = [(2, 9), (2, 30), (6, 18)]
+    batch = RaggedBatch.random(lengths, extra_rows=0, extra_sequences=0)
+    np.testing.assert_allclose(batch.attend(**BACKENDS[name]), batch.expected(), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [marked(n, is_slow=n == "triton") for n in NAMES])
 def test_ragged_attention_with_sinks_returns_the_lse_of_float64(name) -> None:
     batch, options = RaggedBatch.random(LENGTHS), OPTIONS["all"] | {"sinks": SINKS}

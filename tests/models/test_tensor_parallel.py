@@ -91,7 +91,8 @@ def test_logits_are_those_of_one_device() -> None:
 
 _SHARED_HEADS = """
 # One KV head with four queries, which two devices share: each computes two queries.
-model = make_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1,
+# The vocabulary is odd, so it is padded.
+model = make_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1, vocab_size=47,
                    qk_norm=True, qk_norm_scope="projection")
 same, _ = divided_logits(model, 2)
 np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5)

@@ -10,6 +10,7 @@ from paged_jax import Llama
 from paged_jax.kernels import Pools
 from paged_jax.runner import Sizes, Weights
 from paged_jax.runner.executor import Executor
+from paged_jax.runner.sizes import PUBLISH_WIDTH
 from paged_jax.runner.slots import Slots
 from paged_jax.scheduler import Sequence
 from tests.support.fake_memory import make_request
@@ -102,3 +103,25 @@ def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatc
 
     assert slots.attach(make_sequence(prompt[:12], 1)) == 0
     assert slots.attach(make_sequence(prompt, 1)) == num_tokens
+
+
+def test_flush_publishes_more_blocks_than_one_program_takes(tiny_model) -> None:
+    executor = Executor(
+        Weights(tiny_model),
+        SIZES,
+        2 * NUM_TOKENS,
+        cache_dtype="float32",
+        cascade=False,
+        backend=None,
+    )
+    slots = Slots(executor, ())
+    assert NUM_TOKENS > PUBLISH_WIDTH
+    first, second = (
+        make_request(i, list(range(NUM_TOKENS + 1)), max_tokens=1, block_size=1).sequences[0]
+        for i in range(2)
+    )
+    first.slot, second.slot = 0, 1
+    executor.run(executor.programs.reserve.call(np.array([NUM_TOKENS, 0], np.int32)))
+    first.num_computed = NUM_TOKENS
+    slots.publish(first)
+    assert slots.attach(second) == NUM_TOKENS
