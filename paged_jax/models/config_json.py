@@ -119,6 +119,11 @@ def own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(part := config.get(key), Mapping):
         raise ValueError(f"LlamaConfig: {key} must be an object, got {part!r}.")
+    if part.get("final_logit_softcapping") is not None:
+        raise UnsupportedConfigError(
+            "LlamaConfig: final_logit_softcapping must be null in models with images, where "
+            f"transformers ignores it, got {part['final_logit_softcapping']!r}."
+        )
     outer = {name: config[name] for name in _OF_ALL_PARTS if config.get(name) is not None}
     # The head belongs to the whole model, and so does its default.
     tied = config.get("tie_word_embeddings", True) or False

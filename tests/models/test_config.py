@@ -255,6 +255,13 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
         ({**_LLAMA, "compression_config": {"format": "dense"}}, "compression_config"),
         ({**_LLAMA, "is_causal": False}, "is_causal"),
         (
+            {
+                "model_type": "gemma3",
+                "text_config": {**_of_family("gemma3_text"), "final_logit_softcapping": 3.0},
+            },
+            "final_logit_softcapping must be null in models with images",
+        ),
+        (
             {"model_type": "gemma3", "architectures": ["Gemma3ForSequenceClassification"]},
             "architecture 'Gemma3ForSequenceClassification'",
         ),

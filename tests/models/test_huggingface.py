@@ -175,7 +175,8 @@ def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
 
     def add(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
+        for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"):
+            tensors[f"model.layers.0.self_attn.rotary_emb.{name}"] = np.zeros(3, np.float32)
 
     _edit(tmp_path, add)
     _assert_same(load_weights(Llama, tmp_path, config), _model(config))
@@ -221,6 +222,10 @@ def test_load_weights_reads_names_without_the_prefix_of_the_inner_model(folder):
     ("edit", "message"),
     [
         (lambda tensors: tensors.pop(_Q_PROJ), f"{_Q_PROJ} is missing"),
+        (
+            lambda tensors: tensors.pop("lm_head.weight"),
+            "lm_head.weight is missing. The model was saved without its head",
+        ),
         (
             lambda tensors: tensors.update({"model.layers.3.extra": np.zeros(1, np.float32)}),
             "model.layers.3.extra is left over",

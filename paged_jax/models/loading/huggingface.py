@@ -39,6 +39,9 @@ from paged_jax.models.loading.tied_head import untie_if_different
 from paged_jax.models.weight import SCALE
 
 _READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
+_ROTARY_BUFFERS = tuple(
+    f"rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
+)
 
 
 def load_weights(
@@ -171,7 +174,12 @@ def _check_tensors(stored: Mapping[str, Stored], parts: list[Piece], config: Lla
     expected = {piece.tensor: piece for piece in parts}
     missing = [tensor for tensor in expected if tensor not in stored]
     if missing:
-        raise WeightsError(f"load_weights: {_enumerate(missing)} missing.")
+        advice = (
+            " The model was saved without its head: use the checkpoint that has it, or set "
+            "tie_word_embeddings to true in config.json if the embeddings are the head."
+        )
+        rest = advice if missing == [HEAD] else ""
+        raise WeightsError(f"load_weights: {_enumerate(missing)} missing.{rest}")
     left_over = [
         tensor for tensor in stored if tensor not in expected and not _is_redundant(tensor, config)
     ]
@@ -195,7 +203,7 @@ def _check_tensors(stored: Mapping[str, Stored], parts: list[Piece], config: Lla
 def _is_redundant(tensor: str, config: LlamaConfig) -> bool:
     # Older transformers stored the rotary frequencies, and some tools store a tied head. Such a
     # head equals the embeddings, or `untie_if_different` has changed the config.
-    return tensor.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and tensor == HEAD)
+    return tensor.endswith(_ROTARY_BUFFERS) or (config.tie_word_embeddings and tensor == HEAD)
 
 
 def _enumerate(tensors: list[str]) -> str:
