@@ -79,7 +79,7 @@ PAGES = {
     "engine": Page(
         "Engine and LLM",
         _of("paged_jax", "LLM Engine AsyncEngine EngineStats SamplingParams")
-        + _of("paged_jax", "StructuredOutputsParams RequestOutput")
+        + _of("paged_jax", "StructuredOutputsParams StructuredOutputError RequestOutput")
         + _of(
             "paged_jax", "CompletionOutput Logprob RequestMetrics Explanation Wait PreemptionNote"
         )

@@ -109,10 +109,10 @@ def rollout(
       rows, as if each prompt had been given `num_samples` times.
 
     Raises:
-      ValueError: shapes or types do not fit together, a size is not positive, or rows may grow
-        longer than the model's positions, or a stop token is outside of the vocabulary; outside of
-        `jit` also for a number of tokens or a sampling parameter out of range, or a token of a
-        prompt outside of the vocabulary.
+      ValueError: shapes or types do not fit together, a size is not positive, rows may grow longer
+        than the model's positions, or a stop token is no token id. Outside of `jit` also for a
+        number of tokens or a sampling parameter out of range, and for a token of a prompt outside
+        of the vocabulary.
 
     Cost: memory for K and V of B * (T + num_samples * N) tokens, and up to a block more for each
     sample; in layers with a sliding window at most of the window and 256 tokens, and up to two
@@ -314,12 +314,11 @@ def check_prompts(
 
 def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
     """Return the tokens that end a row, i32[1, X]."""
-    if stop_token_ids is None:  # a tokenizer may have tokens that the model does not
-        return jnp.array([model.config.eos_token_ids], jnp.int32)
-    vocab_size = model.config.vocab_size
-    for token_id in stop_token_ids:
-        if not is_int(token_id) or not 0 <= token_id < vocab_size:
-            rule = f"must hold token ids in [0, {vocab_size}), got {token_id!r}. Pass () for none."
+    if stop_token_ids is None:
+        stop_token_ids = model.config.eos_token_ids
+    for token_id in stop_token_ids:  # a tokenizer may have tokens that the model does not
+        if not is_int(token_id) or not 0 <= token_id < 2**31:
+            rule = f"must hold token ids >= 0 and < 2**31, got {token_id!r}. Pass () for none."
             raise ArgumentError("rollout", rule, "stop_token_ids")
     return jnp.array([list(stop_token_ids)], jnp.int32)
 

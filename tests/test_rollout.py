@@ -207,8 +207,8 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         ({"top_k": 2.5}, "rollout: top_k must be an integer >= -1"),
         ({"top_k": jnp.array([3, -2, 1])}, "top_k must be an integer >= -1 and < .* got -2"),
         ({"min_p": 2}, r"rollout: min_p must be in \[0, 1\], got 2"),
-        ({"stop_token_ids": (3, 99)}, r"stop_token_ids must hold token ids in \[0, 43\), got 99"),
-        ({"stop_token_ids": (-1,)}, r"stop_token_ids must hold token ids in \[0, 43\), got -1"),
+        ({"stop_token_ids": (3, 1.5)}, "stop_token_ids must hold token ids >= 0 and .* got 1.5"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids must hold token ids >= 0 and .* got -1"),
         ({"max_tokens": 60}, r"at most max_position_embeddings = 64 of the model, got 5 \+ 60\."),
         ({"prompt_token_ids": PROMPTS * 1.0}, "rollout: prompt_token_ids must be an integer array"),
         (
