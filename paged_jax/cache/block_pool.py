@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from paged_jax.argument_names import names_arguments
+from paged_jax.opaque import without_index_checks
 from paged_jax.short_repr import short_repr
 
 # Of SHA-256, as 32-bit words.
@@ -84,6 +85,7 @@ def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
     return jnp.where(is_wanted, heads, pool.num_blocks)
 
 
+@without_index_checks
 def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
     """Take a block off the head of the free queue for every True, in order; elsewhere give P.
 
@@ -93,6 +95,7 @@ def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
     return _hold_free(pool, blocks, jnp.sum(is_taken, dtype=jnp.int32)), blocks
 
 
+@without_index_checks
 def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockPool:
     """Take some of the `blocks` that `peek` gave, P elsewhere; the others stay in their order."""
     is_left = ~is_taken & (blocks < pool.num_blocks)
@@ -119,12 +122,14 @@ def _ranks(mask: jax.Array) -> jax.Array:
     return jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
 
 
+@without_index_checks
 def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
     """Add one reference for each of `entries` i32[N] (P: none), blocks that are held already."""
     blocks, counts, _ = tally(entries, pool.num_blocks)
     return replace(pool, ref_counts=pool.ref_counts.at[blocks].add(counts, mode="drop"))
 
 
+@without_index_checks
 def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     """Give back one reference for each of `entries` i32[N] (P: none); queue what is then free.
 
@@ -151,6 +156,7 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     )
 
 
+@without_index_checks
 def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     """Add one reference to each of `blocks` i32[N], distinct, P for none; free ones become held.
 
@@ -170,6 +176,7 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     )
 
 
+@without_index_checks
 @jax.jit  # so that eager calls compile the loop once, not each time
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
     """Return the block that is cached under each of `digests` u32[N, 8], i32[N].
@@ -202,6 +209,7 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
     return lax.while_loop(lambda state: jnp.any(state[1]), search, start)[0]
 
 
+@without_index_checks
 def remember(
     pool: BlockPool, blocks: jax.Array, digests: jax.Array, token_ids: jax.Array
 ) -> BlockPool:
@@ -217,11 +225,13 @@ def remember(
     )
 
 
+@without_index_checks
 def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     """Let `blocks`, i32 of any shape, held ones or P, no longer be found."""
     return replace(pool, is_cached=pool.is_cached.at[blocks].set(False, mode="drop"))
 
 
+@without_index_checks
 def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
     """Let the blocks of `is_forgotten` bool[P] no longer be found, free ones among them.
 

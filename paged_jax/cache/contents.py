@@ -5,6 +5,8 @@ with others is copied all the same. The way back begins with `paged_cache.restor
 another slot.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -14,6 +16,7 @@ from paged_jax.cache.sizes import first_kept_column
 from paged_jax.checks import check_positive
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.xla.writing import set_rows
+from paged_jax.opaque import without_index_checks
 
 
 def read_blocks(
@@ -107,6 +110,7 @@ def _write_blocks(
         rows, new = (x.reshape(-1, *x.shape[2:]) for x in (pool, new))
         return set_rows(rows, rows_LN.reshape(-1), new).reshape(pool.shape)
 
+    @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
         # Number by number: as rows, XLA for TPU would change their layout, as P is their fastest
         # axis.
@@ -128,6 +132,7 @@ def _group(function: str, cache: Cache, group: int) -> PagedCache:
     return cache.groups[group]
 
 
+@partial(without_index_checks, static_argnums=(3,))
 def _held_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
     """Some blocks of a slot, i32[width], see `read_blocks`; P where it holds none."""
     columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)

@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import (
     AttentionArgs,
     AttentionOps,
@@ -42,6 +41,7 @@ from paged_jax.kernels.backend import (
     attend,
 )
 from paged_jax.kernels.quantisation import wider_dtype
+from paged_jax.opaque import without_index_checks
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
 QUERIES = 128

@@ -16,7 +16,6 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax import dims
 from paged_jax.argument_names import names_arguments
-from paged_jax.index_checks import take_or_zero, without_index_checks
 from paged_jax.kernels import xla
 from paged_jax.kernels.backend import Pages, Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.checks import (
@@ -32,6 +31,7 @@ from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import prefill_backward
 from paged_jax.kernels.quantisation import wider_dtype
 from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
+from paged_jax.opaque import put_or_drop, take_or_fill
 
 _FUNCTION = "ragged_paged_attention"
 
@@ -263,14 +263,13 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
     tiles, rows_BT = cut_into_tiles(args, min(xla.QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
     # The factor of the values is the factor of the result, and of its gradient.
     unscaled = dataclasses.replace(options, value_scale=1.0)
-    bar_BTHD = take_or_zero(out_bar * options.value_scale, rows_BT)
-    lse_bar_BTH = take_or_zero(lse_bar, rows_BT)
+    bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
+    lse_bar_BTH = take_or_fill(lse_bar, rows_BT)
     out, lse = xla.prefill(tiles, unscaled)
     gradients = prefill_backward(
         tiles, unscaled, out, lse, bar_BTHD, lse_bar_BTH, wants_pools=residuals.wants_pages
     )
-    put = without_index_checks(lambda x, index, new: x.at[index].set(new, mode="drop"))
-    q_bar = put(jnp.zeros_like(args.q), rows_BT, gradients.q)
+    q_bar = put_or_drop(jnp.zeros_like(args.q), rows_BT, gradients.q)
     pages_bar = None
     if gradients.k is not None and gradients.v is not None:
         bar_PCKD = (jnp.swapaxes(bar, 1, 2) for bar in (gradients.k, gradients.v))

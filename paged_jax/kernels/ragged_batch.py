@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paged_jax.index_checks import take_or_zero
 from paged_jax.kernels.backend import AttentionArgs, RaggedArgs
+from paged_jax.opaque import take_or_fill
 
 
 class Chunks(NamedTuple):
@@ -136,7 +136,7 @@ def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, j
     rows_BT = (whole.starts[sequence] + first)[:, None] + token_T[None]
     rows_BT = jnp.where(token_T[None] < lens[:, None], rows_BT, N)
     tiles = AttentionArgs(
-        q=take_or_zero(args.q, rows_BT),
+        q=take_or_fill(args.q, rows_BT),
         pools=args.pages,
         block_tables=args.block_tables[sequence],
         context_lens=jnp.where(lens > 0, before + lens, 0),

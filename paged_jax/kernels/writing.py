@@ -13,7 +13,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
 from paged_jax.argument_names import names_arguments
-from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import (
     CopyArgs,
     Options,
@@ -34,6 +33,7 @@ from paged_jax.kernels.checks import (
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.quantisation import query_dtype, wider_dtype
 from paged_jax.kernels.xla.writing import set_rows
+from paged_jax.opaque import without_index_checks
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
 _MAX_ROWS = 2**31 - 1

@@ -11,6 +11,7 @@ from jax import lax
 from paged_jax.cache import block_pool
 from paged_jax.cache.blocks.tables import BlockTables
 from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.opaque import without_index_checks
 
 # Table entries that are shared or released at once: what most slots hold, and quick to sort.
 _PIECE = 512
@@ -58,6 +59,7 @@ def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Ar
     return tables.block_tables.at[rows, columns].get(mode="fill", fill_value=tables.num_blocks)
 
 
+@partial(without_index_checks, static_argnums=(0,))
 @partial(jax.jit, static_argnums=0)  # so that eager calls compile the loop once, not each time
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
     """Apply `update(tables, rows, columns)` to all places that the slots of `mask` bool[S] fill."""
@@ -68,6 +70,7 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
     return _in_pieces(update, tables, held - begins, begins)
 
 
+@without_index_checks
 @jax.jit
 def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
     return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)

@@ -15,6 +15,7 @@ from paged_jax.cache.blocks.reserve import (
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
+from paged_jax.opaque import put_or_drop
 from paged_jax.short_repr import short_repr
 
 
@@ -83,7 +84,7 @@ def plan(
     is_copy = writes.is_copy & ok
     return ReservePlan(
         num_tokens=num_tokens,
-        block_tables=tables.block_tables.at[slots[:, None], columns_SW].set(blocks_SW, mode="drop"),
+        block_tables=put_or_drop(tables.block_tables, (slots[:, None], columns_SW), blocks_SW),
         copies=BlockCopies(
             source=jnp.where(is_copy, writes.block, tables.num_blocks),
             target=jnp.where(is_copy, blocks_SW[:, 0], tables.num_blocks),
@@ -120,9 +121,7 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
     return replace(
         tables,
         pool=planned.writes.note(pool, planned.num_tokens > 0),
-        block_tables=tables.block_tables.at[slots[:, None], columns_SW].set(
-            planned.blocks, mode="drop"
-        ),
+        block_tables=put_or_drop(tables.block_tables, (slots[:, None], columns_SW), planned.blocks),
         lengths=lengths,
     )
 

@@ -13,6 +13,7 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
 from paged_jax.cache.sizes import first_kept_column
 from paged_jax.dims import bind
+from paged_jax.opaque import put_or_drop, take_or_fill, without_index_checks
 
 # The tables of groups of layers, over the same slots with the same lengths.
 Groups = tuple[BlockTables, ...]
@@ -76,7 +77,7 @@ def attach_groups(
             f"{len(digests)}. Leave out what a slot cannot hold."
         )
     slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
-    length = first.lengths.at[slot].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    length = take_or_fill(first.lengths, slot, fill_value=-1)
     limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
     found = [_find_blocks(tables.pool, digests, token_ids, limit) for tables in groups]
     num_found = _longest_prefix(groups, [is_hit for _, is_hit in found], limit)
@@ -88,6 +89,7 @@ def attach_groups(
     ), num_found
 
 
+@without_index_checks
 def _start_slot(
     tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
 ) -> BlockTables:
@@ -200,7 +202,7 @@ def _publish_alike(
     # What was cached here under a new digest goes with a block that the first group has reused.
     stale = block_pool.find(tables.pool, digests, is_new)
     stale = jnp.where(is_held & (stale == blocks), tables.num_blocks, stale)
-    is_stale = jnp.zeros(tables.num_blocks, bool).at[stale].set(True, mode="drop")
+    is_stale = put_or_drop(jnp.zeros(tables.num_blocks, bool), stale, True)
     pool = block_pool.forget_marked(tables.pool, is_stale)
     is_known = block_pool.find(pool, digests, is_cached) < tables.num_blocks
     is_open = is_held & is_cached & ~is_known & ~pool.is_cached[blocks]
@@ -238,6 +240,7 @@ def forget(tables: BlockTables) -> BlockTables:
     return replace(tables, pool=replace(tables.pool, is_cached=is_cached))
 
 
+@without_index_checks
 def _find_blocks(
     pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
 from paged_jax.cache.blocks.window import slide
 from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
 from paged_jax.checks import check_positive
+from paged_jax.opaque import put_or_drop, take_or_fill
 from paged_jax.short_repr import short_repr
 
 
@@ -144,7 +145,7 @@ def finish_reserve(
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
     # Only taken entries change; the others are sent past the end of their row and dropped.
     columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
-    block_tables = tables.block_tables.at[slots[:, None], columns_SW].set(taken_SW, mode="drop")
+    block_tables = put_or_drop(tables.block_tables, (slots[:, None], columns_SW), taken_SW)
     copies = BlockCopies(
         source=jnp.where(is_copy, writes.block, tables.num_blocks),
         target=jnp.where(is_copy, taken_SW[:, 0], tables.num_blocks),
@@ -208,7 +209,7 @@ class SharedWrites:
     def note(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
         """The pool after these writes, where `ok` bool[]; of copies, what they leave behind."""
         shared = jnp.where(self.is_last & ok, self.block, pool.num_blocks)
-        ref_counts = pool.ref_counts.at[shared].set(self.refs_left, mode="drop")
+        ref_counts = put_or_drop(pool.ref_counts, shared, self.refs_left)
         pool = replace(pool, ref_counts=ref_counts)
         return block_pool.forget(pool, jnp.where(ok, self.in_place, pool.num_blocks))
 
@@ -218,8 +219,8 @@ def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrite
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
     # Where the next token goes: a block that has begun, or P, with no references, if it begins one.
     columns = tables.lengths // tables.block_size
-    last = tables.block_tables.at[slots, columns].get(mode="fill", fill_value=num_blocks)
-    refs = tables.pool.ref_counts.at[last].get(mode="fill", fill_value=0)
+    last = take_or_fill(tables.block_tables, (slots, columns), fill_value=num_blocks)
+    refs = take_or_fill(tables.pool.ref_counts, last)
     is_shared = is_writer & (refs > 1)
     block = jnp.where(is_shared, last, num_blocks)
 

@@ -11,6 +11,7 @@ from paged_jax.cache.blocks.tables import BlockTables, as_slot_values
 from paged_jax.cache.blocks.window import shortest_lengths
 from paged_jax.cache.sizes import num_blocks_needed
 from paged_jax.checks import check_positive
+from paged_jax.opaque import put_or_drop, take_or_fill
 
 
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
@@ -150,15 +151,11 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
     columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + ahead[None, :]
     rows_S1 = jnp.arange(tables.num_slots, dtype=jnp.int32)[:, None]
     # Columns past the end of the row, or of what the slot holds, give P.
-    cut_SW = tables.block_tables.at[rows_S1, columns_SW].get(
-        mode="fill", fill_value=tables.num_blocks
-    )
+    cut_SW = take_or_fill(tables.block_tables, (rows_S1, columns_SW), fill_value=tables.num_blocks)
     return replace(
         tables,
         pool=block_pool.give_back(tables.pool, cut_SW[:, ::-1].reshape(-1)),
-        block_tables=tables.block_tables.at[rows_S1, columns_SW].set(
-            tables.num_blocks, mode="drop"
-        ),
+        block_tables=put_or_drop(tables.block_tables, (rows_S1, columns_SW), tables.num_blocks),
         lengths=lengths,
     )
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.index_checks import take_or_zero
 from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.xla.tiles import (
     TILE,
@@ -28,6 +27,7 @@ from paged_jax.kernels.xla.tiles import (
     gather,
     start_softmax,
 )
+from paged_jax.opaque import take_or_fill
 
 # Bytes of keys (and as many of values) that a loop step gathers: few enough to lie in a core's own
 # cache, enough to make the fixed cost of a step small. From 2 cores with 1 MB each.
@@ -118,7 +118,7 @@ def _sort_by_length(
     order = jnp.pad(order, (0, padded - B), constant_values=B)
     q_BKGD = (args.q.astype(jnp.float32) * options.scale).reshape(B, K, H // K, D)
     batch = _Batch(starts, args.context_lens, num_tiles, args.block_tables, q_BKGD)
-    return jax.tree.map(lambda x: take_or_zero(x, order), batch), order
+    return jax.tree.map(lambda x: take_or_fill(x, order), batch), order
 
 
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:

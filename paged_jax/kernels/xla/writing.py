@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.index_checks import without_index_checks
 from paged_jax.kernels.backend import CopyArgs, Pools, WriteArgs
 from paged_jax.kernels.quantisation import quantise
+from paged_jax.opaque import without_index_checks
 
 
 @jax.jit

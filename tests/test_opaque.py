@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from paged_jax.index_checks import without_index_checks
+from paged_jax import cache as paged
 from paged_jax.kernels import (
     copy_blocks,
     paged_attention,
@@ -17,6 +17,7 @@ from paged_jax.kernels import (
     paged_write,
     ragged_paged_attention,
 )
+from paged_jax.opaque import without_index_checks
 
 L, P, K, C, D, B = 2, 6, 2, 4, 8, 3
 POOL = np.random.default_rng(0).normal(size=(L, P, K, C, D)).astype(np.float32)
@@ -84,6 +85,33 @@ def test_ops_pass_index_checks(name, backend) -> None:
 
 def test_paged_write_of_scales_passes_index_checks() -> None:
     check(quantised_write, NEW)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_cache_functions_pass_index_checks(window) -> None:
+    def use_all() -> tuple:
+        cache = paged.PagedCache.create(
+            num_layers=L, num_blocks=2 * P, num_kv_heads=K, block_size=C, head_dim=D,
+            num_slots=B, max_blocks_per_slot=3, window=window,
+        )  # fmt: skip
+        cache, _ = paged.reserve(cache, jnp.array([5, 2, 0]), max_tokens=6)
+        digests = jnp.arange(2 * 8, dtype=jnp.uint32).reshape(2, 8)
+        tokens = jnp.zeros((2, C), jnp.int32)
+        slots = jnp.array([0, -1], jnp.int32)
+        cache = paged.publish(cache, slots, jnp.array([0, 9]), digests, tokens)
+        cache, _ = paged.fork(cache, jnp.array([-1, -1, 0]))
+        cache, _ = paged.reserve(cache, jnp.array([1, 0, 1]))
+        places = paged.locate(cache.tables, jnp.array([-1, 0, 7, 1]), jnp.array([0, 5, 1, 99]))
+        cache = paged.truncate(cache, jnp.array([4, 2, 6]), max_tokens=6)
+        cache = paged.reorder(cache, jnp.array([2, -1, 0]))[0]
+        cache = paged.release(cache, jnp.array([True, False, False]))
+        values = paged.read_blocks(cache, 2, 0, width=3)
+        cache, num_found = paged.attach(cache, 0, digests, tokens, 2)
+        cache, ok = paged.restore(cache, jnp.array([0, 0, 0]), max_tokens=6)
+        cache = paged.write_blocks(cache, 2, 0, values)
+        return paged.forget(cache), places, values, num_found, ok, paged.gather(cache, 2, layer=0)
+
+    check(use_all)
 
 
 def test_index_checks_still_see_the_caller() -> None:
