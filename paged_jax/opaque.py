@@ -4,7 +4,8 @@ This has two uses. `jax.experimental.checkify` reports each index past the end o
 error, also with ``mode="drop"``, by which the ops and the allocator drop rows. It does not look
 into primitives that it does not know. And in a module for several platforms JAX lowers each branch
 of `jax.lax.platform_dependent` for all of them, which kernels of one platform do not survive. The
-primitive is lowered for its own platform.
+primitive is lowered for its own platform. Under `jax.disable_jit` the functions are called as they
+are.
 """
 
 import functools
@@ -44,6 +45,8 @@ def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) 
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return function(*args, **kwargs)
         arrays = [x for i, x in enumerate(args) if i not in static_argnums]
         trace = jax.make_jaxpr(
             functools.partial(function, **kwargs), static_argnums, return_shape=True
@@ -62,6 +65,8 @@ def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
       function: the function; it has no derivative.
       *args: its arguments.
     """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return function(*args)
     return _bind_tree(*jax.make_jaxpr(function, return_shape=True)(*args), args, platform)
 
 

@@ -14,6 +14,7 @@ from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Pools, 
 from paged_jax.kernels.layout import LANES, in_whole_lanes
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
+from paged_jax.opaque import only_on
 
 # Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
@@ -128,7 +129,7 @@ def _attend(
         scale_buffer = pltpu.VMEM((2, K, N), jnp.float32)
     column = pltpu.VMEM((K, R, 1), jnp.float32)
 
-    out, lse = pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(attention_kernel, tiling=tiling, options=options),
         out_shape=(
             jax.ShapeDtypeStruct((B, Q, K, R, D), q.dtype),
@@ -157,7 +158,8 @@ def _attend(
         ),
         interpret=interpret,
         name="paged_attention",
-    )(
+    )
+    out, lse = (call if interpret else functools.partial(only_on, "tpu", call))(
         jnp.asarray(layer, jnp.int32).reshape(1),
         block_tables.reshape(-1),
         context_lens,

@@ -5,6 +5,7 @@ way to it: for weights that lie ``[X, out, in]`` XLA copies all of them first, a
 multiplies by all of them (v5e, jax 0.10.2 and 0.12.0).
 """
 
+import functools
 import importlib
 import math
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import Interpret
+from paged_jax.opaque import only_on
 
 _gmm: Any = None
 try:
@@ -47,15 +49,16 @@ def grouped_linear(
     padding = -R % tiling[0]
     # HIGHEST keeps float32 from being multiplied in bfloat16 passes.
     with jax.default_matmul_precision("highest" if w.dtype == jnp.float32 else "default"):
-        out = _gmm(
-            jnp.pad(x.astype(w.dtype), ((0, padding), (0, 0))),
-            w,
-            group_sizes,
+        multiply = functools.partial(
+            _gmm,
             preferred_element_type=jnp.float32,
             tiling=tiling,
             transpose_rhs=True,
             interpret=bool(interpret),
         )
+        if not interpret:
+            multiply = functools.partial(only_on, "tpu", multiply)
+        out = multiply(jnp.pad(x.astype(w.dtype), ((0, padding), (0, 0))), w, group_sizes)
     # The kernel leaves memory as it was in rows of no group.
     is_of_group = jnp.arange(R, dtype=jnp.int32) < jnp.sum(group_sizes)
     return jnp.where(is_of_group[:, None], out[:R], 0)

@@ -7,15 +7,18 @@ end without queries; and it leaves rows of no sequence as they were.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from paged_jax.kernels.backend import Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.layout import LANES
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES
 from paged_jax.kernels.ragged_batch import find_chunks, find_rows
+from paged_jax.opaque import only_on
 
 try:
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel
@@ -92,13 +95,8 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
         num_blocks = max(_TILE_BYTES // (C * K2 * D * pages.dtype.itemsize), 1)
     # With a scale it converts what it reads to the type of the queries.
     convert = None if pages.dtype == args.q.dtype else 1.0
-    return jax_kernel.ragged_paged_attention(
-        args.q,
-        pages,
-        args.context_lens,
-        args.block_tables,
-        args.cu_query_lens,
-        args.num_sequences,
+    attend = functools.partial(
+        jax_kernel.ragged_paged_attention,
         sm_scale=options.scale,
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
@@ -108,3 +106,23 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
         num_queries_per_block=options.num_queries_per_block or _TILE_QUERIES,
         vmem_limit_bytes=options.vmem_limit_bytes or VMEM_BYTES,
     )
+    operands = args.q, pages, args.context_lens, args.block_tables, args.cu_query_lens
+    return only_on("tpu", _on_some_tpu(attend), *operands, args.num_sequences)
+
+
+def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a function that names a TPU to Pallas where neither JAX nor the mesh has one.
+
+    Pallas asks for its generation when it lowers the kernel. The kernel needs nothing that this
+    oldest TPU lacks.
+    """
+    mesh = get_abstract_mesh()
+    if jax.default_backend() == "tpu" or not mesh.empty or mesh.abstract_device is not None:
+        return function
+    tpu = AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+
+    def named(*args: jax.Array) -> jax.Array:
+        with use_abstract_mesh(tpu):
+            return function(*args)
+
+    return named

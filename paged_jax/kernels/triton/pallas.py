@@ -9,6 +9,7 @@ that the kernel was traced under; so the kernels name the device that they are s
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_ab
 
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import tuning
+from paged_jax.opaque import only_on
 
 # XLA refuses to compile Triton kernels for older GPUs (Turing, Volta and before).
 _LEAST_CAPABILITY = (8, 0)
@@ -50,9 +52,11 @@ def pallas_call(
     kernel: Callable, out_shape: Any, *, interpret: Interpret, **options: Any
 ) -> Callable:
     """`pl.pallas_call` for the device that `tuning.device` says."""
-    mesh = None if interpret else _mesh_of_device()
-    if mesh is None:
+    if interpret:
         return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
+    mesh = _mesh_of_device()
+    if mesh is None:
+        return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
     # Types of arrays, made under the mesh that is current here: made by Pallas under the other one,
     # results would not have the type of other arrays, and what takes them would be traced again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
@@ -62,7 +66,7 @@ def pallas_call(
         with use_abstract_mesh(mesh):
             return call(*arrays)
 
-    return run
+    return partial(only_on, "cuda", run)
 
 
 def _mesh_of_device() -> AbstractMesh | None:
