@@ -14,7 +14,7 @@ from jinja2 import ext, nodes, parser, sandbox
 
 from paged_jax.checks import ArgumentError
 
-# What a caller may not set as a variable of the template.
+# Variables of the template that a caller may not set.
 _RESERVED_VARIABLES = frozenset(
     (
         "add_generation_prompt", "chat_template", "continue_final_message", "documents",
@@ -22,14 +22,12 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
-
-
-# A content that no template has by itself.
+# A text that no template contains.
 _PROBE = "which form of content"
 
 
 class ChatTemplateError(ArgumentError):
-    """There is no chat template, or it refuses these messages."""
+    """The model has no chat template, or the template rejects the messages."""
 
 
 class ChatTemplate:
@@ -37,11 +35,11 @@ class ChatTemplate:
 
     Args:
       source: the Jinja template.
-      tool_source: the one for chats with tools, where the model has another for them.
+      tool_source: the template for chats with tools; by default `source`.
 
     Attributes:
-      source: the same.
-      tool_source: the same, or `source`.
+      source: the Jinja template.
+      tool_source: the template for chats with tools.
 
     Raises:
       ChatTemplateError: the template is not valid Jinja.
@@ -57,8 +55,7 @@ class ChatTemplate:
     def __init__(self, source: str, tool_source: str | None = None):
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
-        # What a template may rely on, beside the variables: the settings and functions of
-        # transformers.
+        # Templates rely on the settings and functions of transformers.
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
         )
@@ -86,7 +83,7 @@ class ChatTemplate:
             of pydantic, such as the messages that openai's client returns. The content is a text
             or a list of parts such as ``{"type": "text", "text": "Hi"}``. A field that is None is
             left out. The arguments of a tool call are an object or its JSON text.
-          add_generation_prompt: end with what opens an answer.
+          add_generation_prompt: whether the text ends with the opening of an answer.
           **variables: further variables of the template, such as `tools`. Fields of a tool and of
             its function that are None are left out.
 
@@ -100,7 +97,7 @@ class ChatTemplate:
         template = self._tool_template if tools else self._template
         try:
             return template.render(messages=chat, **variables)
-        # Beside its own errors, a template raises whatever its expressions do.
+        # The expressions of a template raise errors of any type.
         except Exception as error:
             reason = " ".join(str(error).split())
         # Some templates add the content of each message to a text, even if a message has none.
@@ -158,10 +155,10 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None,
 
 
 def check_variables(variables: Any) -> Mapping[str, Any]:
-    """The variables that a caller sets, of whom some are not the caller's to set.
+    """Return the template variables that a caller sets.
 
     Raises:
-      ChatTemplateError: they are no dict, or one has a reserved name.
+      ChatTemplateError: they are not a dict, or a name is reserved.
     """
     if variables is None:
         return {}

@@ -1,4 +1,4 @@
-"""Special tokens of a checkpoint, from ``tokenizer.json`` and the files beside it.
+"""Special tokens of a checkpoint, from ``tokenizer.json`` and the files next to it.
 
     tokenizer_config.json    names of special tokens; `added_tokens_decoder`: ids and flags
     special_tokens_map.json  names; read only if there is no `added_tokens_decoder`
@@ -50,7 +50,7 @@ class TokenizerError(ValueError):
 def add_special_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Add the special tokens that the files beside ``tokenizer.json`` define.
+    """Add the special tokens that the files next to ``tokenizer.json`` define.
 
     Tokens with stated ids come first, in the order of their ids. Named tokens and extra tokens
     follow. A token that the vocabulary does not have gets the next free id.
@@ -90,7 +90,7 @@ def add_special_tokens(
 def check_added_tokens(backend: tokenizers.Tokenizer, path: Path, text: str) -> None:
     """Check that the added tokens of a ``tokenizer.json`` have the ids that it states.
 
-    The library gives them consecutive ids, whatever the file states.
+    The library numbers them consecutively and ignores the ids in the file.
 
     Args:
       backend: the tokenizer that the library made of the file.
@@ -164,7 +164,7 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 class _SpecialTokens(NamedTuple):
-    """The special tokens that the files beside ``tokenizer.json`` define.
+    """The special tokens that the files next to ``tokenizer.json`` define.
 
     Attributes:
       named: tokens by name, such as ``"bos_token"``.
