@@ -14,7 +14,8 @@ TEST_OPTIONS ?=
 AOT_VENV ?= .venv-aot
 # Which jax they come with, such as jax==0.10.2, and the tests that run beside them.
 AOT_JAX ?= jax
-AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py tests/kernels/test_aot_tpu.py
+AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py \
+	tests/kernels/test_aot_tpu.py tests/kernels/test_aot_other_tpus.py
 # More for pytest, such as -m "not slow": every kind of kernel, in fewer sizes.
 AOT_OPTIONS ?=
 

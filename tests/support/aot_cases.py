@@ -349,6 +349,32 @@ TPU_FAMILIES: Mapping[str, Mapping[str, EngineStep]] = {
     "v6e": {},
 }
 
+_TPU_USUAL: Mapping[str, Case] = {
+    **{
+        name: TPU_ATTENTION[name]
+        for name in (
+            "decode", "decode, D 64 in 128 lanes", "decode, D 256",
+            "prefill", "prefill, D 64 in 128 lanes", "prefill, D 256",
+        )
+    },
+    "ragged": TPU_RAGGED["ragged"],
+    "write of 64 tokens": TPU_UPDATES["write of 64 tokens"],
+}  # fmt: skip
+
+# What is compiled for other generations. A v4 has no kernel for attention over pools.
+TPU_OTHERS: Mapping[str, Mapping[str, Case | DecodeStep]] = {
+    "v4": {
+        "decode by XLA": _tpu("decode", backend=None, L=1),
+        "prefill by XLA": _tpu("prefill", backend=None, L=1, T=16),
+        "write of 64 tokens": TPU_UPDATES["write of 64 tokens"],
+    },
+    "v5p": {**_TPU_USUAL, "step of Qwen 3 1.7B": DecodeStep(QWEN_3_1B7, pool_gigabytes=8)},
+    # The layers as they are loaded there: in a stack, all weights would be laid out anew.
+    "7x": {**_TPU_USUAL, "step of 4 layers": _layers_of(
+        QWEN_3_1B7, DecodeStep, num_layers=4, pool_gigabytes=8
+    )},
+}  # fmt: skip
+
 TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep]] = {
     generation: {
         **EXPERTS,
@@ -360,7 +386,7 @@ TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep
         **TPU_FAMILIES[generation],
     }  # fmt: skip
     for generation, steps in TPU_STEPS.items()
-}
+} | TPU_OTHERS
 
 # What the names of this library's Triton kernels begin with. The others of a program are XLA's.
 OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear")

@@ -31,7 +31,13 @@ from tests.support.aot_cases import TPU_CASES, chosen, count_collectives  # noqa
 from tests.support.engine_step import EngineStep  # noqa: E402
 
 # The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "7x": "tpu7x:2x2x1",
+}
 
 
 def find_devices(name: str) -> Any:

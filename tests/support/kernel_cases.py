@@ -151,12 +151,12 @@ class Case:
         """The op for ``"cuda"`` or ``"tpu"``, with the pools donated where it writes to them."""
         donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
         shapes = self.shapes(sharding)
-        if platform == "tpu" and self.op == "ragged":
-            # JAX's kernel asks which TPU it is for, of the mesh if there is none here.
+        if platform == "tpu" and (sharding or self.op == "ragged"):
+            # The kernels ask which TPU they are for, of the mesh if there is none here.
             kind = next(iter(sharding.device_set)).device_kind if sharding else "TPU v5e"
             tpu = AbstractDevice(kind, 1, "tpu")
             with use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
-                return lower(self.function(), *shapes, platform=platform)
+                return lower(self.function(), *shapes, platform=platform, donate_argnums=donated)
         with lowering_for(platform, gpu):  # what the kernels refuse is asked when it is made
             function = self.function()
         return lower(function, *shapes, platform=platform, gpu=gpu, donate_argnums=donated)
