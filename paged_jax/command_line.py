@@ -268,7 +268,6 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--heartbeat-timeout",
         type=int,
-        default=distributed.HEARTBEAT_TIMEOUT,
         metavar="SECONDS",
         help="time without a sign of another process after which this one ends; default: "
         f"{distributed.HEARTBEAT_TIMEOUT}",
@@ -285,6 +284,11 @@ def join_processes(args: argparse.Namespace) -> None:
     """
     by_hand = (args.coordinator_address, args.num_processes, args.process_id)
     if by_hand == (None, None, None) and not args.distributed:
+        if args.heartbeat_timeout is not None:
+            raise ValueError(
+                "--heartbeat-timeout must be given with several processes. Add --distributed, or "
+                "--coordinator-address, --num-processes and --process-id."
+            )
         return
     if None in by_hand and not args.distributed:
         raise ValueError(
@@ -292,7 +296,11 @@ def join_processes(args: argparse.Namespace) -> None:
             "--distributed, which finds them."
         )
     try:
-        distributed.initialize(*by_hand, heartbeat_timeout=args.heartbeat_timeout)
+        seconds = args.heartbeat_timeout
+        distributed.initialize(
+            *by_hand,
+            heartbeat_timeout=distributed.HEARTBEAT_TIMEOUT if seconds is None else seconds,
+        )
     except ValueError as error:
         if not args.distributed:
             raise

@@ -54,8 +54,8 @@ def _parser() -> Parser:
     source.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with a prompt in each line; in a .jsonl file, an object with prompt or "
-        "prompt_token_ids in each line",
+        help="file with a prompt in each line; in a .jsonl or .ndjson file, an object with prompt "
+        "or prompt_token_ids in each line",
     )
     _add_sampling_arguments(parser.add_argument_group("sampling"))
     output = parser.add_argument_group("input and output")
@@ -181,6 +181,12 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
             raise ValueError("--prompt must not be empty.")
         return [text]
     path = Path(args.prompts_file)
+    kind = path.suffix.lower()
+    if kind == ".json":
+        raise ValueError(
+            "--prompts-file must be a text with a prompt in each line or a .jsonl file, got "
+            f"{path}. Write one JSON object per line."
+        )
     try:
         # splitlines would also split at U+2028 and the like, which a JSON text may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -194,7 +200,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
             f"--prompts-file must be a readable text file, got {path}: {reason}."
         ) from None
     prompts: list[Prompt] = [
-        _parse_line(path, number, line) if path.suffix == ".jsonl" else line
+        _parse_line(path, number, line) if kind in (".jsonl", ".ndjson") else line
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -222,9 +228,11 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
 
 def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
     text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-    if not isinstance(text, str):
+    others = {} if isinstance(prompt, str) else {k: v for k, v in prompt.items() if k != "prompt"}
+    if not isinstance(text, str) or "prompt_token_ids" in others:
         raise ValueError("--chat needs prompts that are text.")
-    return llm.chat_prompt([{"role": "user", "content": text}])
+    chat: Any = llm.chat_prompt([{"role": "user", "content": text}])
+    return {**chat, **others}
 
 
 def _given_params(args: argparse.Namespace) -> dict[str, Any]:

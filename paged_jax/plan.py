@@ -129,6 +129,11 @@ def _from_arguments(args: argparse.Namespace, device: Device | None) -> MemoryPl
         raise ValueError(
             f"--memory-fraction must be above 0 and at most 1, got {args.memory_fraction}."
         )
+    if device is not None and args.platform not in (None, device.platform):
+        raise ValueError(
+            f"--platform must be {device.platform} with --device {args.device}, got "
+            f"{args.platform}. Leave one of them out."
+        )
     folder = bundled_folder() if args.model is None else Path(args.model)
     config = read_config(folder)
     memory_bytes = _memory(device) if args.memory is None else args.memory

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -46,6 +47,7 @@ _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
 # Objects in cycles, none of them large, before Python's garbage collector looks for those that are
 # not used any more. By default, a few requests have as many: half a percent of a server's time.
 _GARBAGE = 20_000
+_HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LIMIT_HELP = {
     "max_body_bytes": "bytes of a request's body; default: 16 for each token of the context, at "
@@ -296,14 +298,32 @@ def _check(args: argparse.Namespace) -> None:
             "Any client that reaches the port could use the model."
         )
     admin_key = _admin_key(args)
-    if not all(keys) or admin_key == "":
+    given = [*keys, *([] if admin_key is None else [admin_key])]
+    if not all(given):
         raise ValueError("--api-key and --admin-key must not be empty.")
+    if not all(key == key.strip() and key.isprintable() for key in given):
+        # Clients cannot send such a key in a header.
+        raise ValueError(
+            "--api-key and --admin-key must be printable and have no blanks at their ends."
+        )
     if admin_key in keys:
         raise ValueError("--admin-key must differ from each --api-key.")
     if args.profile is not None:
         if admin_key is None:
             raise ValueError("--profile must be given with --admin-key, whose holder records.")
         check_profile_folder(args.profile)
+    if args.served_model_name == "":
+        raise ValueError(
+            "--served-model-name must not be empty. Leave it out for the folder's name."
+        )
+    path = args.root_path
+    if path and not (path.startswith("/") and path.isascii() and not path.endswith("/")):
+        raise ValueError(
+            f"--root-path must be a path in ASCII that begins with / and does not end with /, got "
+            f"{path}."
+        )
+    for name in args.allowed_host or ():
+        _check_host_name(name)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port must be in 0..65535, got {args.port}.")
     for name in ("drain_timeout", "grace", "keep_alive", "stall_seconds"):
@@ -313,12 +333,27 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{option} must be finite seconds >= 0, got {seconds}.")
 
 
+def _check_host_name(name: str) -> None:
+    """Refuse what no Host header equals, because it is compared without port and brackets."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if not _HOST_NAME.fullmatch(name):
+            raise ValueError(
+                "--allowed-host must be a name or an address without scheme, port, brackets or *, "
+                f"got {name}. Repeat the option for several names."
+            ) from None
+
+
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(args.api_key or os.environ.get(_API_KEY, "").split())
 
 
 def _admin_key(args: argparse.Namespace) -> str | None:
-    return os.environ.get(_ADMIN_KEY) or None if args.admin_key is None else args.admin_key
+    if args.admin_key is not None:
+        return args.admin_key
+    # Files of secrets often end with a line end.
+    return os.environ.get(_ADMIN_KEY, "").strip() or None
 
 
 def _listener(host: str, port: int) -> socket.socket:

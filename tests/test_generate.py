@@ -344,6 +344,36 @@ def test_bad_prompts_files_are_refused(run, tmp_path, content, message) -> None:
     check_mistake(run("--prompts-file", str(path)), message)
 
 
+@pytest.mark.parametrize("name", ["prompts.JSONL", "prompts.ndjson"])
+def test_prompts_file_of_json_lines_has_several_names(run, tmp_path, name) -> None:
+    """Otherwise the JSON text itself would be the prompt, without a word."""
+    path = tmp_path / name
+    path.write_text('{"promt": "ab"}\n')
+    check_mistake(run("--prompts-file", str(path)), r"got the keys \['promt'\]")
+
+
+def test_prompts_file_in_json_is_refused(run, tmp_path) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text('[{"prompt": "ab"}]')
+    check_mistake(run("--prompts-file", str(path)), "--prompts-file must be .* a .jsonl file, got ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 5}, "no keys but prompt, .*got max_tokens"),
+        ({"cache_salt": 5}, "cache_salt must be a text, got 5"),
+        ({"prompt_token_ids": [5]}, "--chat needs prompts that are text"),
+    ],
+)
+def test_chat_reads_all_fields_of_a_prompts_file(run, tmp_path, fields, message) -> None:
+    folder = save_tiny_model(tmp_path, chat_template="{{ messages[0].content }}")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "ab", **fields}))
+    result = run("--chat", "--prompts-file", str(path), model=folder)
+    check_mistake(result, message)
+
+
 def test_a_folder_is_no_prompts_file(run, tmp_path) -> None:
     check_mistake(run("--prompts-file", str(tmp_path)), "readable text file.*directory")
 

@@ -427,6 +427,13 @@ def test_main_refuses_mistakes_in_one_line(capsys, arguments, message) -> None:
     assert err.count("\n") == 1 and message in err
 
 
+def test_main_refuses_a_platform_that_is_not_that_of_the_device(capsys) -> None:
+    status, out, err = run(capsys, "--device", "h100", "--platform", "cpu")
+    assert status == 1 and out == ""
+    assert "--platform must be gpu with --device h100, got cpu" in err
+    assert run(capsys, "--device", "h100", "--platform", "gpu")[0] == 0
+
+
 @pytest.mark.parametrize("size", ["lots", "12XB", "-1", "GiB"])
 def test_main_refuses_a_size_that_is_none(capsys, size) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -211,12 +212,36 @@ def test_mistakes_end_the_process_in_one_line(tmp_path) -> None:
         (("--port", "70000"), "--port", 1),
         (("--drain-timeout", "nan"), "--drain-timeout", 1),
         (("--api-key", ""), "--api-key", 1),
+        (("--api-key", "key "), "no blanks", 1),
+        (("--api-key", "k", "--admin-key", "a\nb"), "printable", 1),
+        (("--served-model-name", ""), "--served-model-name must not be empty", 1),
+        (("--root-path", "llm"), "--root-path must be a path .* got llm", 1),
+        (("--root-path", "/llm/"), "--root-path must be a path", 1),
+        (("--root-path", "/\u00e4"), "--root-path must be a path in ASCII", 1),
+        (("--allowed-host", "api.example.com:80"), "without scheme, port", 1),
+        (("--allowed-host", "http://api.example.com"), "without scheme, port", 1),
+        (("--allowed-host", "*.example.com"), "--allowed-host must be a name", 1),
+        (("--allowed-host", "[::1]"), "--allowed-host must be a name", 1),
+        (("--heartbeat-timeout", "9"), "--heartbeat-timeout must be given with", 1),
         (("--profile", "profiles"), "--admin-key", 1),
         (("--port", "http"), "--port", 2),
     ],
 )
 def test_mistakes_are_found_before_anything_is_opened(arguments, name, status, capsys) -> None:
-    assert name in refusal_here(capsys, *arguments, status=status)
+    assert re.search(name, refusal_here(capsys, *arguments, status=status))
+
+
+def test_the_end_of_a_file_is_no_part_of_the_admin_key(monkeypatch) -> None:
+    """Kubernetes passes the line end of a secret's file on."""
+    monkeypatch.setenv("PAGED_JAX_ADMIN_KEY", "admin\n")
+    monkeypatch.setenv("PAGED_JAX_API_KEY", "one two\n")
+    args = serve._parser().parse_args(
+        ["--allowed-host", "API.example.com", "--allowed-host", "::1"]
+    )
+    serve._check(args)
+    settings = serve._settings(args)
+    assert settings.admin_key == "admin" and settings.api_keys == ("one", "two")
+    assert settings.allowed_hosts == ("::1", "api.example.com")
 
 
 @pytest.mark.parametrize(
