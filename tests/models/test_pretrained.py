@@ -170,11 +170,11 @@ def test_plan_counts_weights_of_the_dtype_and_heads_of_the_file(tmp_path, capsys
 def test_read_config_compares_the_number_of_layers_with_the_file_first(folder):
     for number in (4, 10**9):
         edit_config(folder, num_hidden_layers=number)
-        start = time.monotonic()
+        start = time.process_time()
         for load in (read_config, lambda path: from_pretrained(Llama, path)):
             with pytest.raises(WeightsError, match="num_hidden_layers must be at most 3"):
                 load(folder)
-        assert time.monotonic() - start < 5
+        assert time.process_time() - start < 5
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="num_hidden_layers must be at most 10000"):
         read_config(folder)
@@ -199,11 +199,11 @@ def test_from_pretrained_refuses_huge_sizes_at_once(tmp_path, key):
     )
     random_llama(config).save_pretrained(tmp_path)
     edit_config(tmp_path, **{key: 10**9})
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match=r"must|missing") as raised:
         from_pretrained(Llama, tmp_path)
     assert "\n" not in str(raised.value)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
