@@ -6,6 +6,7 @@ import pytest
 
 from paged_jax import Engine, SamplingParams, StructuredOutputsParams
 from paged_jax.engine import parts
+from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.runner.channel import Message
 from tests.support.structured import SIZES
 
@@ -47,6 +48,10 @@ REQUESTS = {
 
 
 def test_follower_has_the_state_of_its_leader(channel, monkeypatch) -> None:
+    config = GenerationConfig(
+        suppress_tokens=(5,), begin_suppress_tokens=(7,), sequence_bias={9: 1.5}
+    )
+    monkeypatch.setattr(parts, "load_generation_config", lambda model, tokenizer: config)
     leader = Engine(**SIZES)
     prompts = ["the sun", "the sun in", "an", "in", "the"]
     for text, params in zip(prompts, REQUESTS.values(), strict=True):
