@@ -32,8 +32,10 @@ def test_a_folder_that_others_may_write_to_is_not_used(home, mode) -> None:
     folder.chmod(mode)
     assert user_cache.cache_folder("programs") is None
     assert user_cache.cache_folder() == home / "paged_jax"
+    folder.chmod(0o700)
     (home / "paged_jax").chmod(mode)
     assert user_cache.cache_folder() is None
+    assert user_cache.cache_folder("programs") is None, "others may replace it"
 
 
 def test_a_folder_of_another_user_is_not_used(home, monkeypatch) -> None:

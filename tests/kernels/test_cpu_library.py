@@ -109,6 +109,8 @@ def test_without_kernels_xla_does_the_work(
         assert "custom_call" not in run_fresh(21)
         library.load(library.Kernel("prefill", F32))
     assert len(caplog.records) == warnings
+    # Programs without a kernel that failed are not kept for later processes.
+    assert library.is_any_missing() == (variable != library.SWITCH)
     choice = choose_backend(PROBLEM, "cpu")
     assert choice.backend == "xla" and re.match("cpu cannot: " + reason, choice.reason)
     batch = PagedBatch.random([3])
@@ -192,6 +194,14 @@ def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog)
     [record] = caplog.records
     assert "a file could not be read: " in record.getMessage()
     assert library.targets() == []
+
+
+def test_load_tests_a_kept_kernel_in_each_process(fresh, compiled, monkeypatch) -> None:
+    """A whole file may still compute wrong results: on another machine, or with another XLA."""
+    assert library.load(LINEAR).target
+    library._load.cache_clear()
+    monkeypatch.setattr(library.self_test, "failure", lambda *args: "it is off by 7")
+    assert library.load(LINEAR).why_not == "it is off by 7" and len(compiled) == 1
 
 
 HARMS = {
