@@ -49,7 +49,7 @@ PAGES = {
         + _of(
             "paged_jax.kernels",
             "Pools quantise num_shared_blocks padded_head_dim choose_backend check_backend_runs_on "
-            "backend_for grouped_linear",
+            "backend_for grouped_linear load_cpu_kernels",
         ),
     ),
     "blocks": Page(

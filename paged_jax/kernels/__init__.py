@@ -7,6 +7,7 @@ weights of experts.
 from paged_jax.kernels.attention import paged_attention, paged_prefill_attention
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.cascade import cascade_attention, num_shared_blocks
+from paged_jax.kernels.cpu import load_cpu_kernels
 from paged_jax.kernels.dispatch import (
     BACKENDS,
     backend_for,
@@ -29,6 +30,7 @@ __all__ = [
     "choose_backend",
     "copy_blocks",
     "grouped_linear",
+    "load_cpu_kernels",
     "merge_attention",
     "num_shared_blocks",
     "padded_head_dim",

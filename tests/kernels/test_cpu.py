@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import pickle
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
-from paged_jax.kernels import choose_backend, paged_attention
+from paged_jax.kernels import choose_backend, load_cpu_kernels, paged_attention
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
 from paged_jax.models.linear import linear
@@ -269,6 +272,28 @@ def test_exported_programs_run_without_kernels() -> None:
     exported = jax.export.export(jax.jit(lambda x, w: linear(x, w)))(x, w)
     assert "custom_call" not in exported.mlir_module()
     np.testing.assert_allclose(exported.call(x, w), LINEAR(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_load_cpu_kernels_lets_another_process_run_an_executable(tmp_path) -> None:
+    q, k = jnp.ones((2, 2, 16)), jnp.ones((1, 3, 1, 8, 16))
+    arrays = q, k, k, jnp.array([[0], [1]]), jnp.array([4, 5])
+    saved = serialize_executable.serialize(jax.jit(paged_attention).lower(*arrays).compile())
+    assert b"paged_jax_decode_float32" in saved[0]
+    (tmp_path / "saved").write_bytes(pickle.dumps((saved, arrays)))
+    program = """
+        import pickle, sys
+        from jax.experimental.serialize_executable import deserialize_and_load
+        from paged_jax.kernels import load_cpu_kernels
+        with open(sys.argv[1], "rb") as file:
+            saved, arrays = pickle.load(file)
+        load_cpu_kernels(saved[0])
+        print(deserialize_and_load(*saved)(*arrays).sum())
+    """
+    printed = run_on_devices(textwrap.dedent(program), tmp_path / "saved", num_devices=1)
+    assert printed.split() == ["64.0"]
+    load_cpu_kernels(b"none")
+    with pytest.raises(ValueError, match="load_cpu_kernels: program must call kernels of this"):
+        load_cpu_kernels(b"paged_jax_decode_float32_0123456789abcdef")
 
 
 def test_kernels_from_several_threads() -> None:

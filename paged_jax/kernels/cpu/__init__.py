@@ -22,6 +22,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.cpu import attention
 from paged_jax.kernels.cpu.grouped_linear import copies_groups, grouped_linear
+from paged_jax.kernels.cpu.library import load_cpu_kernels
 from paged_jax.kernels.cpu.linear import (
     copies_weights,
     is_available,
@@ -40,6 +41,7 @@ __all__ = [
     "is_available",
     "is_few",
     "linear",
+    "load_cpu_kernels",
     "sum_rows",
     "takes",
 ]

@@ -120,6 +120,31 @@ def load_target(target: str) -> bool:
     return any(load(kernel).target == target for kernel in asked)
 
 
+def load_cpu_kernels(program: bytes) -> None:
+    """Register the kernels for CPUs that a serialised executable calls.
+
+    Call it before `jax.experimental.serialize_executable.deserialize_and_load`. A process that
+    compiles its programs itself need not.
+
+    Args:
+      program: the bytes that `jax.experimental.serialize_executable.serialize` returned. Without
+        calls of these kernels, nothing is done.
+
+    Raises:
+      ValueError: a kernel cannot be had: it was made for another processor, jaxlib or version of
+        paged_jax, or there is no compiler here.
+
+    Example:
+      >>> load_cpu_kernels(b"an executable without calls")
+    """
+    for target in sorted(find_targets(program)):
+        if not load_target(target):
+            raise ValueError(
+                f"load_cpu_kernels: program must call kernels of this machine and this version of "
+                f"paged_jax, got {target}. Compile the program here."
+            )
+
+
 def _kernels() -> list[Kernel]:
     return [Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS]
 
