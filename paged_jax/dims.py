@@ -4,7 +4,8 @@ Shapes in comments and docstrings, arrays named for their dimensions and einsums
 and no others, as ``tests/test_dims.py`` sees to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 DIMS: Mapping[str, str] = {
@@ -28,6 +29,20 @@ DIMS: Mapping[str, str] = {
     "W": "columns of the block table that a step may touch, M at most",
     "X": "stop tokens of a request, at most",
 }
+
+
+def check_sizes(function: str, name: str, shape: Sequence[Any]) -> None:
+    """Check that sizes are numbers. `jax.export.symbolic_shape` makes others.
+
+    Raises:
+      ValueError: a size is a symbol. Kernels are made for sizes that are known.
+    """
+    if not all(isinstance(size, Integral) for size in shape):
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{function}: {name} must have sizes that are integers, got symbolic sizes in "
+            f"[{sizes}]. Export one module for each size."
+        )
 
 
 def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
@@ -56,6 +71,7 @@ def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
             raise ValueError(
                 f"{function}: {name} must have shape [{', '.join(letters)}], got {list(shape)}."
             )
+        check_sizes(function, name, shape)
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(

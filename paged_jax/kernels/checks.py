@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
+from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.layout import in_whole_lanes
 from paged_jax.kernels.quantisation import check_pool_dtype, is_quantised
@@ -74,11 +75,12 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
     """The arguments as arrays, by name.
 
     Raises:
-      ValueError: one of them is None.
+      ValueError: one of them is None, or a size is symbolic.
     """
     for name, array in arrays.items():
         if array is None:
             raise ValueError(f"{function}: {name} must be an array, got None.{_FULL.get(name, '')}")
+        check_sizes(function, name, jnp.shape(array))
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 

@@ -119,6 +119,7 @@ class _Residuals:
 def _forward(ops: AttentionOps, options: Options, primals: AttentionArgs):
     has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(primals.pools)]
     args: AttentionArgs = custom_vjp_primal_tree_values(primals)
+    args = differentiable_once("paged attention", args)
     pools, layer = args.pools, args.layer
     assert isinstance(pools, Pools)
     out, lse = attend(ops, args, options)
@@ -138,6 +139,7 @@ def _forward(ops: AttentionOps, options: Options, primals: AttentionArgs):
 
 def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
     del ops
+    residuals, bars = differentiable_once("paged attention", (residuals, bars))
     out_bar, lse_bar = (
         jnp.zeros_like(primal) if isinstance(bar, SymbolicZero) else bar
         for primal, bar in zip((residuals.out, residuals.lse), bars, strict=True)
@@ -171,6 +173,45 @@ def _only_layer(
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiable_once(function: str, arrays: Any) -> Any:
+    del function
+    return arrays
+
+
+def _refuse_second_derivative(function: str, primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise NotImplementedError(
+        f"{function}: only the first derivative is implemented, got a derivative of its gradient. "
+        'Only paged_attention and paged_prefill_attention with backend="reference" have more.'
+    )
+
+
+_differentiable_once.defjvp(_refuse_second_derivative)
+
+
+def differentiable_once(function: str, values: Any) -> Any:
+    """Return the inputs of a forward or backward pass, and refuse a derivative of that pass.
+
+    Args:
+      function: the name for the message.
+      values: a tree of arrays and of the symbolic zeros of cotangents.
+
+    Raises:
+      NotImplementedError: the gradient is differentiated again.
+    """
+    leaves, treedef = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    places = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    passed = _differentiable_once(function, [leaves[i] for i in places])
+    for i, value in zip(places, passed, strict=True):
+        leaves[i] = value
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def decode_backward(

@@ -11,6 +11,7 @@ from jax import lax
 from paged_jax.kernels import cpu
 from paged_jax.kernels.backend import Interpret, PallasBackend
 from paged_jax.kernels.dispatch import BACKENDS
+from paged_jax.kernels.gradients import differentiable_once
 from paged_jax.kernels.mosaic_tpu import grouped_linear as mosaic_tpu
 from paged_jax.kernels.triton import grouped_linear as triton
 from paged_jax.kernels.xla import grouped_linear as xla
@@ -110,11 +111,13 @@ def _grouped_linear(
 def _forward(
     choice: _Choice, x: jax.Array, w: jax.Array, group_sizes: jax.Array, stack: Any
 ) -> tuple[jax.Array, Any]:
+    x, w = differentiable_once("grouped_linear", (x, w))
     return _grouped_linear(choice, x, w, group_sizes, stack), (x, w, group_sizes)
 
 
 def _backward(choice: _Choice, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     del choice
+    saved, cotangent = differentiable_once("grouped_linear", (saved, cotangent))
     gradients = lax.platform_dependent(
         *saved, cotangent, tpu=_ragged_gradients, default=xla.grouped_gradients
     )

@@ -28,7 +28,7 @@ from paged_jax.kernels.checks import (
     static,
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
-from paged_jax.kernels.gradients import prefill_backward
+from paged_jax.kernels.gradients import differentiable_once, prefill_backward
 from paged_jax.kernels.quantisation import wider_dtype
 from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
 from paged_jax.opaque import put_or_drop, take_or_fill
@@ -238,6 +238,7 @@ class _Residuals:
 def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
     wants_pages = primals.pages.kv.perturbed
     args: RaggedArgs = custom_vjp_primal_tree_values(primals)
+    args = differentiable_once(_FUNCTION, args)
     if wants_pages and args.pages.dtype.itemsize == 1:
         raise NotImplementedError(
             f"{_FUNCTION}: kv_pages must have 16 bits or more for a gradient in them, got "
@@ -252,6 +253,7 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
     Therefore a backend need not return the log-sum-exp. JAX's kernel for TPUs does not.
     """
     del ops
+    residuals, bars = differentiable_once(_FUNCTION, (residuals, bars))
     args = residuals.args
     N, S = args.q.shape[0], len(args.context_lens)
     zeros = jnp.zeros_like(args.q), jnp.zeros(args.q.shape[:2], jnp.float32)

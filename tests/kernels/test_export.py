@@ -129,3 +129,48 @@ def test_reserve_is_exported_for_all_platforms() -> None:
 def test_ragged_paged_attention_is_exported_for_a_tpu_that_is_not_here() -> None:
     text = exported(ragged, RAGGED, ("tpu",)).mlir_module()
     assert "tpu_custom_call" in text and "triton" not in text
+
+
+def test_symbolic_sizes_are_refused_by_name() -> None:
+    """In one sentence, whatever size is symbolic, and before JAX compares it."""
+    sizes = export.symbolic_shape("b, t, n, p")
+    b, t, n, p = sizes
+    int32, pool = jnp.int32, jax.ShapeDtypeStruct(POOLS[0].shape, np.float32)
+    of = jax.ShapeDtypeStruct
+    cases = {
+        "paged_attention: q": (
+            decode, (of((b, H, D), Q.dtype), pool, pool, of((b, 2), int32), of((b,), int32)),
+        ),
+        "paged_prefill_attention: q": (
+            paged_prefill_attention,
+            (of((B, t, H, D), Q.dtype), pool, pool, TABLES, LENS, LENS),
+        ),
+        "ragged_paged_attention: kv_pages": (
+            ragged, (ROWS, of((p, C, 2 * K, D), Q.dtype), *RAGGED[2:]),
+        ),
+        "paged_write: k": (
+            paged_write, (*POOLS, of((n, K, D), Q.dtype), of((n, K, D), Q.dtype), n, n),
+        ),
+        "copy_blocks: k_pool": (
+            copy_blocks, (of((L, p, K, C, D), Q.dtype),) * 2 + (BLOCKS, BLOCKS),
+        ),
+    }  # fmt: skip
+    for name, (function, arrays) in cases.items():
+        arrays = [of((x,), int32) if x is n else x for x in arrays]
+        with pytest.raises(ValueError, match=f"{name} must have sizes that are integers, got"):
+            export.export(jax.jit(function))(*arrays)
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "ragged", "grouped"])
+def test_a_second_derivative_is_refused_by_name(name) -> None:
+    function, (x, *arrays), _ = PROGRAMS[name]
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(function(x, *arrays) ** 2))(x)
+
+    message = "(paged.attention|grouped_linear): only the first derivative is implemented"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(gradient(x) ** 2)), x)
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(jax.jacfwd(gradient), x)
+    jax.eval_shape(gradient, x)
