@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 import weakref
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from paged_jax import SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.checks import ArgumentError
 from paged_jax.models.loading import bundled_folder
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
+from paged_jax.models.text.grammar_source import split_labels
 from tests.support.structured import PERSON
 from tests.support.tiny_model import EOS
 
@@ -99,6 +101,24 @@ def test_an_enum_of_thousands_of_labels_is_followed(start, tokenizer, labels) ->
     for form in ({"json": schema}, {"grammar": lark}):
         text = tokenizer.decode(walk(start(**form), rng))
         assert json.loads(text)["it"] in labels, text
+
+
+@pytest.mark.parametrize("name", ["anyOf", "oneOf"])
+def test_thousands_of_constants_are_followed(start, tokenizer, name) -> None:
+    """An enum as a list of constants, some of which have a title."""
+    labels = [{"const": str(index), "title": "a"} for index in range(1000)]
+    schema = {name: [*labels, *({"const": f"n{index}"} for index in range(4000))]}
+    value = json.loads(tokenizer.decode(walk(start(json=schema), np.random.default_rng(0))))
+    assert 0 <= int(value.removeprefix("n")) < (4000 if value.startswith("n") else 1000)
+
+
+def test_nested_unions_are_read_a_few_times() -> None:
+    """All of 400 levels, each with what is within it, took seconds."""
+    inner = f'{{"type": [{",".join("1" * 40_000)}]}}'
+    text = '{"anyOf": [' * 400 + inner + "]}" * 400
+    start = time.process_time()
+    assert split_labels(StructuredOutputsParams(json={}), text) == ([], text)
+    assert time.process_time() - start < 0.5
 
 
 def test_a_choice_of_thousands_of_digits_is_followed(start, tokenizer) -> None:

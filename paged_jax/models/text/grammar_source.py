@@ -10,7 +10,11 @@ from paged_jax.sampling.structured import StructuredOutputsParams
 
 MANY_LABELS = 1000
 """Number of labels above which an enum gets fuel of its own."""
-_ENUM = re.compile(r'"enum"\s*:\s*(?=\[)')
+_LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
+# The keys of a label with a description: {"const": "a", "title": "The first"}.
+_LABEL_KEYS = {"const", "type", "title", "description"}
+# Times that a text is read, at most, for unions that are no lists of labels.
+_MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
 # How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
@@ -72,16 +76,25 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
     if form.choice is not None:
         return form.choice, text
     labels: list[Any] = []
-    shorter, end = "", 0
-    for match in _ENUM.finditer(text):
+    shorter, end, num_wasted = "", 0, 0
+    for match in _LABELS.finditer(text):
         start = match.end()
         if start < end:  # within the labels of another enum
+            continue
+        # A hostile schema nests unions, and each would be read again within the outer ones.
+        if match[1] != "enum" and num_wasted > _MAX_WASTE * len(text):
             continue
         try:
             values, stop = json.JSONDecoder().raw_decode(text, start)
         except ValueError:
             continue
-        labels += values
+        if match[1] == "enum":
+            labels += values
+        elif all(isinstance(x, dict) and "const" in x and x.keys() <= _LABEL_KEYS for x in values):
+            labels += [x["const"] for x in values]
+        else:
+            num_wasted += stop - start
+            continue
         shorter += text[end:start] + json.dumps(values[:1])
         end = stop
     return labels, shorter + text[end:]
