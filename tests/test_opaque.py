@@ -10,6 +10,7 @@ from jax.experimental import checkify
 
 from paged_jax import cache as paged
 from paged_jax.kernels import (
+    cascade_attention,
     copy_blocks,
     paged_attention,
     paged_prefill_attention,
@@ -59,6 +60,10 @@ OPS = {
     "prefill": (
         lambda x, **b: paged_prefill_attention(x, POOL, POOL, TABLES, LENS, QUERY_LENS, **b),
         CHUNKS,
+    ),
+    "cascade": (
+        lambda x, **b: cascade_attention(x, POOL, POOL, TABLES[[0, 0, 2]], LENS, 1, **b),
+        Q,
     ),
     "ragged": (ragged, np.ones((9, 2 * K, D), np.float32)),
 }
