@@ -243,6 +243,43 @@ def test_yarn_keeps_its_range_of_pairs_within_the_dimensions(name, clamped):
     )
 
 
+def test_llama3_stretches_long_wavelengths_alone():
+    """The definition of Llama 3.1's own code: by wavelengths, with a smooth passage."""
+    head_dim, length, theta, entry = _REAL["Llama-3.1-8B"]
+    original = entry["original_max_position_embeddings"]
+    expected = []
+    for plain in theta ** -(np.arange(head_dim // 2) / (head_dim // 2)):
+        wavelength = 2 * np.pi / plain
+        smooth = (original / wavelength - 1.0) / (4.0 - 1.0)
+        if wavelength < original / 4.0:
+            expected.append(plain)
+        elif wavelength > original / 1.0:
+            expected.append(plain / 8.0)
+        else:
+            expected.append((1 - smooth) * plain / 8.0 + smooth * plain)
+    np.testing.assert_allclose(
+        _rope(head_dim, length, theta, entry).frequencies(), expected, rtol=1e-6
+    )
+
+
+def test_yarn_without_a_passage_is_a_step():
+    """Where both bounds are the same pair, as in YaRN's own code: no division by zero."""
+    entry = {**_YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}
+    plain = 500.0 ** -(np.arange(32) / 32)
+    is_kept = 32 * plain / (2 * np.pi) > 2.0  # turns in the original context
+    assert 0 < is_kept.sum() < 32
+    rope = _rope(64, 512, 500.0, entry)
+    np.testing.assert_allclose(rope.frequencies(), np.where(is_kept, plain, plain / 4), rtol=1e-6)
+
+
+def test_yarn_divides_the_two_scales_of_deepseek():
+    """DeepSeek-V3's own code: ``0.1 * mscale * log(factor) + 1``, one divided by the other."""
+    head_dim, length, theta, entry = _REAL["DeepSeek-V3's two scales"]
+    scale, all_dim = (0.1 * mscale * np.log(40) + 1 for mscale in (1.0, 0.8))
+    rope = _rope(head_dim, length, theta, entry)
+    np.testing.assert_allclose(rope.scales(), scale / all_dim, rtol=1e-6)
+
+
 def test_yarn_makes_sequences_as_long_as_it_says():
     qwen = {"model_type": "llama", **_SIZES, "max_position_embeddings": 40960}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
