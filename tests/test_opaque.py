@@ -19,6 +19,8 @@ from paged_jax.kernels import (
     ragged_paged_attention,
 )
 from paged_jax.opaque import without_index_checks
+from tests.support.random_model import random_llama
+from tests.support.tiny_model import CONFIG
 
 L, P, K, C, D, B = 2, 6, 2, 4, 8, 3
 POOL = np.random.default_rng(0).normal(size=(L, P, K, C, D)).astype(np.float32)
@@ -154,3 +156,17 @@ def test_without_index_checks_keeps_values_and_derivatives() -> None:
     for (function, args), (plain, _) in zip(views(hidden), views(put), strict=True):
         got, expected = jax.jit(function)(*args), jax.jit(plain)(*args)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, expected)
+
+
+def test_prefill_passes_index_checks() -> None:
+    """Rows that are left out have a slot past the last one."""
+    model = random_llama(CONFIG)
+    cache = model.create_cache(
+        num_slots=B, max_length=16, num_blocks=P, block_size=C, max_tokens=4, dtype=jnp.float32
+    )
+    token_ids, slots, num_tokens = (
+        jnp.ones((2, 4), jnp.int32),
+        jnp.array([0, -1]),
+        jnp.array([3, 0]),
+    )
+    check(lambda cache: model.prefill(cache, token_ids, slots, num_tokens)[0], cache)

@@ -19,6 +19,7 @@ from paged_jax.kernels import (
 from paged_jax.kernels.cascade import choose_decode_attention
 from paged_jax.kernels.quantisation import query_dtype
 from paged_jax.models.layer import Attend, Heads, Projection, window_of
+from paged_jax.opaque import put_or_drop, take_or_fill
 from paged_jax.short_repr import short_repr
 
 
@@ -127,9 +128,9 @@ def append_rows(
     is_row = slots >= 0
     # Rows that are left out must not wrap around to the last slot: one past it is dropped.
     rows = jnp.where(is_row, slots, num_slots)
-    starts = lengths.at[rows].get(mode="fill", fill_value=0)
+    starts = take_or_fill(lengths, rows)
     requested = jnp.zeros(num_slots, jnp.int32)
-    requested = requested.at[rows].set(num_tokens.astype(jnp.int32), mode="drop")
+    requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
     # A slot that does not exist fails the whole step, as a negative number of tokens does.
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
@@ -141,7 +142,7 @@ def append_rows(
     located = [paged_cache.locate(group.tables, owners, positions) for group in cache.groups]
     places = [
         Places(
-            group.block_tables.at[rows].get(mode="fill", fill_value=group.num_blocks),
+            take_or_fill(group.block_tables, rows, fill_value=group.num_blocks),
             blocks,
             group.tables.window,
         )
