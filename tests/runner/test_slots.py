@@ -62,6 +62,7 @@ def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model
     slots.flush()
     executor.run(executor.programs.reserve.call(np.array([0, NUM_TOKENS // 2], np.int32)))
     slots.swap_in(sequence)
+    assert sequence.host_blocks is None, "host memory is given back"
 
     assert (np.asarray(executor.state.cache.block_tables)[0] != blocks).any()
     for was, now in zip(before, held(0), strict=True):
