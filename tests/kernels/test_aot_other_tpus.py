@@ -37,6 +37,11 @@ def compilations(request) -> dict[str, Any]:
         return dict(zip(generations, threads.map(compile_for, generations), strict=True))
 
 
+def query_bytes(case: Case) -> int:
+    """Return the bytes of bfloat16 queries and outputs, whose layout a compiler may change."""
+    return 4 * case.B * case.T * case.K * case.G * case.D
+
+
 @pytest.mark.parametrize(
     ("generation", "name"),
     [pair for op in ("decode", "prefill") for pair in pairs(op, ("v5p", "7x"))],
@@ -44,16 +49,15 @@ def compilations(request) -> dict[str, Any]:
 def test_attention_compiles_for_other_tpus(compilations, generation, name) -> None:
     program, case = compiled(compilations[generation], name), TPU_OTHERS[generation][name]
     assert program["kernels"] == 1 and program["multiplied_types"] == ["bf16"]
-    assert isinstance(case, Case) and program["temporary_bytes"] < 0.01 * case.pool_bytes
+    assert isinstance(case, Case)
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + query_bytes(case)
 
 
 @pytest.mark.parametrize(("generation", "name"), pairs("ragged", ("v5p", "7x")))
 def test_ragged_batch_compiles_for_other_tpus(compilations, generation, name) -> None:
     program, case = compiled(compilations[generation], name), TPU_OTHERS[generation][name]
     assert isinstance(case, Case) and program["kernels"] == 1
-    # Queries or outputs may be laid out anew.
-    query_bytes = 4 * case.B * case.T * case.K * case.G * case.D
-    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + query_bytes
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + query_bytes(case)
 
 
 @pytest.mark.parametrize(("generation", "name"), pairs("write", ("v4", "v5p", "7x")))
