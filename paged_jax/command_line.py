@@ -35,6 +35,10 @@ _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
+# Short options of llama.cpp.
+_SHORT = {"-p": "--prompt", "-n": "--max-tokens", "-c": "--max-model-len", "-m": "--model"}
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line on stderr, without the usage."""
 
@@ -76,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         return self.prog.removeprefix("python -m ")
 
     def _hint(self, message: str) -> str:
-        """A similar option, for a misspelt one such as --max_tokens."""
+        """Return the option that an unknown one, such as --max_tokens, probably means."""
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             return ""
@@ -85,7 +89,9 @@ class Parser(argparse.ArgumentParser):
             for option in self._option_string_actions
             if option.startswith("--")
         }
-        wanted = unknown.split()[0].partition("=")[0].lstrip("-").replace("-", "_")
+        given = unknown.split()[0].partition("=")[0]
+        given = _SHORT.get(given, given)
+        wanted = given.lstrip("-").replace("-", "_")
         meant = wanted if wanted in names else suggest(wanted, names)
         return "" if meant is None else f". Did you mean {names[meant]}?"
 

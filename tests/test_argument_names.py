@@ -92,6 +92,8 @@ def test_names_arguments_lets_options_of_another_function_through() -> None:
         (generate, "--temp", "--temperature"),
         (generate, "--max-new-tokens", "--max-tokens"),
         (generate, "--n-predict", "--max-tokens"),
+        (generate, "-n", "--max-tokens"),
+        (generate, "-p", "--prompt"),
         (generate, "--max_tokens", "--max-tokens"),
         (generate, "--num-return-sequences", "--n"),
         (generate, "--stop-sequences", "--stop"),
