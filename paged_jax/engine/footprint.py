@@ -245,7 +245,7 @@ def footprint(
       >>> needs = footprint(config, sizes, weights=weight_bytes(config, "float32"),
       ...                   dtype="float32", kv_dtype="float32", platform="cpu")
       >>> needs.weights, needs.state, needs.block
-      (1171200, 12936, 20480)
+      (1171200, 12968, 20480)
     """
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)

@@ -96,7 +96,7 @@ def kept_files(folder: Path) -> list[Path]:
         ("CXX", "no-such-compiler -O3", "no-such-compiler could not be run: ", 1),
         ("CXX", 'g++ "open', 'CXX is not a command, No closing quotation: g\\+\\+ "open', 1),
         ("CXX", "''", " could not be run: ", 1),
-        ("CXX", "true", "it could not be loaded: ", 1),
+        ("CXX", "true", "true wrote no file", 1),
         ("PATH", "/nowhere", "there is no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+", 1),
     ],
 )

@@ -322,6 +322,8 @@ def _compile(command: list[str], path: Path) -> None:
         raise _Unavailable(f"{compiler[0]} says: {text}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _Unavailable(f"{compiler[0]} could not be run: {error}") from error
+    if not path.is_file():
+        raise _Unavailable(f"{compiler[0]} wrote no file")
 
 
 def _register(kernel: Kernel, target: str, path: Path) -> None:
