@@ -184,6 +184,9 @@ def _transposed(cotangents: Any, *operands: Any, program: ClosedJaxpr, platform:
     return [next(pulled) if i in linear else None for i in range(len(operands))]
 
 
+# Operands and results are plain arrays. JAX (since 0.12) would otherwise ask for a rule of its own
+# if a program contains a primitive of hijax, such as those in some functions of `jax.numpy`.
+_call_p.is_high = lambda *operands, **params: False  # type: ignore[method-assign]
 _call_p.def_impl(_run)
 _call_p.def_effectful_abstract_eval(_abstract)
 batching.primitive_batchers[_call_p] = _batched
