@@ -1,7 +1,7 @@
-"""Answers an unknown argument with the name that it has here.
+"""Suggestions for unknown arguments, from the names that other libraries use.
 
 Users know the names of vLLM, transformers, OpenAI and llama.cpp. Each line of a table begins with a
-name that is used here; the others are names of the same thing elsewhere.
+name of this library. The other names of the line mean the same in other libraries.
 """
 
 import functools
@@ -129,12 +129,12 @@ max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
 
 
 def _read(table: str) -> list[list[str]]:
-    """Return the lines of a table as lists: the name here, then names of others."""
+    """Return each line of a table as a list: the name here, then the names elsewhere."""
     return [line.split() for line in table.split("\n") if line]
 
 
 _LINES = _read(_SAMPLING + _OTHERS)
-# Names that belong into `SamplingParams`, and what they are called there.
+# Names of sampling parameters in any library, and the names of the fields of `SamplingParams`.
 _SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
 
 
@@ -155,10 +155,10 @@ def suggest(name: str, known: Collection[str]) -> str | None:
 
 
 def refuse_unknown(function: str, known: Collection[str], unknown: Iterable[str]) -> None:
-    """Refuse arguments that a function does not have, with a guess at what was meant.
+    """Raise an error for the first unknown argument, with the name that was probably meant.
 
     Raises:
-      TypeError: there are any.
+      TypeError: `unknown` is not empty.
 
     Example:
       >>> refuse_unknown("Engine", ["memory_fraction"], ["gpu_memory_utilization"])
@@ -178,11 +178,11 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) -> T:
-    """Decorate a function or class: it answers unknown arguments as `refuse_unknown` does.
+    """Decorate a function or class, so that unknown arguments raise `refuse_unknown`'s error.
 
     Args:
       function: the function or class.
-      forwards_to: the function that gets its ``**options``, if it has any.
+      forwards_to: the function that gets its ``**options``; None if it has no such parameter.
 
     Example:
       >>> @names_arguments

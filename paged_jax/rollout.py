@@ -324,7 +324,7 @@ def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Ar
 
 
 def _check_numbers(values: dict[str, ArrayLike]) -> None:
-    """Refuse numbers that `SamplingParams` refuses, if they are known."""
+    """Check concrete numbers as `SamplingParams` does. Traced numbers are not checked."""
     for name, value in values.items():
         if isinstance(value, Tracer):
             continue

@@ -115,7 +115,7 @@ def _make_service(
       args: the options of the command line.
       settings: settings of the service.
       hint: the last line of the log.
-      note: function that is called with each line about the progress, which the log has too.
+      note: function that is called with each line about the progress. The log also has it.
     """
 
     def report(line: str) -> None:
@@ -334,7 +334,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_host_name(name: str) -> None:
-    """Refuse what no Host header equals, because it is compared without port and brackets."""
+    """Check that a Host header can equal the name. Its port and brackets are not compared."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -126,7 +126,7 @@ def program_sizes(
       function: the name that messages begin with.
       config: the configuration of the model.
       num_eos_token_ids: tokens that end sequences of the model.
-      num_token_biases: number of biases that hold in every request, see `TokenBias`.
+      num_token_biases: number of biases that apply to every request, see `TokenBias`.
       block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens,
         max_num_batched_tokens, steps_per_dispatch: see `Engine`; checked before.
 

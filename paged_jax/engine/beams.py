@@ -116,7 +116,7 @@ class BeamChoice:
       max_tokens: most tokens to generate; those of `params` where the context allows it.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
-      most_bias: the largest number that is added to a log-probability.
+      most_bias: the largest bias that is added to a log-probability; at least 0.
 
     Attributes:
       beams: those that continue, the best first.
@@ -145,7 +145,7 @@ class BeamChoice:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of each beam, the prompt's included."""
+        """Number of tokens of each beam, including the prompt."""
         return len(self.prompt_token_ids) + self.num_generated
 
     def advance(
@@ -192,7 +192,7 @@ class BeamChoice:
             return True
         if len(self._completed) < self.params.beam_width:
             return False
-        # Log-probabilities only fall, except by biases; the score is monotonic in the length.
+        # A token lowers the sum unless its bias is positive. The score is monotonic in the length.
         num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
         best = self.beams[0].cum_logprob + num_left * self._most_bias
         lengths = self.num_tokens, num_prompt + self.max_tokens

@@ -88,7 +88,7 @@ class Engine(Upkeep):
     """
 
     def __repr__(self) -> str:
-        # Only what the host knows: a `repr` waits for no step and compiles nothing.
+        # Only state on the host, so that a `repr` never waits for a step or compiles a program.
         num_unfinished = len(self._requests.unfinished)
         num_used = self._blocks.num_held if num_unfinished else 0
         return (
@@ -216,9 +216,10 @@ class Engine(Upkeep):
         return request
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """Return what the model's authors recommend, from its ``generation_config.json``.
+        """Return the sampling parameters that the model's authors recommend.
 
-        Greedy if they recommend no sampling, or say nothing of it.
+        They come from ``generation_config.json``. Decoding is greedy if the file does not mention
+        sampling, or turns it off.
 
         Args:
           **changes: fields of `SamplingParams` that get other values.

@@ -112,9 +112,9 @@ def load_tokenizer(
 def load_generation_config(
     model: str | Path | PagedModel | None, tokenizer: Tokenizer | None
 ) -> GenerationConfig:
-    """Read the defaults of generation of the model's folder, or return the tokenizer's.
+    """Return the generation defaults of the model's folder, or else those of the tokenizer.
 
-    Sampling defaults that a tokenizer was constructed with come before those of the folder.
+    Sampling defaults that were passed to `Tokenizer` take precedence over the folder's.
 
     Raises:
       ValueError: see `GenerationConfig.from_folder`.
@@ -133,7 +133,7 @@ def load_generation_config(
 def find_eos_token_ids(
     config: LlamaConfig, tokenizer: Tokenizer | None, generation_config: GenerationConfig
 ) -> frozenset[int]:
-    """Return the end tokens of the configuration, the tokenizer and the defaults of generation."""
+    """Return the end tokens of the configuration, the tokenizer and the generation defaults."""
     token_ids = {*config.eos_token_ids, *generation_config.eos_token_ids}
     token_ids |= set(tokenizer.eos_token_ids if tokenizer else ())
     # A tokenizer may have tokens that the model does not.

@@ -1,6 +1,6 @@
-"""Makes the parts of an engine from its arguments, and shows their state.
+"""Parts of an engine, made from its arguments, and properties that show their state.
 
-`EngineParts.__init__` is long because it passes each argument to the part that it is for.
+`EngineParts.__init__` is long because it passes each argument to the part that uses it.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class EngineParts:
     Attributes:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
-      generation_config, token_bias: the authors' defaults, and biases that hold in every request.
+      generation_config, token_bias: the authors' defaults, and the biases of every request.
       block_size: C, tokens in a block.
       num_blocks: P, blocks in the pool; in that of the first group, where layers differ.
       max_num_seqs: S, samples that run at once.
@@ -262,7 +262,7 @@ class EngineParts:
 
     @property
     def model(self) -> PagedModel:
-        """The model with its present weights. Copy arrays that `update_params` must not change.
+        """The model with its present weights. Copy arrays that you keep past `update_params`.
 
         Raises:
           EngineAsleepError: the engine sleeps, and its weights are not on the device.

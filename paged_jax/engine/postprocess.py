@@ -102,7 +102,7 @@ class Postprocessor:
         if sequence.is_finished:
             return  # another row of its request has just ended all of them
         if sequence.grammar is not None and sequence.grammar.failure is not None:
-            # Only this sample: the others of its request keep what they have, and go on.
+            # End only this sample. The other samples of its request go on.
             sequence.completion.end("error", sequence.grammar.failure)
             self._requests.finish(sequence)
             return

@@ -39,9 +39,9 @@ class Upkeep(EngineParts):
         """Compile every program that requests may need, so that no request waits for it.
 
         Args:
-          report: function that is called with the number of programs done, the number of all, and
-            the name of the last one done; by default a bar shows them, on a terminal or in a
-            notebook.
+          report: function that is called with the number of compiled programs, the number of all
+            programs, and the name of the last compiled program. By default a progress bar shows
+            them on a terminal or in a notebook.
 
         Raises:
           RuntimeError: a request is unfinished, or the engine sleeps.

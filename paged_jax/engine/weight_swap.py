@@ -157,7 +157,7 @@ class WeightSwap:
 def _check_tied_head(
     config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, Source]
 ) -> None:
-    """Check that a head beside tied embeddings equals them: the model has no place for another."""
+    """Check that a head equals the tied embeddings, because the model has no separate head."""
     pair = sources[HEAD], sources[EMBEDDINGS]
     given = {source.name: arrays[source.name] for source in pair}
     with own_transfers():

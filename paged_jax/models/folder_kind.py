@@ -1,4 +1,4 @@
-"""Folders that hold something else than a Hugging Face model: what they contain, what to do."""
+"""Advice about folders that do not contain a Hugging Face model."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _OTHER_FORMATS = {
     "zero_to_fp32.py": "a checkpoint of DeepSpeed",
     "model_index.json": "a pipeline of diffusers",
 }
-# Where models lie below the folder that people give instead of them.
+# Patterns of model folders below a folder that users give by mistake.
 _NESTED = (
     "snapshots/*",
     "models--*/snapshots/*",
@@ -35,7 +35,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     """Read a ``config.json``, or the one in a folder.
 
     Raises:
-      FileNotFoundError: there is none. The message says what there is instead.
+      FileNotFoundError: the file does not exist. The message describes the folder.
       ValueError: it is not a JSON object.
     """
     if path.is_file() and path.suffix != ".json":
@@ -47,13 +47,13 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def describe_folder(folder: Path) -> str:
-    """Return a sentence about what a folder without a model contains, and what to do.
+    """Return a sentence that describes a folder without a model and says what to do.
 
     Args:
       folder: the folder, or a file that was given instead of one.
 
     Returns:
-      The sentence with a leading blank; empty if nothing is known.
+      The sentence with a leading space; an empty string if no known kind matches.
     """
     if folder.is_file():
         if folder.suffix == ".safetensors":
@@ -107,7 +107,7 @@ def _nested(folder: Path, names: list[str]) -> str:
 
 
 def _current(snapshots: list[Path]) -> Path:
-    """The snapshot that a branch points to, else the last."""
+    """Return the snapshot that a branch points to, or else the last snapshot."""
     for snapshot in snapshots:
         main = snapshot.parent.parent / "refs" / "main"
         if main.is_file() and main.read_text(encoding="utf-8").strip() == snapshot.name:

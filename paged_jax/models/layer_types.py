@@ -12,10 +12,10 @@ _MAX_LAYERS = 10_000  # far above any model: a typing error must not fill the me
 
 
 def check_num_layers(num_layers: int) -> None:
-    """Check the number of layers before anything is made for each of them.
+    """Check the number of layers, before memory is allocated for each layer.
 
     Raises:
-      ValueError: it is not positive, or no model can have as many.
+      ValueError: the number is not positive, or exceeds `_MAX_LAYERS`.
     """
     check_positive("LlamaConfig", num_hidden_layers=num_layers)
     if num_layers > _MAX_LAYERS:

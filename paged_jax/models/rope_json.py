@@ -80,7 +80,7 @@ def write_rope(config: Any, family: Family) -> dict[str, Any]:
 
 
 def _choose(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return `rope_scaling` or `rope_parameters`, whichever counts, if they do not disagree."""
+    """Return `rope_scaling` or `rope_parameters`, after a check that they agree."""
     scaling = _object("rope_scaling", config.get("rope_scaling"))
     parameters = _object("rope_parameters", config.get("rope_parameters"))
     if not parameters or parameters == family.defaults.get("rope_parameters"):

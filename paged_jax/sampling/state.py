@@ -199,7 +199,7 @@ def slot_row(
                 f"Pass a {name} in that range."
             )
     own = params.logit_bias or {}
-    # Those of the model are not clipped as the request's are: -inf is meant.
+    # Biases of the model are not clipped, unlike those of the request, because they may be -inf.
     bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
     bias_values = np.concatenate(bias_values).astype(np.float32)
     # What the end of a form waits for, its mask says.

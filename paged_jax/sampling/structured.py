@@ -13,7 +13,7 @@ _FUNCTION = "StructuredOutputsParams"
 
 
 class StructuredOutputError(RuntimeError):
-    """A text could not be given its form: the grammar became too complex to be followed."""
+    """The grammar of a structured output became too complex to follow."""
 
 
 @names_arguments

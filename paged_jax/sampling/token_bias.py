@@ -1,10 +1,10 @@
-"""Biases that a model's authors ask for: they hold in every request, whatever its parameters."""
+"""Token biases that a model's authors recommend. They apply to every request."""
 
 from typing import NamedTuple
 
 
 class TokenBias(NamedTuple):
-    """Numbers that are added to the logits of some tokens.
+    """Biases that are added to the logits of some tokens.
 
     Attributes:
       ids: the biased tokens.
@@ -23,7 +23,7 @@ class TokenBias(NamedTuple):
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """All biased tokens, those of the start first."""
+        """All biased tokens; `start_ids` come first."""
         return self.start_ids + self.ids
 
     @property
@@ -38,4 +38,4 @@ class TokenBias(NamedTuple):
 
 
 NO_BIAS = TokenBias()
-"""The bias of a model whose authors ask for none."""
+"""The bias of a model without recommended biases."""

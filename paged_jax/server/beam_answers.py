@@ -55,7 +55,7 @@ def check_beams(answer: Answer) -> None:
 
 
 def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
-    """Return the number of tokens that are compared, with those that are suppressed."""
+    """Return the number of candidate tokens, including suppressed tokens."""
     return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
 
 

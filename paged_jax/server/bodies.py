@@ -82,7 +82,7 @@ class Part(Body):
 
     @classmethod
     def ignores(cls, name: str, value: Any) -> bool:
-        """Return True: what no template reads cannot change the answer."""
+        """Return True, because a field that no template reads cannot change the answer."""
         return True
 
 
@@ -321,7 +321,7 @@ class Message(Part):
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    # What the model thought before the message. Clients know it by either name.
+    # The reasoning before the message. Clients use either name.
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None

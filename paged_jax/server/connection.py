@@ -214,8 +214,8 @@ class Connection(H11Protocol):
 class _Framing(h11.Connection):
     """h11's connection with absolute request targets and faster streams.
 
-    A piece of a stream changes no state, so the state machine is not asked. A stream has thousands
-    of pieces.
+    A piece of a stream changes no state, so it skips the state machine. A stream has thousands of
+    pieces.
     """
 
     _is_stream = False

@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket, from which programs on this machine reach it."""
+    """Return the URL at which programs on this machine reach a listening socket."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # all addresses of this machine
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"

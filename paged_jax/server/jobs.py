@@ -107,7 +107,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
     recommended = service.generation_config
-    # A chat says None for a bound that its body does not give.
+    # The bound of a chat is None if its body does not give one.
     if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
         del params["max_tokens"]
     return SamplingParams(**recommended.fill_in(params, answer.unrecommended))

@@ -39,7 +39,7 @@ def _as_message(message: bodies.Message) -> dict[str, Any]:
 
 
 def _content(message: bodies.Message) -> str | list[dict[str, Any]] | None:
-    """Return the content with nothing but texts in its parts."""
+    """Return the content; its parts keep only their text."""
     if message.content is None or isinstance(message.content, str):
         return message.content
     parts = message.content

@@ -1,11 +1,11 @@
-"""Names of tensors that show why a file does not contain the weights that its config describes."""
+"""Checks of tensor names and counts that explain why a file does not fit its config."""
 
 import re
 from collections.abc import Iterable, Mapping
 
 from paged_jax.models.loading.parameters import WeightsError
 
-# Wrappers of other programs: a part of the names, and the wrapper that adds it.
+# Wrappers of other programs: the part that they add to tensor names, and the wrapper.
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "pretrained_model.": "a model with a value head of TRL",
@@ -16,7 +16,7 @@ _WRAPPERS = {
     "module.": "DistributedDataParallel or DeepSpeed",
 }
 _ADAPTERS = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|lora_magnitude_vector)(\.|$)")
-# Suffixes of tensors beside quantised weights, and the tools that write them.
+# Suffixes of tensors that accompany quantised weights, and the tools that write them.
 _QUANTISED = {
     ".scales": "MLX or GPTQ",
     ".biases": "MLX",
@@ -41,7 +41,7 @@ def check_names(names: Iterable[str]) -> None:
     """Check that no name belongs to a wrapped model, an adapter or quantised weights.
 
     Raises:
-      WeightsError: one does. The message says what the file contains and what to do.
+      WeightsError: a name does. The message names the cause and says what to do.
     """
     for name in names:
         if _ADAPTERS.search(name):
@@ -67,7 +67,7 @@ def check_names(names: Iterable[str]) -> None:
 def check_counts(
     shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_experts: int = 0
 ) -> None:
-    """Check that the files contain all layers and experts, before anything is made for each.
+    """Check that the files contain all layers and experts, before memory is allocated for them.
 
     Args:
       shapes: shapes of the tensors, by their names.
@@ -75,7 +75,7 @@ def check_counts(
       num_experts: number of experts in the config.
 
     Raises:
-      WeightsError: the config has more than the files.
+      WeightsError: the config has more layers or experts than the files.
     """
     layers = [int(match[1]) + 1 for match in map(_LAYER.search, shapes) if match]
     _check_count("num_hidden_layers", num_layers, layers)

@@ -57,8 +57,8 @@ def from_pretrained(
 def read_config(folder: str | Path) -> LlamaConfig:
     """Read the configuration of a folder: its ``config.json``, completed from its tensors.
 
-    A missing `dtype` is that of the weights, and a tied head that differs from the embeddings is
-    not tied. Without weights in the folder, only ``config.json`` counts.
+    A missing `dtype` is taken from the weights. A head that differs from the embeddings is loaded
+    untied. Without weights in the folder, only ``config.json`` counts.
 
     Args:
       folder: a Hugging Face folder, or a checkpoint of `save_checkpoint`.
@@ -71,7 +71,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     content = read_config_json(folder)
     try:
         tensors = list_tensors(folder)
-    except WeightsError:  # loading says why there are none; planning needs none
+    except WeightsError:  # loading reports the reason; a plan needs no weights
         return LlamaConfig.from_dict(content)
     part = own_part(content)
     check_names(tensor.name for tensor in tensors)

@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
-# The dtype of a model of such tensors. No model computes in float64.
+# Dtype of the model for each dtype of tensors. No model computes in float64.
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _MXFP4 = "MXFP4"
@@ -107,7 +107,7 @@ def list_tensors(folder: Path) -> list[Stored]:
 
 
 def find_dtype(tensors: Iterable[Stored]) -> str | None:
-    """Return the dtype of the first tensor of floats, as transformers does; None without one."""
+    """Return the dtype of the first floating-point tensor, as transformers does, or None."""
     return next((_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES), None)
 
 
@@ -180,7 +180,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _explain_damage(path: Path) -> str:
-    """Return what a file is that was saved under a name of safetensors; empty if unknown."""
+    """Return a description of a file that is not safetensors; an empty string if unknown."""
     try:
         with path.open("rb") as file:
             head = file.read(64).lstrip()
@@ -192,7 +192,7 @@ def _explain_damage(path: Path) -> str:
 
 
 def _missing(folder: Path) -> str:
-    """Return the end of a sentence that says that there are no weights: what there is instead."""
+    """Return the end of the error about missing weights, which describes the folder."""
     if text := describe_folder(folder):
         return f".{text}"
     pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in _PICKLED)

@@ -1,4 +1,4 @@
-"""Files that contain a head of their own although the config ties it to the embeddings."""
+"""Files that contain a separate head although the config ties it to the embeddings."""
 
 import dataclasses
 import warnings

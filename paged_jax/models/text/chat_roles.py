@@ -1,4 +1,4 @@
-"""Roles that a chat template writes: most templates leave out messages with any other role."""
+"""Check that a chat template writes the role of each message; many leave out other roles."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +8,12 @@ from paged_jax.models.text.chat_template import ChatTemplateError
 
 _TEXT = "probed text"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
-# Roles that need no look: templates write them, or the server looks at tools by itself.
+# Roles that are not checked: templates write them, or the server checks tools separately.
 _PLAIN = ("user", "assistant", "tool")
 
 
 class ChatRoles:
-    """Finds out which roles a chat template writes, from what it makes of a known chat.
+    """Roles that a chat template writes, found by rendering a known chat.
 
     Args:
       render: see `ChatTemplate.render`.

@@ -269,12 +269,12 @@ def _with_arguments(call: Any) -> Any:
     )
 
 
-# Names that models give to the thoughts before a message; a template reads one of them.
+# Fields for the reasoning before a message. A template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its thoughts, if it has any, by the names that templates read."""
+    """Return the message with its reasoning, if any, under the names that templates read."""
     given = next((message[key] for key in _REASONING if message.get(key)), None)
     if given is None:
         return message

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars need them: without annotations, and with closed objects."""
+"""Conversion of JSON schemas for grammars: no annotations, and closed objects."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
 
 
-# What a schema says to readers. Validation does not depend on it.
+# Keys for human readers. Validation does not depend on them.
 _ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "readOnly", "title", "writeOnly",
@@ -28,7 +28,7 @@ _MORE_ALONE = (
 def without_annotations(schema: Any) -> Any:
     """Return a schema without descriptions, titles, defaults and the like.
 
-    They can be most of a schema. Texts that follow one schema follow the other.
+    Both schemas accept the same texts. Annotations can be most of a schema.
 
     Example:
       >>> without_annotations({"title": "T", "properties": {"title": {"description": "It."}}})

@@ -1,7 +1,7 @@
-"""The file ``generation_config.json``: how a model's authors recommend to generate text.
+"""Generation defaults of a model, from the file ``generation_config.json``.
 
-Every option that changes which tokens `transformers` generates is either read here or refused by
-its name. Options of other kinds (its cache, its output, assisted generation) are ignored.
+Each option that changes the tokens that `transformers` generates is either read, or rejected by
+name. Options about the cache, the output and assisted generation are ignored.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from paged_jax.sampling.token_bias import TokenBias
 
 FILE_NAME = "generation_config.json"
 DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})
-"""Names of the options that say how tokens are drawn."""
+"""Names of the options that control sampling."""
 
 _COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no bound.")
 _LEAST = Number(int, {"ge": 0, "lt": 2**31}, "be an integer >= 0", "Use 0 for none.")
@@ -51,17 +51,17 @@ _UNSUPPORTED_IF_DRAWN: Mapping[str, Collection[Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """The defaults of generation of a model.
+    """Generation defaults of a model.
 
     Attributes:
-      path: the file that says so; None if there is none.
+      path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
       sampling_defaults: recommended values by the names of `SamplingParams`. None of
         `DRAWING_OPTIONS` is among them if the authors do not say whether tokens are drawn.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that are not the first generated one.
       bad_words_ids: tokens that are never generated, unless they are end tokens.
-      sequence_bias: numbers that are added to the logits of tokens.
+      sequence_bias: biases that are added to the logits, by token id.
     """
 
     path: Path | None = None

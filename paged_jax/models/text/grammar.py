@@ -80,7 +80,7 @@ class Grammars:
         return grammar
 
     def check(self, form: StructuredOutputsParams) -> None:
-        """Compile a form to see whether it can be expressed, and keep nothing.
+        """Compile a form to check that it can be expressed. The grammar is not kept.
 
         Raises:
           ArgumentError: see `compile`.
@@ -273,7 +273,7 @@ class GrammarCursor:
             self.forced.append(self._grammar.eos_token_ids[0])
 
     def _stop_forcing(self) -> None:
-        """Go on with a matcher that leaves the choice of tokens to the model."""
+        """Continue with a matcher that lets the model choose the tokens of known texts."""
         self._is_forced = False
         try:
             self._matcher = self._grammar.start_unforced()
@@ -373,7 +373,7 @@ def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher
 def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] | None:
     """Return the tokens of the text that must come next; None if they do not spell that text."""
     text = matcher.compute_ff_bytes()
-    # Not only the forced tokens: masks depend on those of the rest, too.
+    # Check all of the text, because masks also depend on the tokens after the forced tokens.
     if text and tokenizer.decode_bytes(tokenizer.tokenize_bytes(text)) != text:
         return None
     forced = matcher.compute_ff_tokens()

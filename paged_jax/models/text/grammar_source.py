@@ -1,4 +1,4 @@
-"""Sources of llguidance for the forms that texts may have."""
+"""Grammar sources for llguidance, made from `StructuredOutputsParams`."""
 
 import json
 import re
@@ -9,17 +9,16 @@ from paged_jax.models.text.closed_schema import close, without_annotations
 from paged_jax.sampling.structured import StructuredOutputsParams
 
 MANY_LABELS = 1000
-"""Number of labels above which an enum gets fuel of its own."""
+"""Number of labels above which an enum gets extra fuel."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # The keys of a label with a description: {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Times that a text is read, at most, for unions that are no lists of labels.
+# Maximum number of times that a text is read for unions that are no lists of labels.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
-# How JSON is laid out, unless the schema's own "x-guidance" says: on one line, as Python writes it.
-# So the names of properties are forced; and models that know no way on cannot fill the context with
-# white space.
+# Layout of JSON, unless the schema has "x-guidance": one line, as Python writes it. The names of
+# properties are then forced, and a confused model cannot fill the context with white space.
 _LAYOUT: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -72,7 +71,7 @@ def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsPara
 
 
 def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
-    """Return the labels of a form, and its text with one of each enum of its JSON schemas."""
+    """Return the labels of a form, and its text with only one label in each enum."""
     if form.choice is not None:
         return form.choice, text
     labels: list[Any] = []
@@ -101,7 +100,7 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
 
 
 def label_fuel(labels: Sequence[Any]) -> int:
-    """Return more fuel than labels take: 13 each and 75 for an escaped character (measured)."""
+    """Return enough fuel for labels. They need 13 each and 75 per escaped character (measured)."""
     if len(labels) <= MANY_LABELS:
         return 0
     num_escapes = sum(len(_ESCAPED.findall(str(label))) for label in labels)

@@ -44,7 +44,7 @@ _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
 class TokenizerError(ValueError):
-    """A folder holds no tokenizer that this library reads."""
+    """A folder contains no tokenizer that this library can read."""
 
 
 def add_special_tokens(

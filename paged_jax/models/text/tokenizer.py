@@ -139,7 +139,7 @@ class Tokenizer:
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """What the model's authors recommend, by the names of `SamplingParams`."""
+        """Values that the model's authors recommend, by the names of `SamplingParams`."""
         return self.generation_config.sampling_defaults
 
     @property
@@ -165,7 +165,7 @@ class Tokenizer:
 
     @functools.cached_property
     def tool_support(self) -> ToolSupport:
-        """What the chat template does with tools."""
+        """Support for tools in the chat template."""
         if self._chat_template is None:
             return ToolSupport()
         return find_support(self.apply_chat_template)

@@ -1,4 +1,4 @@
-"""Grammars for answers with calls, whatever the schemas of the tools contain."""
+"""Grammars for answers with tool calls, including tools with unsupported schemas."""
 
 import json
 import threading
@@ -19,14 +19,14 @@ _NUM_KEPT = 32
 _MAX_CHECKS = 512
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-# For a look at one tool by itself, whatever the format.
+# The format for checks of a single tool. Any format would do.
 _BARE = ToolFormat("", "", "", "arguments")
 # Parts of a schema to which the schema of an argument may refer.
 _DEFINITIONS = ("$defs", "definitions")
 
 
 class ToolGrammars:
-    """Makes the grammars for answers that call tools. Several threads may use it.
+    """Grammars for answers that call tools. Several threads may use it.
 
     The schema of a tool with ``strict: true`` binds as it is, or is an error. Without it a schema
     is a hint: the grammar binds the parts that llguidance can express, and an argument or a tool

@@ -87,7 +87,7 @@ LLAMA3 = ToolFormat("", "", "", "parameters")
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """What a chat template does with tools.
+    """Support for tools in a chat template.
 
     Attributes:
       shows_tools: whether the model sees the functions that it may call.
@@ -130,12 +130,12 @@ _WRITTEN = re.compile(
     rf'\{{"name": "{_NAME}", "(?P<arguments>arguments|parameters)": '
     rf"{re.escape(json.dumps(_ARGUMENTS))}\}}(?P<after>\s*</tool_call>)?"
 )
-# What may follow a call, besides what follows any message: a special token.
+# A special token may follow a call, in addition to the end of a message.
 _END = re.compile(r"\s*<[^<>]+>\s*")
 
 
 def find_support(render: Callable[..., str]) -> ToolSupport:
-    """Find out what a chat template does with tools, from what it makes of a known call.
+    """Find out how a chat template handles tools, by rendering a chat with a known call.
 
     Args:
       render: see `ChatTemplate.render`.
@@ -149,7 +149,7 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         try:
             return render([_QUESTION, *answer], tools=[_TOOL], add_generation_prompt=not answer)
         except ValueError:
-            return None  # the template says why to whoever has a chat like this
+            return None  # a real chat like this gets the error of the template
 
     asked = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
@@ -162,7 +162,7 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
 
 
 def _recognise(called: str, text: str) -> ToolFormat | None:
-    """Return the format of a call, of which the same chat with a text tells where it begins.
+    """Return the format of a call. The same chat with a text shows where the call begins.
 
     Args:
       called: a chat that ends with a call.
