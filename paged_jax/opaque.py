@@ -1,11 +1,15 @@
-"""Functions that are one primitive, into which transformations of JAX do not look.
+"""Calls of functions as a single JAX primitive that other transformations do not look into.
 
-This has two uses. `jax.experimental.checkify` reports each index past the end of an array as an
-error, also with ``mode="drop"``, by which the ops and the allocator drop rows. It does not look
-into primitives that it does not know. And in a module for several platforms JAX lowers each branch
-of `jax.lax.platform_dependent` for all of them, which kernels of one platform do not survive. The
-primitive is lowered for its own platform. Under `jax.disable_jit` the functions are called as they
-are.
+The primitive has two uses:
+
+- `jax.experimental.checkify` reports each index past the end of an array as an error. It ignores
+  ``mode="drop"``, with which the ops and the allocator drop rows. It does not check inside this
+  primitive.
+- In a module for several platforms, JAX lowers each branch of `jax.lax.platform_dependent` for all
+  platforms. A kernel for one platform cannot be lowered for another. This primitive is lowered for
+  the platform of its kernel only.
+
+Under `jax.disable_jit` the functions are called directly.
 """
 
 import functools
@@ -27,9 +31,10 @@ _call_p.multiple_results = True
 
 
 def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) -> Fn:
-    """Decorate a function whose indices out of range are meant to be dropped.
+    """Hide the indexing of a function from `checkify.index_checks`.
 
-    The function keeps its meaning under `jax.jit`, `jax.vmap` and `jax.grad`.
+    Use it for functions that drop or fill out-of-range rows on purpose. Results are unchanged, also
+    under `jax.jit`, `jax.vmap` and `jax.grad`.
 
     Args:
       function: takes trees of arrays as positional arguments. Keyword arguments are static.
@@ -57,13 +62,13 @@ def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) 
 
 
 def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of trees of arrays that can be lowered for one platform only.
+    """Call a function that can be lowered for one platform only.
 
     Args:
       platform: ``"cuda"`` or ``"tpu"``. In a module for several platforms, the call is in a branch
         of `jax.lax.platform_dependent` that runs on this platform alone.
-      function: the function; it has no derivative.
-      *args: its arguments.
+      function: takes and returns trees of arrays. It cannot be differentiated.
+      *args: arguments of the function.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return function(*args)
@@ -72,19 +77,23 @@ def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
 
 @without_index_checks
 def take_or_fill(array: jax.Array, index: Index, *, fill_value: int = 0) -> jax.Array:
-    """Return rows of an array by index, and `fill_value` for an index that is no row.
+    """Return the rows of an array at `index`, and `fill_value` for indices out of range.
 
     Args:
       array: the array.
-      index: one index of the first axis, or one of each of the leading axes.
-      fill_value: the value of rows that do not exist.
+      index: indices into the first axis, or a tuple with indices into each leading axis. Negative
+        indices are out of range.
+      fill_value: value of the rows whose index is out of range.
     """
     return array.at[index].get(mode="fill", fill_value=fill_value, wrap_negative_indices=False)
 
 
 @without_index_checks
 def put_or_drop(array: jax.Array, index: Index, new: ArrayLike) -> jax.Array:
-    """Return an array with other rows at `index`; rows that do not exist are dropped."""
+    """Return a copy of `array` with the rows `new` at `index`.
+
+    Indices past the end are dropped. Negative indices count from the end, as in NumPy.
+    """
     return array.at[index].set(new, mode="drop")
 
 
@@ -113,7 +122,7 @@ def _run(*operands: Any, program: ClosedJaxpr, platform: str | None) -> list[Any
 
 def _abstract(*operands: Any, program: ClosedJaxpr, platform: str | None) -> Any:
     del operands, platform
-    # A mesh without axes, which only names a device to a kernel, is no part of the results' types.
+    # A mesh without axes only names a device to a kernel. It must not be in the results' types.
     plain = [
         ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) if x.sharding.mesh.empty else x
         for x in program.out_avals
@@ -125,7 +134,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, 
     if platform is not None:
         module = ctx.module_context
         if tuple(module.platforms) != (platform,):
-            # Functions that were lowered for all platforms are not those of one platform.
+            # The caches hold functions that were lowered for all platforms of the module.
             caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
             module = module.replace(platforms=(platform,), **caches)
         ctx = ctx.replace(module_context=module, platforms=None)

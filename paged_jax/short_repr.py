@@ -13,13 +13,13 @@ C = TypeVar("C")
 
 
 def short_repr(cls: C) -> C:
-    """Give a dataclass or NamedTuple a `repr` of at most 200 characters in one line.
+    """Give a dataclass or NamedTuple a one-line `repr` of at most 200 characters.
 
     Arrays are shown as dtype and shape, so nothing is copied from a device. Long texts and lists
-    are cut. Fields with their default values are left out.
+    are cut. Fields with default values are omitted.
 
-    Use it above ``@dataclass``. Do not use it for a class that a key or a digest contains as text:
-    two values may have the same `repr`.
+    Apply it above ``@dataclass``. Do not apply it to a class if a cache key or a digest contains
+    its `repr`: two different values may have the same `repr`.
 
     Example:
       >>> @short_repr
@@ -48,10 +48,10 @@ def cut(text: str) -> str:
 
 
 def integers(array: Any, ndim: int) -> np.ndarray | None:
-    """Return the values of an integer array; None if they cannot be read.
+    """Return the values of an integer array with `ndim` dimensions; None if they cannot be read.
 
-    Values cannot be read while a function is traced, after a donation, or if other processes hold a
-    part of the array. A `repr` must not fail then.
+    The values cannot be read while a function is traced, after the array was donated, or if other
+    processes hold a part of it. A `repr` must not fail in these cases.
     """
     try:
         values = np.asarray(array)
@@ -61,7 +61,7 @@ def integers(array: Any, ndim: int) -> np.ndarray | None:
 
 
 class _Short(reprlib.Repr):
-    """`reprlib` with arrays, dataclasses and the length of what is cut."""
+    """`reprlib.Repr` for arrays and dataclasses, which also shows the length of a cut list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ _SHORT = _Short()
 
 
 def _changed(x: Any) -> list[tuple[str, Any]]:
-    """Return names and values of the fields that differ from their defaults."""
+    """Return the names and values of the fields that differ from their defaults."""
     found = []
     for field in dataclasses.fields(x):
         value = getattr(x, field.name, None)

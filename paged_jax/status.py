@@ -1,4 +1,4 @@
-"""What is happening, on stderr: a line, or a bar on a terminal or in a notebook."""
+"""Status lines and progress bars on stderr."""
 
 import contextlib
 import sys
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def is_interactive() -> bool:
-    """Return whether somebody sees bars: stderr is a terminal or the output of a notebook."""
+    """Return whether stderr is a terminal or the output of a notebook."""
     return sys.stderr.isatty() or _is_notebook()
 
 
 class Status:
-    """A line or a bar on stderr, which is erased before other text is written.
+    """Status line or progress bar on stderr. `clear` erases it before other text is written.
 
     Args:
       is_shown: whether bars are shown; None shows them on a terminal and in a notebook.
-      has_lines: whether lines are written where there is no bar: one below the other where stderr
-        is not a terminal.
+      has_lines: whether status lines are written while no bar is shown. On a terminal each line
+        replaces the last one; elsewhere every line stays.
 
     Example:
       >>> status = Status(is_shown=False)
@@ -36,11 +36,11 @@ class Status:
 
     @contextlib.contextmanager
     def bar(self, title: str, *, unit: str, total: int | None = None) -> Iterator[None]:
-        """Show a bar while the ``with`` statement runs; lines appear at its left end."""
+        """Show a bar during the ``with`` statement. Status lines appear at its left end."""
         if not self._is_shown:
             yield
             return
-        # Imported here, because it looks once whether this is a notebook.
+        # tqdm.auto checks for a notebook when it is imported, so it is imported late.
         from tqdm.auto import tqdm
 
         self.clear()
@@ -52,11 +52,11 @@ class Status:
             self._bar = None
 
     def advance(self, num: int, note: Callable[[float], str] | None = None) -> None:
-        """Move the bar.
+        """Advance the bar.
 
         Args:
-          num: number of units that are done since the last call.
-          note: function that returns the text at the right end, called with the elapsed seconds.
+          num: number of units done since the last call.
+          note: function that takes the elapsed seconds and returns the text at the right end.
         """
         if self._bar is None:
             return
@@ -67,7 +67,7 @@ class Status:
             self._bar.set_postfix_str(note(elapsed), refresh=False)
 
     def move_to(self, done: int, total: int, name: str) -> None:
-        """Move the bar to `done` of `total` units, the last of which is called `name`."""
+        """Set the bar to `done` of `total` units. `name` is the name of the last unit done."""
         if self._bar is None:
             return
         if self._bar.total != total:
@@ -76,7 +76,7 @@ class Status:
         self._bar.update(done - self._bar.n)
 
     def say(self, line: str) -> None:
-        """Show a line in the bar, or instead of the last line."""
+        """Show a status line in the bar, or instead of the last status line."""
         if self._is_muted:
             return
         if self._bar is not None:
@@ -96,7 +96,7 @@ class Status:
         self._width = 0
 
     def mute(self) -> None:
-        """Show nothing, because text is being written to the terminal's current line."""
+        """Ignore status lines until `unmute`, because text is written to the current line."""
         self._is_muted = True
 
     def unmute(self) -> None:
@@ -104,7 +104,7 @@ class Status:
         self._is_muted = False
 
     def leave_line(self) -> None:
-        """Go to an empty line, for an error: erase what is shown, or end the text that is there."""
+        """Move to an empty line before an error: erase the status, or end the current line."""
         self.clear()
         if self._is_muted and self._stream.isatty():
             print(file=self._stream, flush=True)
@@ -112,12 +112,12 @@ class Status:
 
 
 def _is_notebook() -> bool:
-    """Return whether a kernel of Jupyter runs this process, by the same test as `tqdm`."""
+    """Return whether this process is a Jupyter kernel, by the same test as `tqdm`."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = None if get_ipython is None else get_ipython()
     return "IPKernelApp" in getattr(shell, "config", ())
 
 
 def _file(stream: Any) -> Any:
-    """Return the file of a bar; None is stderr, for which a notebook has a widget."""
+    """Return the `file` argument for tqdm; None for stderr, so that a notebook shows a widget."""
     return None if stream is sys.stderr else stream

@@ -1,7 +1,7 @@
 """State dictionaries of caches for `flax.serialization`.
 
-A state dictionary has an entry for each field, static ones included. So `to_bytes`, `from_bytes`
-and `from_state_dict` of Flax take a cache, also as part of a larger tree such as a train state.
+A state dictionary has an entry for each field, including static fields. Flax's `to_bytes`,
+`from_bytes` and `from_state_dict` take a cache, also inside a larger tree such as a train state.
 """
 
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ from paged_jax.cache.paged_cache import PagedCache
 
 
 def register_caches() -> None:
-    """Register the kinds of caches, and the tables in them, with Flax."""
+    """Register the cache classes and their tables with `flax.serialization`."""
     for kind in (BlockPool, BlockTables, PagedCache, GroupedCache):
         serialization.register_serialization_state(
             kind, _to_state_dict, _from_state_dict, override=True
@@ -34,7 +34,7 @@ def _to_state_dict(cache: Any) -> dict[str, Any]:
 
 
 def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
-    """Return `target` with the arrays of a state, after a check that both have the same sizes."""
+    """Return `target` with the arrays of `state`; raise ValueError if their sizes differ."""
     name = type(target).__name__
     expected = {field.name for field in fields(target)}
     if expected != set(state):

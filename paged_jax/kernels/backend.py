@@ -264,10 +264,10 @@ class RaggedOptions(Options):
     """Options of a ragged op, and tile sizes for JAX's kernel for TPUs.
 
     Attributes:
-      return_lse: whether the log-sum-exp is used; otherwise a backend may return NaN for it.
-      num_kv_pages_per_block: blocks in a tile of keys there; None for its own choice.
-      num_queries_per_block: query tokens in a tile there; None for its own choice.
-      vmem_limit_bytes: bytes of VMEM that it may use; None for ours.
+      return_lse: whether the caller uses the log-sum-exp; if not, a backend may return NaN for it.
+      num_kv_pages_per_block: pages in a tile of keys of JAX's kernel; None for our default.
+      num_queries_per_block: query tokens in a tile of JAX's kernel; None for our default.
+      vmem_limit_bytes: bytes of VMEM that JAX's kernel may use; None for our default.
     """
 
     return_lse: bool = False

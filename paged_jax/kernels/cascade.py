@@ -176,7 +176,7 @@ def cascade_attention(
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
     num_shared_tokens = num_shared * C
-    # Clipped here, not by the mode of the take: `checkify.index_checks` does not look at modes.
+    # Clipped here, because `checkify.index_checks` ignores the mode of `jnp.take`.
     columns = jnp.clip(num_shared + jnp.arange(M, dtype=jnp.int32), 0, M - 1)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
     num_own_tokens = jnp.where(is_used, context_lens - num_shared_tokens, 0)

@@ -85,11 +85,11 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
 
 
 def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
-    """Check interleaved pages, and return the shape and dtype of their keys: ``[P, C, K, D]``.
+    """Check interleaved pages, and return the shape and dtype of the keys: ``[P, C, K, D]``.
 
     Raises:
-      ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or have another dtype than
-        floating point or int8.
+      ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or their dtype is neither
+        floating point nor int8.
     """
     if kv_pages.ndim != 4 or kv_pages.shape[2] % 2:
         raise ValueError(
@@ -105,10 +105,10 @@ def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def as_scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
-    """Return a factor, a number or an array of one element, as an array of shape ``[]``.
+    """Return a number, or an array with one element, as an array of shape ``[]``.
 
     Raises:
-      ValueError: the array has more elements, or does not hold numbers.
+      ValueError: the array does not have exactly one element, or its dtype is not numeric.
     """
     array = jnp.asarray(value)
     if array.size != 1 or not jnp.issubdtype(array.dtype, jnp.number):

@@ -185,7 +185,7 @@ def _refuse_second_derivative(function: str, primals: Any, tangents: Any) -> Any
     del primals, tangents
     raise NotImplementedError(
         f"{function}: only the first derivative is implemented, got a derivative of its gradient. "
-        'Only paged_attention and paged_prefill_attention with backend="reference" have more.'
+        'For higher orders use paged_attention or paged_prefill_attention with backend="reference".'
     )
 
 
@@ -193,14 +193,17 @@ _differentiable_once.defjvp(_refuse_second_derivative)
 
 
 def differentiable_once(function: str, values: Any) -> Any:
-    """Return the inputs of a forward or backward pass, and refuse a derivative of that pass.
+    """Return `values` unchanged, but raise an error if they are differentiated.
+
+    A custom VJP applies this to the inputs of its forward and backward pass, so that a second
+    derivative fails with a clear message.
 
     Args:
-      function: the name for the message.
-      values: a tree of arrays and of the symbolic zeros of cotangents.
+      function: name of the op in the message.
+      values: a tree of arrays and symbolic zeros (of cotangents).
 
     Raises:
-      NotImplementedError: the gradient is differentiated again.
+      NotImplementedError: when the values are differentiated, not when they are returned.
     """
     leaves, treedef = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, SymbolicZero))
     places = [

@@ -63,14 +63,14 @@ def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
 
 
 def scale_of_peak(peak: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the f32 scale for rows with these largest magnitudes; 1 where a row is all zero.
+    """Return the f32 scale of each row from its largest magnitude; 1 if the row is all zero.
 
-    The peak is multiplied by the float32 number nearest to ``1 / 127`` or ``1 / 448``. A division
-    gives other bits in each compiler: XLA replaces it by this multiplication, and Triton by an
-    approximate division.
+    The peak is multiplied by the float32 value nearest to ``1 / 127`` or ``1 / 448``. A division
+    would give different bits in different compilers: XLA replaces it by this multiplication, and
+    Triton by an approximate division.
 
     Args:
-      peak: f32, the largest magnitude of each row.
+      peak: f32 of any shape, the largest magnitude of each row.
       dtype: int8 or float8_e4m3fn.
     """
     return jnp.where(peak > 0, peak * np.float32(1 / QUANTISED[jnp.dtype(dtype)]), 1.0)

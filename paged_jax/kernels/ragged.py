@@ -59,15 +59,17 @@ def ragged_paged_attention(
     backend: str | None = None,
     interpret: Any = False,
 ) -> Any:
-    """Attend causally with chunks of any lengths, single tokens among them, in one flat batch.
+    """Attend causally with chunks of one or more tokens in one flat batch.
 
-    The signature and the meaning are those of
-    ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which runs on TPUs only; this op
-    also runs on GPUs and CPUs, and adds `sinks` and `return_lse`. The queries of sequence ``s`` are
-    rows ``cu_q_lens[s]`` to ``cu_q_lens[s + 1] - 1`` of `q`. They are the last tokens of the
-    sequence, and their keys and values have been written (see `write_kv_pages`). Differentiable in
-    `q`, `sinks`, floating-point pages and factors that are arrays, once and in reverse
-    (`jax.grad`); the backward pass computes the attention again.
+    This op takes the arguments of ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which
+    runs on TPUs only. It also runs on GPUs and CPUs, and adds `sinks` and `return_lse`.
+
+    The queries of sequence ``s`` are rows ``cu_q_lens[s]`` to ``cu_q_lens[s + 1] - 1`` of `q`. They
+    are the last tokens of the sequence. Their keys and values must already be in the pages, see
+    `write_kv_pages`.
+
+    The op supports one reverse-mode derivative (`jax.grad`) in `q`, `sinks`, pages of 16 bits or
+    more, and factors that are arrays. The backward pass computes the attention again.
 
     Args:
       q: ``[N, H, D]`` floating point.
@@ -79,27 +81,27 @@ def ragged_paged_attention(
       page_indices: integer ``[S, M]``, pages of each sequence in order. Entries past the length may
         hold anything.
       cu_q_lens: integer ``[S + 1]``, ascending from 0 to at most N.
-      num_seqs: integer ``[1]`` or ``[]``, number of the S rows that are sequences; the rows after
-        them may hold anything.
+      num_seqs: integer ``[1]`` or ``[]``, number of sequences. They are the first of the S rows;
+        later rows may hold anything.
       sm_scale: factor of the scores; 1 by default, not ``D ** -0.5``. A Python number becomes part
-        of the program. A JAX array, traced or not, is multiplied into `q`, which is then rounded to
-        its dtype again.
-      sliding_window: number of last tokens that a query sees, its own included (static).
+        of the program. A JAX array, traced or not, is multiplied into `q`, and the result is
+        rounded to the dtype of `q`.
+      sliding_window: number of tokens that a query sees, itself included (static); None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (static).
       mask_value: accepted for compatibility. Tokens that a query does not see have weight 0.
-      k_scale, v_scale: factors of all keys and of all values, numbers or arrays as `sm_scale`; None
-        for 1. The scaled keys and values are not rounded to the dtype of `q`.
-      sinks: floating point ``[H]``, one more logit in the softmax of each head, without a value;
-        None for none. On TPUs XLA computes batches with sinks.
+      k_scale, v_scale: factor of all keys and factor of all values, each a number or an array as
+        `sm_scale`; None for 1. The scaled keys and values are not rounded to the dtype of `q`.
+      sinks: floating point ``[H]``, an additional logit in the softmax of each head, which has no
+        value; None for no sinks. On TPUs XLA computes batches with sinks.
       return_lse: also return the log-sum-exp (static). On TPUs XLA then computes the batch.
       num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tile sizes for JAX's kernel
         on TPUs (static). The other backends choose their own tiles.
       backend, interpret: see `paged_attention`.
 
     Returns:
-      ``[N, H, D]`` in the dtype of `q`; 0 in rows of no sequence. Softmax and accumulation are in
-      float32. With `return_lse`, ``(out, lse)``: the logarithm of each softmax denominator, sinks
-      included, f32 ``[N, H]``; -inf in rows of no sequence.
+      ``[N, H, D]`` in the dtype of `q`; 0 in rows without a sequence. Softmax and accumulation are
+      in float32. With `return_lse`, ``(out, lse)``: `lse`, f32 ``[N, H]``, is the logarithm of each
+      softmax denominator, including sinks; -inf in rows without a sequence.
 
     Raises:
       ValueError, NotImplementedError: as for `paged_attention`.
@@ -156,10 +158,10 @@ def ragged_paged_attention(
 
 
 def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArgs:
-    """Multiply the factors of the scores that are arrays into the queries."""
+    """Multiply `sm_scale` and `k_scale` into the queries, if they are arrays."""
     for name in ("sm_scale", "k_scale"):
         if name in factors:
-            # Unused rows may hold NaN, which the gradient of the factor must not contain.
+            # Unused rows may hold NaN, which would reach the gradient of the factor.
             is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
             q = _multiply(jnp.where(is_query, args.q, 0), name, factors[name])
             args = args._replace(q=q)
@@ -167,7 +169,7 @@ def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArg
 
 
 def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
-    """Multiply by a factor that is an array, and round to the dtype of `x` again."""
+    """Return `x` times a factor that is an array, in the dtype of `x`."""
     dtype = wider_dtype(x.dtype, jnp.float32)
     factor = as_scalar(_FUNCTION, name, factor, dtype)
     return (x.astype(dtype) * factor).astype(x.dtype)
@@ -182,7 +184,7 @@ def _factor(name: str, scale: float | None) -> float:
 
 
 def _checked(sinks: Any, **arrays: Any) -> tuple[RaggedArgs, dict[str, int]]:
-    """Return the arguments as arrays, with lengths in range, and the size of each dimension."""
+    """Check the arguments; return them with lengths in range, and the size of each dimension."""
     named = as_arrays(_FUNCTION, **arrays)
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_sharding(_FUNCTION, (named, sinks))
@@ -248,9 +250,9 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
 
 
 def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars: Any):
-    """Compute the gradients through chunks of equal lengths, whose results are computed again.
+    """Compute the gradients on tiles of equal length, after computing their attention again.
 
-    Therefore a backend need not return the log-sum-exp. JAX's kernel for TPUs does not.
+    The saved results are not used, because JAX's kernel for TPUs returns no log-sum-exp.
     """
     del ops
     residuals, bars = differentiable_once(_FUNCTION, (residuals, bars))
@@ -261,7 +263,7 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
         zero if isinstance(bar, SymbolicZero) else bar
         for zero, bar in zip(zeros, bars, strict=True)
     )
-    # Tiles are as long as the average chunk: then few of their rows are padding.
+    # Tiles about as long as the average chunk have few padding rows.
     tiles, rows_BT = cut_into_tiles(args, min(xla.QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
     # The factor of the values is the factor of the result, and of its gradient.
     unscaled = dataclasses.replace(options, value_scale=1.0)

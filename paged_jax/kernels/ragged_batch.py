@@ -52,12 +52,12 @@ def attend_in_parts(
 
     Args:
       decode: attends with one query for each sequence, as a backend's decode.
-      attend_to_chunks: attends with the queries of the given chunks: ``[N, H, D]`` and the
-        log-sum-exp ``[N, H]``. Other rows of its results may hold anything.
+      attend_to_chunks: attends with the queries of the given chunks, and returns ``[N, H, D]`` and
+        the log-sum-exp ``[N, H]``. Other rows of its results may hold anything.
       args: the batch.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and ``[N, H]``.
+      ``(out, lse)``: ``[N, H, D]``, 0 in rows that are not queries, and ``[N, H]``, -inf there.
     """
     chunks = find_chunks(args)
     is_single = chunks.lens == 1
@@ -95,7 +95,7 @@ class Rows(NamedTuple):
     is_query: jax.Array
 
     def mask(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Set `out` to 0 and `lse` to -inf in rows that are not queries."""
+        """Return `out` and `lse` with 0 and -inf in rows that are not queries."""
         is_query_N1 = self.is_query[:, None]
         return jnp.where(is_query_N1[..., None], out, 0), jnp.where(is_query_N1, lse, -jnp.inf)
 

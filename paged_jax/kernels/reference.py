@@ -44,13 +44,13 @@ class Reference:
         return prefill(args, options)
 
     def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """Chunks of any lengths."""
+        """Attend with chunks of any lengths."""
         return ragged(args, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Attend with each query as the last token of a sequence of its own."""
+    """Attend with chunks of any lengths: decode each query as the last token of a sequence."""
     chunks = find_chunks(args)
     rows = find_rows(args, chunks)
     before = args.context_lens - chunks.lens

@@ -217,8 +217,8 @@ def copy_blocks(
         of which either is no block, such as P, are left out.
 
     Returns:
-      The `Pools`. Costs reading and writing each block that is copied. Differentiable in the pools
-      and scales, in both modes and to any order: the gradient in a target is added to that in its
+      The `Pools`. Each copied block is read and written once. The pools and scales have derivatives
+      of any order, in forward and reverse mode. The gradient of a target is added to that of its
       source.
 
     Raises:
@@ -251,7 +251,7 @@ def copy_blocks(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _copy_differentiably(ops: Dispatch, args: CopyArgs) -> Pools:
-    # The loops and kernels of the backends have no derivative of their own.
+    # JAX cannot differentiate the loops and kernels of the backends.
     return ops.copy_blocks(args)
 
 
@@ -262,8 +262,8 @@ def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
     P = pools.num_blocks
     is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
     sources = jnp.where(is_copy, sources, 0)
-    # Pairs that are left out go past the end, each to a place of its own: JAX transposes a scatter
-    # only if its indices are unique.
+    # Dropped pairs get distinct targets past the end: JAX transposes a scatter only if its indices
+    # are unique.
     targets = jnp.where(is_copy, targets, P + jnp.arange(targets.size, dtype=jnp.int32))
 
     @without_index_checks
@@ -291,26 +291,26 @@ def write_kv_pages(
 ) -> jax.Array:
     """Write K and V of N tokens to interleaved pages; in place if the pages are donated.
 
-    `ragged_paged_attention` reads these pages. Where a program has a slot for each token, ``page *
-    C + offset``, pass ``*jnp.divmod(slots, C)`` for `pages` and `offsets`.
+    `ragged_paged_attention` reads these pages. If a program has one slot number for each token
+    (``page * C + offset``), pass ``*jnp.divmod(slots, C)`` as `pages` and `offsets`.
 
     Args:
       kv_pages: ``[P, C, 2 * K, D]``, see `ragged_paged_attention`.
       k: ``[N, K, D]`` floating point, cast to the dtype of the pages.
-      v: the values, as the keys.
-      pages: integer ``[N]``. Tokens whose page is not in 0..P - 1 are dropped.
-      offsets: integer ``[N]``, place of each token in its page. Tokens whose offset is not in
-        0..C - 1 are dropped. No two written tokens share a place.
-      k_scale, v_scale: numbers or JAX arrays of one element: `k` and `v` are divided by them before
+      v: ``[N, K, D]`` floating point, cast as `k`.
+      pages: integer ``[N]``, page of each token. A token is dropped if its page is not in 0..P - 1.
+      offsets: integer ``[N]``, position of each token in its page. A token is dropped if its offset
+        is not in 0..C - 1. Written tokens must have different positions.
+      k_scale, v_scale: numbers or JAX arrays of one element; `k` and `v` are divided by them before
         the cast. Pass the same factors to `ragged_paged_attention`. None for 1.
 
     Returns:
-      The pages. Integers are rounded, and int8 and float8 saturate. Differentiable in `kv_pages`,
-      `k` and `v`, unless the pages are int8 or float8: then a gradient is refused with
-      NotImplementedError.
+      The pages. Values are rounded to integers for int8; int8 and float8 saturate. Differentiable
+      in `kv_pages`, `k` and `v`, unless the pages are int8 or float8.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
+      NotImplementedError: a gradient is taken through int8 or float8 pages.
 
     Example:
       >>> kv_pages, k = jnp.zeros((4, 8, 2, 16)), jnp.ones((2, 1, 16))
@@ -339,7 +339,7 @@ def write_kv_pages(
         parts.append(_to_page_dtype(function, x, kv_pages.dtype))
     rows = jnp.stack(parts, axis=2).reshape(N, *kv_pages.shape[2:])
     is_kept = (pages >= 0) & (pages < P) & (offsets >= 0) & (offsets < C)
-    # Each dropped token has its own row past the end: the indices of the scatter are unique.
+    # Each dropped token gets its own row past the end, so that the scatter's indices are unique.
     past = P * C + jnp.arange(N, dtype=jnp.int32)
     index = jnp.where(is_kept, pages * C + offsets, past)
     all_rows = kv_pages.reshape(P * C, *kv_pages.shape[2:])
@@ -347,7 +347,7 @@ def write_kv_pages(
 
 
 def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
-    """Round and saturate keys or values to the dtype of the pages."""
+    """Cast keys or values to the dtype of the pages; int8 and float8 saturate."""
     if dtype.itemsize > 1:
         return x.astype(dtype)
     x = _without_gradient(function, x)

@@ -107,7 +107,7 @@ class Assignment(NamedTuple):
       seed, sample_index: what the random draws depend on, see `sampling.slot_row`.
       max_length: number of known tokens at which the sequence is complete.
       eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
-      token_bias: biases besides those of ``params``.
+      token_bias: biases in addition to the `logit_bias` of ``params``.
     """
 
     slot: int

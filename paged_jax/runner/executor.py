@@ -114,7 +114,8 @@ class Executor:
         self._state: DecodeState | None = None
         self.is_asleep = False
         self.calls_wait = self._device.platform == "gpu"
-        # For GPUs XLA tunes matrix multiplications on copies of their operands, which need memory.
+        # XLA times matmuls for GPUs on copies of their operands while it compiles. The copies need
+        # memory, so programs are compiled while the pool is freed.
         self._compiles_without_state = self._device.platform == "gpu"
         self._caller = Caller()
         # The last of the calls that are queued ahead, until they are known to have been made.
@@ -311,7 +312,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _state_to_compile_for(self) -> Iterator[DecodeState]:
-        """A context for compiling: the state, or its shapes while its memory is free."""
+        """Yield the state. If it is new, free it, yield its shapes, and create it again."""
         if not (self._compiles_without_state and self._is_new):
             yield self.state
             return

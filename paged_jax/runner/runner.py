@@ -39,7 +39,7 @@ class ModelRunner:
       cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
       eos_token_ids: the model's end tokens.
-      token_bias: biases that hold in every request.
+      token_bias: biases that apply to every request.
       on_compile: function that is called with one line before a program is compiled.
       channel: way between the processes that have the devices; None where this one has all.
       is_leader: whether the others follow this one over the channel, see `follow`.
@@ -231,9 +231,9 @@ class ModelRunner:
         """Extend beams by a token each, and find the most probable next ones. On the host.
 
         Args:
-          beams: ``(parent, slot, token_id, num_generated)`` each: the slot becomes what the slot
-            `parent` was before this call, and takes the token. `num_generated` is the number of
-            generated tokens of the beam, this one included if it is not the prompt's.
+          beams: ``(parent, slot, token_id, num_generated)`` of each beam. The slot becomes a copy
+            of slot `parent` as it was before this call, and `token_id` is appended. `num_generated`
+            is the number of generated tokens, including `token_id` unless it is a prompt token.
           num_rows: most beams that there may be; calls for as many share a compiled program.
           num_top: number of tokens to find.
         """

@@ -39,7 +39,7 @@ class Slots:
     Args:
       executor: runs the programs.
       eos_token_ids: the model's end tokens.
-      token_bias: biases that hold in every request.
+      token_bias: biases that apply to every request.
 
     Attributes:
       swap_seconds: time that moves between device and host have taken, compilation left out.

@@ -91,7 +91,7 @@ def _zeros(*shape: int) -> np.ndarray:
 
 
 def shapes_of(state: DecodeState) -> Any:
-    """Return the state with `jax.ShapeDtypeStruct`s instead of arrays, to compile for it."""
+    """Return the shapes, dtypes and shardings of the state, to compile programs without it."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )

@@ -193,9 +193,9 @@ def _check_below(name: str, size: int, advice: str) -> None:
 
 
 def describe_use(tables: BlockTables) -> str | None:
-    """Return how many blocks are in use and the lengths of the slots, for a `repr`.
+    """Return the number of used blocks and the lengths of the slots as text, for a `repr`.
 
-    Returns None if the arrays cannot be read, or are not those of one cache (as within `vmap`).
+    Returns None if the arrays cannot be read or have extra dimensions, as inside `jax.vmap`.
     """
     num_free = integers(tables.pool.num_free, 0)
     lengths = integers(tables.lengths, 1)

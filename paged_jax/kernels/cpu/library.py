@@ -1,15 +1,15 @@
-"""Machine code of the kernels: compiled when a program first needs it, and kept for later.
+"""Compilation, cache and loading of the C++ kernels for CPUs.
 
-There is one shared library for each kernel and dtype. It is compiled in about two seconds, for the
-processor of this machine and against the header of the installed jaxlib. The user's cache folder
-keeps it under a name with two digests:
+There is one shared library for each kernel and dtype. It is compiled when a program first needs it,
+in about two seconds, for the processor of this machine and with the headers of the installed
+jaxlib. The user's cache folder keeps it under a name with two digests:
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'
 
-The first digest covers everything that the machine code depends on. The second one is the SHA-256
-of the file. A file whose content does not match its name is damaged: loading a truncated library
-kills the process. It is deleted and compiled again.
+The first digest covers everything that the machine code depends on. The second digest is the
+SHA-256 of the file. If the content does not match it, the file is damaged: it is deleted and
+compiled again. A truncated library must not be loaded, because that kills the process.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ def load(kernel: Kernel) -> Loaded:
 
 
 def targets() -> list[str]:
-    """Return the names by which programs of this machine may call kernels, loaded or not."""
+    """Return the FFI targets of all kernels on this machine, loaded or not."""
     try:
         return [_prefix(kernel) + _digest(_command(kernel)) for kernel in _kernels()]
     except OSError:  # an installation without the sources has no kernels
@@ -124,15 +124,15 @@ def load_cpu_kernels(program: bytes) -> None:
     """Register the kernels for CPUs that a serialised executable calls.
 
     Call it before `jax.experimental.serialize_executable.deserialize_and_load`. A process that
-    compiles its programs itself need not.
+    compiles its own programs does not need it.
 
     Args:
-      program: the bytes that `jax.experimental.serialize_executable.serialize` returned. Without
-        calls of these kernels, nothing is done.
+      program: the bytes that `jax.experimental.serialize_executable.serialize` returned. If the
+        program calls none of these kernels, nothing is done.
 
     Raises:
-      ValueError: a kernel cannot be had: it was made for another processor, jaxlib or version of
-        paged_jax, or there is no compiler here.
+      ValueError: a kernel is not available: the program was compiled for another processor, jaxlib
+        or version of paged_jax, or the kernel cannot be compiled here.
 
     Example:
       >>> load_cpu_kernels(b"an executable without calls")
@@ -180,7 +180,7 @@ def _warn(reason: str) -> None:
 
 def _find_or_compile(kernel: Kernel) -> str:
     command = _command(kernel)
-    # Programs that are kept call the kernel that they were compiled with, or none.
+    # The target contains the digest, so that a cached program never calls a different kernel.
     target = _prefix(kernel) + _digest(command)
     folder = user_cache.cache_folder("kernels")
     if folder is not None and _register_kept(kernel, target, folder):
@@ -198,10 +198,10 @@ def _find_or_compile(kernel: Kernel) -> str:
 
 
 def _register_kept(kernel: Kernel, target: str, folder: Path) -> bool:
-    """Register the library of `target` from the cache folder; return whether there is a good one.
+    """Register the library of `target` from the cache folder; return whether that succeeded.
 
-    A whole file may still be unusable: it was linked against the C library of another container
-    that shares the folder, or the folder is mounted without permission to execute.
+    An undamaged file may still be unusable: another container that shares the folder may have
+    linked it against another C library, or the folder may be mounted with noexec.
     """
     for path in sorted(folder.glob(f"{target}.*")):
         content = user_cache.read(path)
@@ -226,7 +226,7 @@ def _kept_name(target: str, content: bytes) -> str:
 
 
 def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """Create a folder to compile in: a temporary one, else one in the cache folder."""
+    """Create a temporary folder to compile in; inside the cache folder if there is no other."""
     for parent in (None, cache_folder):
         with contextlib.suppress(OSError):
             return _temporary_folder(parent)
@@ -238,9 +238,9 @@ def _temporary_folder(parent: Path | None) -> "tempfile.TemporaryDirectory[str]"
 
 
 def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | None) -> None:
-    """Register a library from the folder where it was compiled, else from the cache folder.
+    """Register a new library; if it cannot be loaded, try again from the cache folder.
 
-    Many systems mount /tmp without permission to execute (noexec).
+    Many systems mount /tmp with noexec, which forbids loading libraries from it.
     """
     try:
         _register(kernel, target, path)
@@ -317,7 +317,7 @@ def _compile(command: list[str], path: Path) -> None:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
         said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
         text = said[0] if said else f"exit status {error.returncode}"
-        # Without names of files, so that the reason is the same for all kernels.
+        # Without file names the reason is the same for all kernels, and is logged once.
         text = text.replace(str(path), "the file").replace(command[-2], "the source")
         raise _Unavailable(f"{compiler[0]} says: {text}") from error
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -78,7 +78,7 @@ class MosaicTpu:
         return prefill(args, options, self.interpret)
 
     def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """Chunks of any lengths, by the kernel that JAX has for them."""
+        """Attend with chunks of any lengths, by JAX's own kernel."""
         if self.interpret:
             raise NotImplementedError(
                 "ragged_paged_attention: mosaic_tpu cannot be interpreted: JAX's interpreter lacks "

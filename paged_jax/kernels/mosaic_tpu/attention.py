@@ -19,7 +19,7 @@ from paged_jax.opaque import only_on
 # Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
 
-# Mosaic compiles no attention kernel for these: they have no gather over sublanes.
+# Mosaic cannot compile the attention kernels for these TPUs: they have no gather over sublanes.
 _OLD_GENERATIONS = re.compile(r"TPU v[2-4]\b")
 
 _Q_DTYPES = ("bfloat16", "float32")
@@ -29,8 +29,8 @@ _POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
 def device_refusal() -> str | None:
     """Return why the TPU of this program cannot run these kernels, or None if it can.
 
-    The TPU is that of the current mesh, or the first one of this process. A program that is lowered
-    on a machine without a TPU is for an unknown one, and is not refused.
+    This is the TPU of the current mesh, else the first TPU of this process. A program that is
+    lowered on a machine without a TPU is never rejected, because its TPU is unknown.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.platform == "tpu":
@@ -44,8 +44,8 @@ def device_refusal() -> str | None:
 
 @functools.cache
 def _first_tpu_kind() -> str:
-    """Return the kind of the first TPU of this process; an empty text if there is none."""
-    # Asking JAX starts all of its backends, so it is not asked if none of them can be a TPU.
+    """Return the device kind of the first TPU of this process; "" if there is none."""
+    # `jax.local_devices` starts all backends of JAX, so it is called only if one may be a TPU.
     platforms = jax.config.jax_platforms or "tpu"  # pyright: ignore[reportAttributeAccessIssue]
     if "tpu" not in platforms.split(",") or importlib.util.find_spec("libtpu") is None:
         return ""

@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.mosaic_tpu.tiling import Tiling
 
-# The score of a token that is not seen, and the least peak of a row. The peak is finite, so that
-# exp(_UNSEEN - peak) is 0, and not NaN, in a row that has seen nothing yet.
+# The score of a masked token, and the lower bound of the peak of a row. The peak is finite, so that
+# exp(_UNSEEN - peak) is 0, not NaN, in a row without any token yet.
 _UNSEEN = float("-inf")
 _LEAST_PEAK = float(np.finfo(np.float32).min)
 

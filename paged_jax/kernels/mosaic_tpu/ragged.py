@@ -111,10 +111,10 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
 
 
 def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return a function that names a TPU to Pallas where neither JAX nor the mesh has one.
+    """Return `function` under a mesh that names a TPU, if neither JAX nor the mesh has one.
 
-    Pallas asks for its generation when it lowers the kernel. The kernel needs nothing that this
-    oldest TPU lacks.
+    Pallas needs the TPU generation when it lowers the kernel. "TPU v5 lite" is the oldest supported
+    generation, and the kernel uses no feature that it lacks.
     """
     mesh = get_abstract_mesh()
     if jax.default_backend() == "tpu" or not mesh.empty or mesh.abstract_device is not None:

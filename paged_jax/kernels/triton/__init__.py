@@ -65,7 +65,7 @@ class Triton:
         return prefill(args, options, interpret=self.interpret)
 
     def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """Chunks of any lengths: single queries by one kernel, the others by the other one."""
+        """Attend with single queries by the decode kernel, with chunks by the prefill kernel."""
         return attend_in_parts(
             functools.partial(self.decode, options=options),
             functools.partial(attend_to_chunks, options=options, interpret=self.interpret),
@@ -90,7 +90,7 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
 
     Args:
       problem: the call.
-      interpret: as in `Triton`; the interpreter runs without a GPU, so the GPU is not asked.
+      interpret: as in `Triton`. The interpreter needs no GPU, so the GPU is not checked.
     """
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not

@@ -12,8 +12,9 @@ one group, which share one read of K and V, to one part of one sequence::
     merged by the program          |                            |
     of a that is done last     out, lse                     out, lse       [B, H, D]
 
-A group of many query heads, such as those of all sequences over a shared prefix, is cut into slices
-that fit the registers of a program. Each slice reads K and V by itself, mostly from the cache.
+A large group is cut into slices that fit the registers of a program. An example is the group of a
+shared prefix, with the query heads of all sequences. Each slice reads K and V again, mostly from
+the cache.
 
 The parts follow from the real lengths, so that all programs read about as much: see `schedule`, and
 `merge` for how the last program of a sequence knows that it is. A sequence of one part needs none
@@ -80,11 +81,11 @@ def decode(
 
 
 class _Group(NamedTuple):
-    """The query heads that read one KV head, cut into slices for a program each.
+    """Group of query heads that read one KV head, cut into slices with a program for each.
 
     Attributes:
-      size: number of heads (G).
-      slice_size: heads of a slice; the last one may have fewer.
+      size: number of query heads in the group (G).
+      slice_size: maximum number of heads in a slice; the last slice may have fewer.
     """
 
     size: int
@@ -92,7 +93,7 @@ class _Group(NamedTuple):
 
     @property
     def num_slices(self) -> int:
-        """Number of slices."""
+        """Number of slices of the group."""
         return pl.cdiv(self.size, self.slice_size)
 
 
@@ -137,7 +138,7 @@ def _decode(
 
 
 def _zeros(args: AttentionArgs, num_slices: int) -> jax.Array:
-    """Zeros to count the parts of each sequence and slice of heads in, i32 ``[B, num_slices]``.
+    """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
 
     Not simply zeros: those of all layers would be one for XLA, of which each layer then has a copy
     made, in a launch of its own. Zeros that XLA takes for different ones, because they depend on
@@ -159,8 +160,8 @@ class _Source(NamedTuple):
       head_dim: D.
       tables_ref: i32 ``[B, M]``.
       head, layer: indices of what is read.
-      group: the query heads that read it.
-      slice_index: the slice of the group that the program attends with.
+      group: the query heads that read the KV head.
+      slice_index: index of this program's slice in the group.
     """
 
     pools: Any
@@ -173,7 +174,7 @@ class _Source(NamedTuple):
     slice_index: jax.Array | int
 
     def query_heads(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the query head of each row of a tile, and whether it is one of the slice."""
+        """Return the query head of each row of a tile, and whether the row is in the slice."""
         group = self.group
         place = self.slice_index * group.slice_size + rows
         is_row = rows < group.slice_size

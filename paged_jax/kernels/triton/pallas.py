@@ -21,7 +21,7 @@ from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import tuning
 from paged_jax.opaque import only_on
 
-# XLA refuses to compile Triton kernels for older GPUs (Turing, Volta and before).
+# XLA does not compile Triton kernels for older GPUs (Turing, Volta and earlier).
 _LEAST_CAPABILITY = (8, 0)
 
 plgpu: Any = None

@@ -73,7 +73,7 @@ def attend_to_chunks(
       interpret, params: as for `prefill`.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks hold anything.
+      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
     flat = AttentionArgs(
         q=args.q,

@@ -149,7 +149,7 @@ def _normed(
 ) -> tuple[jax.Array, jax.Array]:
     """As `paged_jax.kernels.rope.rms_norm` of heads in two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-    # Triton divides by a constant approximately, where XLA multiplies by its reciprocal.
+    # Multiplied by the reciprocal, as in XLA: Triton's division is approximate.
     factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
     w_first, w_second = (
         plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)

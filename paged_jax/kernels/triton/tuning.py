@@ -10,8 +10,8 @@ The environment variable PAGED_JAX_TUNING names a file to read instead.
 
 A call gets the entry of its own shape, else the nearest one of the same device, head dimension and
 types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
-memory and registers for on a Hopper GPU, in the types and shapes of common models. Unusual ones
-spill registers and are slower for it: float32 queries of 256 lanes over narrower pools.
+memory and registers for on a Hopper GPU, in the types and shapes of common models. Float32 queries
+of 256 lanes over narrower pools spill registers and are slower.
 """
 
 import contextlib
@@ -136,12 +136,13 @@ def assume(device: Device) -> Iterator[None]:
 def device() -> Device:
     """The device that kernels are shaped for, whatever the platform of this process.
 
-    In this order: the device that `assume` names; the abstract GPU of the current mesh (of
-    `jax.sharding.use_abstract_mesh`, and of every mesh inside of `jax.shard_map`); the first CUDA
-    device of this process; `DEFAULT`.
+    The first of these that exists: the device of `assume`; the abstract GPU of the current mesh
+    (`jax.sharding.use_abstract_mesh`, or the mesh inside `jax.shard_map`); the first CUDA device of
+    this process; `DEFAULT`.
 
-    An abstract GPU has no compute capability. It is that of the first CUDA device if both have the
-    same name, else the one that belongs to the name.
+    JAX does not know the compute capability of an abstract GPU. It is taken from the first CUDA
+    device if that has the same name, else from the name, see `capability_of`. For an unknown name
+    it is that of the first CUDA device or of `DEFAULT`.
     """
     assumed = _assumed.get()
     if assumed is not None:
@@ -157,8 +158,8 @@ def device() -> Device:
     return Device(kind, abstract.num_cores or DEFAULT.num_cores, capability)
 
 
-# The compute capability of GPUs by words in their names; the first entry that fits counts. From
-# "CUDA GPU Compute Capability" on NVIDIA's pages.
+# Compute capabilities by words in the name of a GPU; the first match counts. From NVIDIA's list
+# "CUDA GPU Compute Capability".
 _CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
     (r"Quadro RTX \d+|TITAN RTX|RTX 20\d\d|GTX 16\d\d|T4G?|T\d{3,4}", (7, 5)),
     (r"P100", (6, 0)),
@@ -302,10 +303,10 @@ def _decode_rule(shape: Shape) -> DecodeParams:
 
 
 def slice_size(shape: Shape) -> int:
-    """Return the number of query heads of a group that one decode program attends with.
+    """Return the maximum number of query heads in a slice of a group (one decode program each).
 
-    A group is cut into the fewest slices of about the same size. Larger slices spill registers in
-    the loop (compiled for compute capability 8.9 and 9.0).
+    A group is cut into the fewest slices that fit the registers, all of about the same size. Larger
+    slices spill registers in the loop (compiled for compute capability 8.9 and 9.0).
 
     Example:
       >>> [slice_size(Shape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
@@ -318,12 +319,11 @@ def slice_size(shape: Shape) -> int:
 
 
 # A multiprocessor has registers for three programs: ptxas gives 4 warps up to 168 each in half
-# precision, and 8 warps 64 in float32. Tiles of 32 rows take more of them, and more shared memory.
+# precision, and 8 warps 64 in float32. Tiles of 32 rows take more registers and shared memory.
 _MOST_PROGRAMS = 3
 _MOST_LARGE_PROGRAMS = 2
 
-# KB of shared memory of a multiprocessor, by compute capability (CUDA C++ programming guide). The
-# others have 228.
+# KB of shared memory of an SM, by compute capability (CUDA C++ Programming Guide); others have 228.
 _SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
@@ -350,8 +350,8 @@ def _shared_kilobytes(device: Device) -> int:
     return _SHARED_KILOBYTES.get(device.compute_capability, 228)
 
 
-# With 227 KB of shared memory for a program, and products of several warps; others have 163 or
-# 99 KB.
+# These have 227 KB of shared memory for a program, and matmuls by several warps together. Others
+# have 163 or 99 KB.
 _LARGE_ARCHITECTURES = (9, 10)
 
 
@@ -373,7 +373,7 @@ def _prefill_rule(shape: Shape, device: Device, is_ragged: bool) -> PrefillParam
             # A third stage exceeds 99 KB by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)
         if is_ragged and architecture == 8 and _lanes(shape) == 128:
-            # 64 tokens spill in the loop: where the tile lies takes registers besides.
+            # Steps of 64 tokens spill in the loop: the tile's position takes more registers.
             return PrefillParams(128, 32, num_warps=8, num_stages=3)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
     # The float32 accumulator, rows x lanes, takes 64 registers of each thread at these sizes.

@@ -48,7 +48,7 @@ class Xla:
         return prefill(args, options)
 
     def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """Chunks of any lengths."""
+        """Attend with chunks of any lengths."""
         return attend_in_parts(
             functools.partial(decode, options=options),
             functools.partial(attend_to_chunks, options=options),

@@ -24,7 +24,7 @@ def attend_to_chunks(
     """Attend with the queries of all chunks.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks hold anything.
+      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
     N, H, D = args.q.shape
     K = args.pages.num_kv_heads

@@ -109,7 +109,7 @@ def start_softmax(q: jax.Array, sinks: jax.Array | None) -> Softmax:
         peak = jnp.full(rows, _LOWEST, jnp.float32)
         return Softmax(peak, jnp.zeros(rows, jnp.float32), out)
     peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), rows)
-    # A sink of -inf counts for nothing.
+    # A sink of -inf has weight 0.
     return Softmax(peak, jnp.broadcast_to((sinks > -jnp.inf).astype(jnp.float32), rows), out)
 
 

@@ -15,7 +15,7 @@ constexpr int TILE = 32;         // tokens
 constexpr int ROWS = 4;          // queries that meet a tile together
 // The peak of a softmax over no token: finite, since the difference of two infinities is NaN.
 constexpr float LOWEST = -__FLT_MAX__;
-constexpr float UNSEEN = -__builtin_inff();  // weighs nothing beside any peak
+constexpr float UNSEEN = -__builtin_inff();  // masked score: its weight is 0 for any peak
 
 struct Tile {
   int count;
