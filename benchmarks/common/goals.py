@@ -31,10 +31,10 @@ class Goal(NamedTuple):
 
 
 def goal_lines_on(device: str | None, goals: Iterable[Goal], report: Any) -> list[str]:
-    """Return the `goal_line` of each goal, with the device that the figures are from.
+    """Return the `goal_line` of each goal, followed by the device that was measured.
 
     Args:
-      device: name of the accelerator; None for a CPU, which these goals are not for.
+      device: name of the accelerator; None for a CPU, where no device is shown.
       goals: goals for accelerators.
       report: report of a benchmark.
     """

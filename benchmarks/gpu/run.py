@@ -63,7 +63,7 @@ def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> 
                 _show(running, log)
                 time.sleep(0.1)
             _show(running, log, is_over=True)
-        finally:  # they have sessions of their own, which Ctrl-C does not reach
+        finally:  # Ctrl-C does not reach the processes, which run in their own process groups
             _kill(running)
     for each in running:
         each.output.close()
@@ -96,9 +96,9 @@ class _Running:
     """A process of a stage.
 
     Attributes:
-      name: its name.
+      name: name of the process in the log.
       process: the process.
-      output: temporary file that it writes to.
+      output: temporary file with the output of the process.
       num_shown: number of bytes of the file that have been printed.
     """
 
@@ -123,7 +123,7 @@ def _start(command: Command, environment: dict[str, str]) -> _Running:
 
 
 def _kill(running: list[_Running]) -> None:
-    """Kill the processes that still run, and their children, such as the Python of a wrapper."""
+    """Kill the processes that still run, and their children (a wrapper starts Python)."""
     for each in running:
         if each.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -134,13 +134,13 @@ def _show(running: list[_Running], log: BinaryIO, *, is_over: bool = False) -> N
     """Print the new whole lines of all processes, and write them to the log of the stage.
 
     Args:
-      running: the processes. If there are several, each line begins with the name of one.
-      log: the log.
-      is_over: whether the processes have ended; a last line without an end is printed, too.
+      running: the processes. If there are several, each line starts with the name of its process.
+      log: the log of the stage.
+      is_over: whether the processes have ended; then an incomplete last line is printed as well.
     """
     for each in running:
         size = os.fstat(each.output.fileno()).st_size
-        # Not `read`, which would move the position at which the process writes.
+        # `pread`, because `read` would move the position at which the process writes.
         new = os.pread(each.output.fileno(), size - each.num_shown, each.num_shown)
         if is_over and new and not new.endswith(b"\n"):
             new += b"\n"
@@ -154,7 +154,7 @@ def _show(running: list[_Running], log: BinaryIO, *, is_over: bool = False) -> N
 
 
 def read_tests(out: Path) -> dict[str, Any]:
-    """Return counts and failures of each file of tests, and remove pytest's reports of them."""
+    """Return counts and failures of each test file, and delete pytest's XML reports."""
     found = {}
     for path in sorted(out.glob("test_*.xml")):
         suite = ElementTree.parse(path).getroot().find("testsuite")

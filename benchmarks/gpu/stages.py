@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-# Rented GPUs often end a command after ten minutes. A stage and the check of the device before it
-# take less than 570 s together.
+# Rented GPUs often stop a command after ten minutes. So a stage and the device check before it may
+# take at most 570 s together.
 DEVICE_SECONDS, LIMIT_SECONDS = 60.0, 500.0
 
-# Seconds after which a stage begins no further figure. The tests, the text and the start of each
-# stage take the rest of half an hour.
+# Seconds after which a stage starts no new measurement. The stages "tests" and "text" and the start
+# of each stage take the rest of half an hour.
 _BUDGETS = {"tune": 340, "goals": 360, "step": 400, "divisions": 120, "loops": 100}
 
-# A test that runs for longer than this prints the stacks of all threads.
+# pytest prints the stacks of all threads if a test runs for longer than this.
 _STACKS_AFTER_SECONDS = 120
 
 # The shapes that are tuned: heads of 128 and of 64 lanes, whose nearest shapes follow them.
@@ -53,9 +53,9 @@ class Stage(NamedTuple):
     """Processes that run at the same time.
 
     Attributes:
-      text: the purpose of the stage.
-      commands: function that returns the processes. Its arguments are the folder of results and
-        whether the run is a quick one.
+      text: purpose of the stage.
+      commands: function that returns the processes. It takes the folder of results and whether the
+        run is a quick run.
       seconds: time limit of the stage.
       environment: environment variables of the processes.
       is_tuned: whether the kernels use the launch parameters that the stage "tune" found.
@@ -100,7 +100,7 @@ def _tests(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _pytest(file: str) -> tuple[str, ...]:
-    # With -v the log names the test that hangs. Warnings of other libraries are no failures here.
+    # With -v the log names a test that hangs. With -W default, warnings do not fail a test.
     stacks = f"faulthandler_timeout={_STACKS_AFTER_SECONDS}"
     options = ("-v", "-W", "default", "-p", "no:cacheprovider", "-o", stacks)
     return ("-m", "pytest", *options, file)
@@ -109,7 +109,7 @@ def _pytest(file: str) -> tuple[str, ...]:
 def _memcheck(out: Path, is_quick: bool) -> list[Command]:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None or is_quick:
-        return []  # part of CUDA's toolkit, which JAX does not need
+        return []  # it is part of the CUDA toolkit, which JAX does not need
     wrapper = (sanitizer, "--tool", "memcheck", "--error-exitcode", "86")
     selection = ("-k", "any_shape or quantised_pools", "-x")
     arguments = (*_pytest("tests/kernels/test_triton_decode.py"), *selection)
@@ -180,7 +180,7 @@ def peer_stage(file: Path) -> Stage:
 
 # Several processes share the memory of the GPU.
 _SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-# An allocation of its own for each array, so that memcheck sees accesses past its end.
+# One allocation for each array, so that memcheck detects accesses past its end.
 _SINGLE_ALLOCATIONS = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 # JAX takes three quarters of the memory by default.
 _ALL_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
@@ -201,7 +201,7 @@ STAGES: dict[str, Stage] = {
         "decode with batches divided in other ways, by batch and context", _divisions
     ),
     "text": Stage("text of the bundled model, through the whole engine", _text, 240),
-    # May hang the GPU, so it comes after all other figures and in a process of its own.
+    # This may hang the GPU, so it runs after all other measurements.
     "loops": Stage(
         "decode steps with loops in command buffers", _loops, 240, environment=_ALL_MEMORY
     ),

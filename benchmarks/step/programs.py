@@ -61,8 +61,8 @@ class Variant(NamedTuple):
       sampling: how tokens are chosen.
       is_bare: `Llama.decode` alone, jitted with its cache donated: no loop, no choice of tokens.
       is_for: whether it makes sense for a case, on a platform.
-      is_hazardous: whether it may hang the device or end the process. Such a variant runs only if
-        it is named.
+      is_hazardous: whether the variant may hang the device or crash the process. It runs only if
+        it is requested by name.
     """
 
     compiler_options: dict[str, Any] | None = None
