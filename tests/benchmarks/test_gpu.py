@@ -120,14 +120,14 @@ def test_stages_are_shown_kept_and_counted(tmp_path, monkeypatch, capfd) -> None
         "goals": {"0": 0, "1": 1},
         "step": {"0": 0},
     }
-    # One log for each stage, which tells its processes apart.
+    # Each stage has one log, in which lines are marked with their process.
     goals = (tmp_path / "goals.log").read_text().splitlines()
     assert sorted(goals) == ["[0] one set", "[1] two fails"]
     assert (tmp_path / "step.log").read_text() == "three\n"
 
 
 def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
-    """Rented machines return few files; 8 files of tests left 19."""
+    """Rented machines return few files. The test stage has 8 processes but one log."""
     report = '<testsuites><testsuite tests="1" failures="0" errors="0" skipped="0" time="1"/>'
     write = "import sys; open(sys.argv[-1], 'w').write(sys.argv[-2]); print('done')"
     commands = [

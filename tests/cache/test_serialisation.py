@@ -1,4 +1,4 @@
-"""Caches go through `flax.serialization` and continue where they were."""
+"""Caches are saved and restored by `flax.serialization`."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def grouped_cache() -> GroupedCache:
 
 
 def used(cache):
-    """The cache with two slots, every array filled with numbers of its own."""
+    """Return the cache with two slots in use, and different numbers in all pools."""
     cache, ok = lib.reserve(cache, jnp.array([5, 2]), max_tokens=8)
     assert ok
     pools = [
@@ -47,7 +47,7 @@ MAKE = {
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_from_bytes_restores_a_cache(make) -> None:
-    """Also within a larger tree, and into shapes alone; the allocator goes on from there."""
+    """Within a larger tree, into arrays or shapes. The allocator works on the restored cache."""
     cache = used(make())
     data = serialization.to_bytes({"cache": cache, "step": 3})
     for target in (make(), jax.eval_shape(make)):

@@ -185,7 +185,7 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     program = compiled(results, name)
     assert len(program["launches"]) == 1, program["launches"]
     assert_fits(program)
-    # Such a division is approximate, and XLA multiplies by the reciprocal instead.
+    # Triton's division by a constant is approximate; XLA multiplies by the reciprocal.
     assert [kernel["divisions_by_constants"] for kernel in program["kernels"]] == [[]]
     # XLA's own table of the buffers of a result.
     assert program["temporary_bytes"] <= 64
@@ -196,7 +196,7 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     "name", parameters({**GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES})
 )
 def test_kernels_wait_for_the_one_before_ahead_of_memory_on_h200(results, name) -> None:
-    """They may be launched while the kernel that writes their operands still runs."""
+    """A kernel may be launched while the kernel that writes its operands still runs."""
     kernels = compiled(results, name)["kernels"]
     assert kernels and all(kernel["waits_first"] is True for kernel in kernels), kernels
 

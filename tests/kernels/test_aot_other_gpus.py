@@ -26,7 +26,7 @@ TARGETS = ("a100", "l4", "b200", "rtx-pro-6000")
 
 @pytest.fixture(scope="module")
 def compilations(request) -> dict[str, dict[str, Any]]:
-    """What the script says of the cases, by GPU; of two GPUs at the same time."""
+    """Results of the script by GPU and case. Two GPUs are compiled for at the same time."""
     names, targets = (asked_for(request, what) for what in ("name", "target"))
 
     def compile_for(target: str) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def test_op_compiles_for_other_gpus(compilations, target, name) -> None:
     assert program["kernels"]
     for kernel in program["kernels"]:
         assert kernel["spills_in_loops"] == 0, kernel
-        # A few numbers that are put aside before a loop, once.
+        # A few values are spilled once, before a loop.
         assert kernel["spilled_bytes"] <= 160, kernel
-        # The kernel before may still run. Older GPUs start one after the other.
+        # The previous kernel may still run. Older GPUs start a kernel after the previous one ended.
         waits = gpu.device.compute_capability >= (9, 0)
         assert kernel["waits_first"] is (True if waits else None), kernel
     for launch in program["launches"]:

@@ -1,4 +1,4 @@
-"""The usual calls compiled for generations of TPUs that are not compiled for in `test_aot_tpu`."""
+"""The usual calls compiled for the TPU generations that `test_aot_tpu` does not cover."""
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def pairs(op: str, generations: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Generations, and the names of cases of an op; ``"step"`` for whole models."""
+    """Return the generations and case names of an op; ``"step"`` stands for whole models."""
     return [
         (generation, name)
         for generation in generations
@@ -27,7 +27,7 @@ def pairs(op: str, generations: tuple[str, ...]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def compilations(request) -> dict[str, Any]:
-    """What the script says of all cases of a generation; two generations at the same time."""
+    """Results of the script by generation. Two generations are compiled for at the same time."""
     generations = asked_for(request, "generation")
 
     def compile_for(generation: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_cascade_names_missing_lengths() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "copies"), [("triton", 1), ("triton", 4), ("mosaic_tpu", 1)])
 def test_cascade_through_kernels(name, copies) -> None:
-    """The kernels take the queries of many sequences as query heads of one, also in slices."""
+    """The kernels take the queries of all sequences as query heads of one, in slices if many."""
     lanes = 128 if name == "mosaic_tpu" else None
     batch = PagedBatch.random(copies * [40, 25, 24, 0, 61], C=C, lanes=lanes).sharing(3)
     q = queries((5 * copies, 4, 16))

@@ -1,4 +1,4 @@
-"""Compilation, cache and loading of the kernels for CPUs, and the faults of a machine in each."""
+"""Compilation, cache and loading of the kernels for CPUs, and machine faults in each step."""
 
 import ctypes
 import functools
@@ -50,13 +50,13 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def unregistered(fresh, monkeypatch):
-    """XLA does not know the target of any kernel, because no other test has this processor."""
+    """Give the kernels new targets, which XLA does not know, by a made-up processor."""
     monkeypatch.setattr(library, "_processor", lambda: str(fresh))
 
 
 @pytest.fixture(scope="module")
 def machine_code(tmp_path_factory) -> bytes:
-    """The file of one kernel."""
+    """Content of the compiled library of one kernel."""
     path = tmp_path_factory.mktemp("kernel") / "linear.so"
     library._compile(library._command(LINEAR), path)
     return path.read_bytes()
@@ -64,7 +64,7 @@ def machine_code(tmp_path_factory) -> bytes:
 
 @pytest.fixture
 def compiled(fresh, monkeypatch, machine_code) -> list[Path]:
-    """The files that a compiler has written, which needs no time."""
+    """Paths written by a fake compiler, which copies machine code that exists already."""
     paths = []
 
     def write(command: list[str], path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
 
 
 def test_a_kernel_is_compiled_once(fresh, monkeypatch) -> None:
-    """It is kept for later processes, under everything that it depends on."""
+    """It is kept for later processes, under a digest of everything that it depends on."""
     assert "paged_jax_linear_float32" in run_fresh(24)
     [kept] = fresh.glob("paged_jax/kernels/*")
     library._load.cache_clear()
@@ -187,7 +187,7 @@ def test_load_reports_an_error_of_the_compiler_once(fresh, monkeypatch, caplog) 
 
 
 def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog) -> None:
-    """Installers that collect Python files alone leave them out."""
+    """Tools that bundle only Python files omit the sources."""
     monkeypatch.setattr(library, "_SOURCE", fresh / "source")
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert "custom_call" not in run_fresh(29)
@@ -197,7 +197,7 @@ def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog)
 
 
 def test_load_tests_a_kept_kernel_in_each_process(fresh, compiled, monkeypatch) -> None:
-    """A whole file may still compute wrong results: on another machine, or with another XLA."""
+    """An undamaged file may compute wrong results on another machine or with another XLA."""
     assert library.load(LINEAR).target
     library._load.cache_clear()
     monkeypatch.setattr(library.self_test, "failure", lambda *args: "it is off by 7")
@@ -215,7 +215,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_load_compiles_a_damaged_kernel_again(fresh, machine_code, compiled, caplog, harm) -> None:
-    """Without a warning, and once: the file is replaced."""
+    """No warning is logged, and it is compiled once, because the file is replaced."""
     assert library.load(LINEAR).target
     [kept] = kept_files(fresh)
     kept.unlink()  # this process may have mapped it
@@ -271,7 +271,7 @@ def test_load_of_another_interface_leaves_the_work_to_xla(
 def test_load_compiles_again_what_is_whole_but_cannot_be_loaded(
     fresh, unregistered, newer_interface, caplog
 ) -> None:
-    """Containers with different systems share the cache folder."""
+    """Containers with different systems may share the cache folder."""
     command = library._command(LINEAR)
     target = library._prefix(LINEAR) + library._digest(command)
     own, other = f"-I{jax.ffi.include_dir()}", f"-I{newer_interface}"
@@ -290,7 +290,7 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 
 def test_load_takes_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> None:
-    """Containers with a read-only root have none. The compiler's files go into the same folder."""
+    """A container with a read-only root has none. The compiler's own files use the same folder."""
     monkeypatch.setattr(tempfile, "gettempdir", refuse)
     monkeypatch.delenv("TMPDIR", raising=False)
     seen, run = [], library.subprocess.run

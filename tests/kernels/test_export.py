@@ -1,6 +1,6 @@
-"""Programs with the ops go through `jax.export`, for one platform and for several at once.
+"""Export of programs with the ops by `jax.export`, for one platform and for several.
 
-Expected values: the plain backend ``"reference"``, or NumPy, on the same arrays.
+Expected values come from the backend ``"reference"`` or from NumPy, on the same arrays.
 """
 
 import re
@@ -23,7 +23,7 @@ from paged_jax.kernels import (
     ragged_paged_attention,
 )
 
-# Kernels of every platform take these.
+# The kernels of every platform support these sizes.
 L, P, K, C, D, B, H = 2, 6, 2, 8, 128, 3, 4
 RNG = np.random.default_rng(0)
 POOLS = RNG.normal(size=(2, L, P, K, C, D)).astype(np.float32)
@@ -64,7 +64,7 @@ def plain_copy(k, v, sources, targets):
 
 ATTENTION = Q, *POOLS, TABLES, LENS
 RAGGED = ROWS, PAGES, LENS, TABLES, np.int32([0, 3, 5, 5]), np.int32([2])
-# Function, arrays, and what it is to return.
+# Function, arrays, and a function that returns the expected results.
 PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
     "decode": (decode, ATTENTION, partial(decode, backend="reference")),
     "gradient": (gradient, ATTENTION, partial(gradient, backend="reference")),
@@ -101,7 +101,7 @@ def exported(function, arrays, platforms) -> export.Exported:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_module_is_for_all_platforms(name) -> None:
-    """It holds the kernels of GPUs and TPUs, and gives the plain results on a CPU."""
+    """The module contains the kernels of GPUs and TPUs, and returns correct results on a CPU."""
     function, arrays, expected = PROGRAMS[name]
     module = exported(function, arrays, ("cpu", "cuda", "tpu"))
     calls = set(re.findall(r"custom_call @([\w$.]+)", module.mlir_module()))
@@ -132,7 +132,7 @@ def test_ragged_paged_attention_is_exported_for_a_tpu_that_is_not_here() -> None
 
 
 def test_symbolic_sizes_are_refused_by_name() -> None:
-    """In one sentence, whatever size is symbolic, and before JAX compares it."""
+    """Any symbolic size is named in one sentence, before JAX fails to compare it."""
     sizes = export.symbolic_shape("b, t, n, p")
     b, t, n, p = sizes
     int32, pool = jnp.int32, jax.ShapeDtypeStruct(POOLS[0].shape, np.float32)

@@ -21,8 +21,8 @@ from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.kernel_cases import lower
 
-# Sizes of groups, and rows of no group behind them. In the last case every group and the rows of
-# none have a tile of their own, the maximum for the number of rows. Elsewhere a group is empty.
+# Sizes of groups, and number of rows after them that belong to no group. In the last case each row
+# has its own tile, which is the maximum number of tiles. In the other cases a group is empty.
 SIZES = {
     "one row": ((0, 1, 0), 0),
     "few": ((3, 0, 7, 1, 0), 2),

@@ -1,4 +1,4 @@
-"""Writes to interleaved pages, and the calls that other libraries make of both ragged ops."""
+"""`write_kv_pages`, and adapters for the calls of other libraries to both ragged ops."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support.ragged_batch import RaggedBatch
 LENGTHS = [(1, 1), (1, 200), (0, 7), (5, 18), (130, 150)]
 SINKS = np.linspace(-2, 3, 6, dtype=np.float32)  # one for each query head of a batch
 
-# Calls of other libraries, whose arguments have other names and shapes.
+# Adapters for the calls of other libraries. Their arguments have other names and shapes.
 
 
 def call_of_levanter(q_NKGD, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale):
@@ -32,7 +32,7 @@ def call_of_easydel(
     queries, kv_pages, context_lens, block_tables, query_start_loc, num_seqs, *,
     softmax_scale, logits_soft_cap, sliding_window, softmax_aux,
 ):  # fmt: skip
-    """Other names, a Python number of sequences, sinks."""
+    """Other argument names, a Python number of sequences, sinks."""
     return ragged_paged_attention(
         *(queries, kv_pages, context_lens, block_tables, query_start_loc, num_seqs),
         sm_scale=softmax_scale,
@@ -104,7 +104,7 @@ WRITES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", WRITES)
 def test_write_kv_pages_writes_the_rounded_tokens_alone(dtype) -> None:
-    """Against numpy. Tokens without a place are dropped, and large ones saturate."""
+    """Compare with NumPy. Tokens out of range are dropped, and large values saturate."""
     rng, scales = np.random.default_rng(3), WRITES[dtype]
     before = rng.normal(size=(4, 8, 4, 16)).astype(jnp.dtype(dtype))
     k, v = rng.normal(size=(2, 6, 2, 16)).astype(np.float32) * 2

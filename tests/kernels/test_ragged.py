@@ -72,7 +72,7 @@ def test_ragged_attention_matches_float64(name, options) -> None:
 
 @pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_ragged_attention_of_a_batch_that_fills_all_rows(name) -> None:
-    """Each of the chunks has a tile that is partly empty: kernels need all their tiles."""
+    """Each chunk has a partly empty tile, so kernels need their maximum number of tiles."""
     lengths = [(2, 9), (2, 30), (6, 18)]
     batch = RaggedBatch.random(lengths, extra_rows=0, extra_sequences=0)
     np.testing.assert_allclose(batch.attend(**BACKENDS[name]), batch.expected(), atol=1e-5)
@@ -248,7 +248,7 @@ def test_ragged_attention_gradients_match_float64(options) -> None:
 
 
 def test_ragged_attention_gradients_of_a_batch_that_fills_all_rows() -> None:
-    """In 11 rows, tiles of 4 queries: three sequences need 11 // 4 + 3 of them, the maximum."""
+    """Three sequences in 11 rows need 11 // 4 + 3 tiles of 4 queries, which is the maximum."""
     lengths = [(1, 9), (1, 30), (9, 18)]
     batch = RaggedBatch.random(lengths, extra_rows=0, extra_sequences=0)
     assert batch.num_rows == len(batch.q) and len(batch.kv_lens) == len(lengths)
@@ -291,11 +291,11 @@ def check_gradients(batch: RaggedBatch, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_queries", [1, 4, 16])
 def test_cut_into_tiles_names_each_query_once_and_nothing_else(num_queries) -> None:
-    """Gradients are scattered to these rows: on GPUs, rows that two tiles name get either value."""
+    """Gradients are scattered to these rows. A row in two tiles would get an arbitrary value."""
     batch = RaggedBatch.random(LENGTHS)
     q, pages, *rest, num_seqs = map(jnp.asarray, batch.arrays)
     kv_lens, tables, ends = rest
-    # As the op passes them: no tokens and no queries in sequences that are none.
+    # As in the op, rows past the number of sequences have no tokens and no queries.
     index = np.arange(len(kv_lens) + 1)
     args = RaggedArgs(
         q=q,

@@ -104,7 +104,7 @@ def test_decode_any_shape(C, K, G, D, lanes) -> None:
     ("pool_dtype", "G", "num_parts"), [("float32", 40, 0), ("float32", 40, 7), ("int8", 17, 7)]
 )
 def test_decode_of_groups_that_are_cut_into_slices(pool_dtype, G, num_parts) -> None:
-    """Slices of 14 and of 9 heads, the last of which is shorter; each merges parts of its own."""
+    """Slices of 14 and 9 heads; the last slice is shorter. Each slice merges its own parts."""
     batch = PagedBatch.random([0, 1, 40], dtype=jnp.dtype(pool_dtype))
     sinks = np.linspace(-2, 2, 2 * G, dtype=np.float32)
     check(batch, queries((3, 2 * G, 16)), num_parts=num_parts, sinks=sinks, sliding_window=37)

@@ -100,7 +100,7 @@ def test_round_half_to_even_is_jnp_round():
     ids=str,
 )
 def test_kernels_divide_no_float_by_a_constant(case):
-    """Triton's division is approximate, and XLA multiplies by the reciprocal instead."""
+    """Triton's division by a constant is approximate; XLA multiplies by the reciprocal."""
     with lowering_for("cuda"):
         program = jax.make_jaxpr(case.function())(*case.shapes())
     divisions = [x for x in equations(program.jaxpr) if x.primitive.name == "div"]
@@ -110,7 +110,7 @@ def test_kernels_divide_no_float_by_a_constant(case):
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_quantise_multiplies_the_peak_by_the_reciprocal(dtype):
-    """One rounded product, whatever compiles it: a division would differ in the last bit."""
+    """The product has the same bits in every compiler. A division may differ in the last bit."""
     x = np.random.default_rng(0).lognormal(size=(1000, 4)).astype(np.float32)
     peak, largest = x.max(-1), {jnp.int8: 127, jnp.float8_e4m3fn: 448}[dtype]
     expected = peak * np.float32(1 / largest)

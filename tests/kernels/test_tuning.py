@@ -92,9 +92,9 @@ def test_params_by_rule_fit_shared_memory(measured, head_dim, pool_dtype) -> Non
 def test_prefill_rule_fits_the_shared_memory_of_each_gpu(
     measured, gpu, head_dim, dtype, is_ragged
 ) -> None:
-    """As the compiler counts: all stages but one, and the queries.
+    """Shared memory as the compiler counts it: the queries, and all stages except one.
 
-    And the weights of the values, where warps have fewer than 16 rows each and share them.
+    If a warp has fewer than 16 rows, warps share the softmax weights, which are counted as well.
     """
     measured("{}")
     shape = Shape(head_dim, 4, 16, dtype, dtype)
@@ -104,7 +104,7 @@ def test_prefill_rule_fits_the_shared_memory_of_each_gpu(
     stage = 2 * params.step_tokens * lanes
     is_shared = params.query_rows < 16 * params.num_warps
     rows = params.query_rows * (lanes + params.step_tokens * is_shared)
-    # What threads exchange besides.
+    # Buffer for values that threads exchange.
     rest = 512
     assert ((params.num_stages - 1) * stage + rows) * itemsize + rest <= gpu.block_memory
 
@@ -260,7 +260,7 @@ FP8_DECODE = Problem(
 def test_device_inside_shard_map_has_its_own_capability(
     monkeypatch, kind, first, expected, backend
 ) -> None:
-    """JAX names the GPUs of a mesh, and does not say what they can do."""
+    """JAX knows the name of the GPUs of a mesh, but not their compute capability."""
     monkeypatch.setattr(tuning, "_first_gpu", lambda: first)
     gpu = AbstractDevice(kind, 40, "gpu")
     mesh = AbstractMesh((2,), ("x",), abstract_device=gpu)

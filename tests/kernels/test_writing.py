@@ -284,7 +284,7 @@ def test_copy_blocks_copies_all_layers(backend, dtype):
 
 
 def plain_copy(pools: Pools, sources, targets) -> Pools:
-    """The copies of pairs that are blocks, one after the other, in plain JAX."""
+    """Copy the valid pairs one after another, in plain JAX."""
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         if 0 <= source < P and 0 <= target < P:
             pools = jax.tree.map(lambda x, s=source, t=target: x.at[:, t].set(x[:, s]), pools)
@@ -292,7 +292,7 @@ def plain_copy(pools: Pools, sources, targets) -> Pools:
 
 
 def test_copy_blocks_passes_gradients_on(backend):
-    """Also where a source has several targets, and where pairs are left out."""
+    """Some sources have several targets, and some pairs are dropped."""
     rng = np.random.default_rng(0)
     pools = Pools(*rng.normal(size=(2, L, P, K, C, D)).astype(np.float32))
     factors = Pools(*rng.normal(size=(2, L, P, K, C, D)).astype(np.float32))
@@ -323,7 +323,7 @@ def test_copy_blocks_passes_gradients_on(backend):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *QUANTISED], ids=lambda x: jnp.dtype(x).name)
 def test_copy_blocks_passes_gradients_on_whatever_the_dtype(backend, dtype):
-    """Beside int8 pools, which have no gradient, the scales have one."""
+    """int8 pools have no gradient, but their scales do."""
     pools = jax.tree.map(np.zeros_like, poisoned(jnp.dtype(dtype)))
     places = np.array([3], np.int32), np.array([1], np.int32)
 

@@ -36,7 +36,7 @@ def test_a_new_state_is_one_program_which_engines_of_the_same_sizes_share(
 def test_warmup_compiles_for_gpus_while_the_memory_of_the_pool_is_free(
     tiny_model: Llama, monkeypatch
 ) -> None:
-    """XLA tunes products of GPUs in the memory that is left, and the pool takes 85% of it."""
+    """XLA times matmuls on GPUs in the free memory, of which the pool takes 85%."""
     sizes = {"block_size": 4, "num_blocks": 29, "max_num_seqs": 2, "max_model_len": 32}
     llm = LLM(tiny_model, **sizes, max_chunk=16)
     executor = llm._runner._executor
@@ -56,7 +56,7 @@ def test_warmup_compiles_for_gpus_while_the_memory_of_the_pool_is_free(
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(details["fun_name"])
 
-    # Requests find what was compiled for the shapes; and a state in use is not thrown away.
+    # Requests use the programs compiled from shapes, and a state in use is kept.
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         before = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3))

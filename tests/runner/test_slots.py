@@ -1,4 +1,4 @@
-"""The slots of the device: what the scheduler asks of the cache."""
+"""`Slots`: attach, publish, release and swap the slots of the device."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model
 
 
 def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatch) -> None:
-    """The host knows which blocks the device still has; only the last ones are needed."""
+    """A prefix is found if the device still has the blocks of its last window."""
     monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 0)
     C, window, num_tokens = 4, 9, 24
     config = dataclasses.replace(
@@ -93,7 +93,7 @@ def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatc
         sequence.slot = slot
         return sequence
 
-    # As if it came back from host memory: it has blocks for its window alone.
+    # As after a swap from host memory, the sequence has only the blocks of its window.
     sequence = make_sequence(prompt, 0)
     executor.run(executor.programs.reserve.call(np.array([num_tokens, 0], np.int32)))
     sequence.num_computed = num_tokens
