@@ -159,13 +159,16 @@ def ragged_paged_attention(
 
 def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArgs:
     """Multiply `sm_scale` and `k_scale` into the queries, if they are arrays."""
-    for name in ("sm_scale", "k_scale"):
-        if name in factors:
-            # Unused rows may hold NaN, which would reach the gradient of the factor.
-            is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
-            q = _multiply(jnp.where(is_query, args.q, 0), name, factors[name])
-            args = args._replace(q=q)
-    return args
+    check_sharding(_FUNCTION, factors)
+    names = [name for name in ("sm_scale", "k_scale") if name in factors]
+    if not names:
+        return args
+    dtype = wider_dtype(args.q.dtype, jnp.float32)
+    factor = math.prod(as_scalar(_FUNCTION, name, factors[name], dtype) for name in names)
+    # Unused rows may hold NaN, which would reach the gradient of the factor.
+    is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
+    q = jnp.where(is_query, args.q, 0).astype(dtype) * factor
+    return args._replace(q=q.astype(args.q.dtype))
 
 
 def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
@@ -177,6 +180,8 @@ def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
 
 def _factor(name: str, scale: float | None) -> float:
     """Return a static factor as a Python number."""
+    if scale is None and name == "sm_scale":
+        raise ValueError(f"{_FUNCTION}: sm_scale must be a number, got None. Pass D ** -0.5.")
     factor = static(_FUNCTION, name, 1.0 if scale is None else scale, float)
     if not math.isfinite(factor):
         raise ValueError(f"{_FUNCTION}: {name} must be finite, got {factor}.")

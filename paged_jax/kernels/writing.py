@@ -329,6 +329,7 @@ def write_kv_pages(
         k=(k, "NKD"), v=(v, "NKD"), pages=(pages, "N"), offsets=(offsets, "N"),
     )  # fmt: skip
     P, C, N = sizes["P"], sizes["C"], sizes["N"]
+    check_num_rows(function, (1, P, 1, C, 1), num_new=N)
     parts = []
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
         if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -153,6 +153,13 @@ def test_write_kv_pages_passes_gradients_of_floating_pages_alone() -> None:
         jax.grad(lambda k: objective(pages.astype(jnp.int8), k))(new)
 
 
+def test_write_kv_pages_refuses_more_rows_than_int32_counts() -> None:
+    pages = jax.ShapeDtypeStruct((2**28, 8, 2, 8), jnp.int8)
+    new, place = jnp.zeros((2, 1, 8)), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="write_kv_pages: the pool must have at most 2147483645"):
+        jax.eval_shape(write_kv_pages, pages, new, new, place, place)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -380,6 +380,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "cap": ({"soft_cap": 0.0}, "soft_cap must be positive or None"),
     "scale": ({"v_scale": float("inf")}, "v_scale must be finite"),
     "scales": ({"sm_scale": jnp.ones(2)}, r"sm_scale must be one number, got float32 \[2\]"),
+    "no scale": ({"sm_scale": None}, r"sm_scale must be a number, got None. Pass D \*\* -0.5"),
     "sinks": ({"sinks": np.zeros(2, np.float32)}, "sinks must have H"),
     "sinks type": ({"sinks": np.zeros(4, np.int32)}, "sinks must be floating point"),
     "backend": ({"backend": "cuda"}, "backend must be None or one of 'cpu', 'mosaic_tpu'"),
