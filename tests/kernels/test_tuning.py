@@ -206,6 +206,10 @@ def test_device_is_the_abstract_gpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "capability"),
     [
+        ("Tesla K80", (3, 7)),
+        ("Tesla M60", (5, 2)),
+        ("Quadro P4000", (6, 1)),
+        ("NVIDIA GeForce MX450", (7, 5)),
         ("Tesla V100-SXM2-16GB", (7, 0)),
         ("Tesla T4", (7, 5)),
         ("Quadro RTX 8000", (7, 5)),

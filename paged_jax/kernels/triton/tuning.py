@@ -161,9 +161,12 @@ def device() -> Device:
 # Compute capabilities by words in the name of a GPU; the first match counts. From NVIDIA's list
 # "CUDA GPU Compute Capability".
 _CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
-    (r"Quadro RTX \d+|TITAN RTX|RTX 20\d\d|GTX 16\d\d|T4G?|T\d{3,4}", (7, 5)),
+    (r"K80", (3, 7)),
+    (r"K\d{2}[a-z]?|Quadro K\d+M?", (3, 5)),
+    (r"M\d{1,2}|Quadro M\d+M?|GTX 9\d\d", (5, 2)),
+    (r"Quadro RTX \d+|TITAN RTX|RTX 20\d\d|GTX 16\d\d|MX4\d\d|T4G?|T\d{3,4}", (7, 5)),
     (r"P100", (6, 0)),
-    (r"P40?|GTX 10\d\d|TITAN Xp?", (6, 1)),
+    (r"P4|P40|Quadro P\d+|GTX 10\d\d|TITAN Xp?", (6, 1)),
     (r"V100S?|GV100|TITAN V", (7, 0)),
     (r"A100X?|A800|A30X?", (8, 0)),
     (r"A2|A10[GM]?|A16|A40|RTX A\d+|RTX 30\d\d", (8, 6)),
