@@ -65,8 +65,8 @@ def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> 
             _show(running, log, is_over=True)
         finally:  # Ctrl-C does not reach the processes, which run in their own process groups
             _kill(running)
-    for each in running:
-        each.output.close()
+            for each in running:
+                each.output.close()
     statuses = [each.process.returncode for each in running]
     seconds = round(time.monotonic() - start, 1)
     summary = {

@@ -101,8 +101,7 @@ async def search(
         for index, choice in running.items():
             own = list(itertools.islice(in_order, len(choice.beams)))
             first.setdefault(index, own[0])
-            num_generated = len(choice.beams[0].token_ids)
-            suppressed = _suppressed(service.token_bias, num_generated)
+            suppressed = _suppressed(service.token_bias, choice.num_generated)
             rows = [_most_probable(output, count, suppressed) for output in own]
             choice.advance([list(row) for row in rows], [[*row.values()] for row in rows])
     for index, choice in enumerate(choices):

@@ -29,15 +29,20 @@ SIZES = Sizes(
 )
 
 
-def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model) -> None:
-    executor = Executor(
-        Weights(tiny_model),
+def make_executor(model) -> Executor:
+    """Return an executor with ``2 * NUM_TOKENS`` blocks."""
+    return Executor(
+        Weights(model),
         SIZES,
         2 * NUM_TOKENS,
         cache_dtype="float32",
         cascade=False,
         backend=None,
     )
+
+
+def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model) -> None:
+    executor = make_executor(tiny_model)
     slots = Slots(executor, ())
     assert SIZES.swap_width * 2 < NUM_TOKENS, "three pieces"
     request = make_request(0, [7] * (NUM_TOKENS + 1), max_tokens=1)
@@ -107,14 +112,7 @@ def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatc
 
 
 def test_flush_publishes_more_blocks_than_one_program_takes(tiny_model) -> None:
-    executor = Executor(
-        Weights(tiny_model),
-        SIZES,
-        2 * NUM_TOKENS,
-        cache_dtype="float32",
-        cascade=False,
-        backend=None,
-    )
+    executor = make_executor(tiny_model)
     slots = Slots(executor, ())
     assert NUM_TOKENS > PUBLISH_WIDTH
     first, second = (

@@ -18,7 +18,6 @@ from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, tensor_name
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_FLOATS = ("F32", "BF16", "F16", "F64")
 # Dtype of the model for each dtype of tensors. No model computes in float64.
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
@@ -49,7 +48,7 @@ class Stored:
     @property
     def is_floating(self) -> bool:
         """Whether it holds floats, whatever their type."""
-        return self.dtype in (*_FLOATS, _MXFP4)
+        return self.dtype in (*_DTYPES, _MXFP4)
 
     def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """Read a part of it.
