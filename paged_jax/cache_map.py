@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler import Sequence

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax import distributed
-from paged_jax.cache.picture import draw_tables
+from paged_jax.cache.blocks.inspection import draw_tables
 from paged_jax.cache_map import changes, snapshot
 from paged_jax.command_line import (
     Parser,

@@ -23,7 +23,11 @@ from paged_jax.argument_names import names_arguments
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sizes import max_blocks_in_slot, num_blocks_needed, num_cached_tokens_at
+from paged_jax.cache.sequence_blocks import (
+    max_blocks_in_slot,
+    num_blocks_needed,
+    num_cached_tokens_at,
+)
 from paged_jax.checks import ArgumentError, check_positive, is_int
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids

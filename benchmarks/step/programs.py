@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
 from paged_jax.cache import paged_cache
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.kernels import rope, triton

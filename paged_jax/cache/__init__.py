@@ -5,10 +5,10 @@
 `GroupedCache` is several of them, for layers of which some have a sliding window.
 """
 
-from paged_jax.cache import blocks, serialisation
+from paged_jax.cache import blocks
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables, num_blocks_needed
-from paged_jax.cache.contents import gather, read_blocks, write_blocks
+from paged_jax.cache.contents import gather, read_blocks, register_caches, write_blocks
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import (
     PagedCache,
@@ -24,7 +24,7 @@ from paged_jax.cache.paged_cache import (
     truncate,
 )
 
-serialisation.register_caches()
+register_caches()
 
 __all__ = [
     "BlockPool",

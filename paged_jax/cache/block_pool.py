@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from paged_jax.argument_names import names_arguments
@@ -247,40 +246,6 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
     place = jnp.where(is_free, (pool.head + rank) % pool.num_blocks, pool.num_blocks)
     free_queue = pool.free_queue.at[place].set(queued, mode="drop")
     return replace(pool, is_cached=is_cached, free_queue=free_queue)
-
-
-def check_invariants(pool: BlockPool) -> None:
-    """Check on the host what must hold of a pool by itself.
-
-    Raises:
-      AssertionError: naming the first invariant that does not hold, and where.
-    """
-    ref_counts, is_cached = np.asarray(pool.ref_counts), np.asarray(pool.is_cached)
-    num_blocks, num_free = pool.num_blocks, int(pool.num_free)
-
-    require(0 <= num_free <= num_blocks, "num_free", f"be 0 to {num_blocks}", num_free)
-    head = int(pool.head)
-    require(0 <= head < num_blocks, "head", f"be 0 to {num_blocks - 1}", head)
-    ring = (head + np.arange(num_free)) % num_blocks
-    free = np.asarray(pool.free_queue)[ring]
-    is_block = (free >= 0) & (free < num_blocks)
-    require(is_block.all(), "free_queue", "hold block ids", free.tolist())
-    require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
-    for block, count in enumerate(ref_counts.tolist()):
-        name = f"ref_counts[{block}]"
-        require((count == 0) == (block in free), name, "be 0 just where the block is free", count)
-
-    is_ordered = np.all(is_cached[free][:-1] <= is_cached[free][1:])
-    require(is_ordered, "free_queue", "hold cached blocks after all others", free.tolist())
-    digests = np.asarray(pool.digests)[is_cached]
-    is_unique = len(np.unique(digests, axis=0)) == len(digests)
-    require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
-
-
-def require(holds, name: str, rule: str, value) -> None:
-    """Raise AssertionError in the name of `check_invariants` unless `holds`."""
-    if not holds:
-        raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
 
 
 def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -26,7 +26,6 @@ from jax.typing import ArrayLike, DTypeLike
 from paged_jax.argument_names import names_arguments
 from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
-from paged_jax.cache.blocks.plan import num_possible
 from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
 from paged_jax.cache.blocks.reserve import (
     Reservation,
@@ -34,9 +33,9 @@ from paged_jax.cache.blocks.reserve import (
     begin_restore,
     finish_reserve,
     finish_restore,
+    num_possible,
 )
-from paged_jax.cache.blocks.tables import describe_use
-from paged_jax.cache.blocks.window import shortest_lengths
+from paged_jax.cache.blocks.tables import describe_use, shortest_lengths
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paged_jax.cache.sizes import num_cached_tokens_at
+from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.engine.beams import (
     Beam,
     BeamChoice,

@@ -6,7 +6,7 @@ chooses the size of its pool.
 
 import dataclasses
 
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.arguments import check_arguments, program_sizes
 from paged_jax.engine.footprint import (
     Footprint,

@@ -3,7 +3,7 @@
 import itertools
 import time
 
-from paged_jax.cache.digests import PrefixChain, root_digest
+from paged_jax.cache.sequence_blocks import PrefixChain, root_digest
 from paged_jax.engine.drafts import Drafter
 from paged_jax.runner import ModelRunner
 from paged_jax.scheduler import Request, Scheduler, Sequence

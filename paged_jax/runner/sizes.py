@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 
 # Most tokens in an engine step, unless the user says otherwise.
 MAX_NUM_BATCHED_TOKENS = 2048

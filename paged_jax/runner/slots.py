@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
-from paged_jax.cache.digests import digest_words
-from paged_jax.cache.sizes import num_kept_blocks
+from paged_jax.cache.sequence_blocks import digest_words, num_kept_blocks
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor

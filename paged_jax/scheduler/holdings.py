@@ -14,7 +14,7 @@ holds follows from its length, and the cache says how many are free. Where all l
 
 from collections.abc import Sequence as Items
 
-from paged_jax.cache.sizes import (
+from paged_jax.cache.sequence_blocks import (
     first_kept_column,
     length_with_cached_tokens,
     max_blocks_in_window,

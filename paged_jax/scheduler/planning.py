@@ -1,6 +1,6 @@
 """How running sequences share a step: decodes first, then chunks of prompts; and forks."""
 
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.scheduler.budget import StepBudget
 from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.plan import StepPlan

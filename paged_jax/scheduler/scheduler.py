@@ -29,7 +29,7 @@ take turns.
 from collections.abc import Sequence as Items
 from typing import get_args
 
-from paged_jax.cache.sizes import num_cached_tokens_at
+from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.checks import ArgumentError, check_positive
 from paged_jax.models.layer_types import LayerGroup
 from paged_jax.scheduler.admission import Admission

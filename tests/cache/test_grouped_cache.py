@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_jax.cache import GroupedCache, PagedCache, contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.cache.sizes import first_kept_column, max_blocks_in_window
+from paged_jax.cache.sequence_blocks import first_kept_column, max_blocks_in_window
 from paged_jax.kernels import Pools
 from tests.cache.test_blocks import as_arrays, cached, contents_of, free_blocks
 from tests.support.block_model import Content

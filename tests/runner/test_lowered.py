@@ -198,7 +198,7 @@ def test_source_that_changes_has_a_key_of_its_own(executor, tmp_path, monkeypatc
 
     found = [key()]
     assert key() == found[0]
-    for name in ("cache/blocks/share.py", "kernels/triton/tuning.json", "models/rope.py"):
+    for name in ("cache/blocks/tables.py", "kernels/triton/tuning.json", "models/rope.py"):
         path = copy / name
         path.write_text(path.read_text() + "\n")
         found.append(key())

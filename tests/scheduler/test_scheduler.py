@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_jax.cache.sizes import max_blocks_in_window
+from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.models.layer_types import LayerGroup
 from paged_jax.scheduler import PreemptionCosts, Request, Scheduler, Sequence, StepPlan
 from tests.support.fake_memory import (

@@ -6,8 +6,7 @@ so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` 
 
 import collections
 
-from paged_jax.cache.digests import PrefixChain, root_digest
-from paged_jax.cache.sizes import first_kept_column
+from paged_jax.cache.sequence_blocks import PrefixChain, first_kept_column, root_digest
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler import Completion, History, Request, Scheduler, Sequence, StepPlan
 from paged_jax.scheduler.outputs import RequestMetrics

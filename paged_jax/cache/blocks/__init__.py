@@ -22,20 +22,18 @@ decided *before* the updates, which are then masked out: selecting between an ol
 afterwards would keep both alive, and donated buffers could not be updated in place.
 
 Tables with a *window* hold no more of a sequence than what its next token attends to, and what the
-last program has appended; see `paged_jax.cache.blocks.window`. Layers of several windows have a
+last program has appended; see `paged_jax.cache.blocks.tables`. Layers of several windows have a
 table each over the same slots: functions for groups of them decide for all before any changes.
 
 Nothing here knows about K and V: `reserve` reports which blocks the caller must copy (see
 `paged_jax.cache`). Dimension letters are those of `paged_jax.dims`.
 """
 
-from paged_jax.cache.blocks.plan import ReservePlan, commit, plan
+from paged_jax.cache.blocks.inspection import check_invariants
 from paged_jax.cache.blocks.prefix import attach, forget, publish
-from paged_jax.cache.blocks.reserve import BlockCopies, reserve, restore
-from paged_jax.cache.blocks.share import fork, release, reorder, truncate
-from paged_jax.cache.blocks.tables import BlockTables, check_invariants
-from paged_jax.cache.blocks.window import slide
-from paged_jax.cache.sizes import num_blocks_needed
+from paged_jax.cache.blocks.reserve import BlockCopies, ReservePlan, commit, plan, reserve, restore
+from paged_jax.cache.blocks.tables import BlockTables, fork, release, reorder, slide, truncate
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 
 __all__ = [
     "BlockCopies",

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
-from paged_jax.cache.sizes import first_kept_column
+from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
 from paged_jax.opaque import put_or_drop, take_or_fill, without_index_checks
 

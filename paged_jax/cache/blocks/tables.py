@@ -1,18 +1,34 @@
-"""The block tables: a row of block ids for each slot, over the pool that they come from."""
+"""Block tables: a row of block ids per slot, and the operations that share and free blocks.
 
-from dataclasses import dataclass, field
+With a sliding window, a slot frees the blocks that no later token attends to. The token at position
+n attends to ``n - window + 1 .. n``. A slot keeps all blocks that the first token of its last block
+attends to, see `first_kept_column`. Example: C = 4, window 6, 17 tokens in the slot. The first
+token of the last block is 16; it attends to tokens 11 to 16, so columns 0 and 1 are freed::
+
+    tokens  0..3   4..7   8..11   12..15   16           17 is next
+    row       P      P      7        2      0           first_columns 2
+
+Blocks are freed *lazily*, when the slot is about to grow. Until then the slot still holds
+everything the last program appended, so these blocks can be published, or truncated if their tokens
+were rejected guesses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.argument_names import names_arguments
 from paged_jax.cache import block_pool
-from paged_jax.cache.block_pool import BlockPool, require
-from paged_jax.cache.sizes import first_kept_column, num_blocks_needed
+from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 from paged_jax.checks import check_positive
 from paged_jax.dims import bind
+from paged_jax.opaque import put_or_drop, take_or_fill, without_index_checks
 from paged_jax.short_repr import cut, integers, shortened
 
 # Sums of two block ids or of two token positions must fit in int32.
@@ -118,55 +134,6 @@ class BlockTables:
         return self.pool.num_blocks
 
 
-def check_invariants(tables: BlockTables) -> None:
-    """Check on the host that no block is lost, free and held at once, or held by mistake.
-
-    For tests and debugging: it copies the state to the host, and cannot be called inside `jit`.
-
-    Raises:
-      AssertionError: naming the first invariant that does not hold, and where.
-
-    Example:
-      >>> check_invariants(BlockTables.create(4, 2, 2, 4))
-    """
-    block_pool.check_invariants(tables.pool)
-    table, lengths = np.asarray(tables.block_tables), np.asarray(tables.lengths)
-    num_blocks = tables.num_blocks
-
-    is_length = (lengths >= 0) & (lengths <= table.shape[1] * tables.block_size)
-    require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
-    begins = _checked_first_columns(tables, lengths)
-    ends = num_blocks_needed(lengths, tables.block_size)
-    for slot, row in enumerate(table.tolist()):
-        left, held, rest = np.split(row, [begins[slot], ends[slot]])
-        name = f"block_tables[{slot}]"
-        require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
-        require(len(np.unique(held)) == len(held), name, "hold a block once", row)
-        require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
-        require(np.all(rest == num_blocks), name, f"be {num_blocks} past the length", row)
-
-    entries = np.bincount(table[table < num_blocks], minlength=num_blocks)
-    for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
-        rule = f"be {entries[block]}, as in the tables"
-        require(count == entries[block], f"ref_counts[{block}]", rule, count)
-
-
-def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
-    """The first column that each slot holds, which the window of its next token must not precede.
-
-    Of how much lies between the two nothing can be known here: it is what the last program added.
-    """
-    if tables.window is None:
-        require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
-        return np.zeros_like(lengths)
-    first_columns = np.asarray(tables.first_columns)
-    kept = first_kept_column(lengths, tables.window, tables.block_size)
-    is_kept = (first_columns >= 0) & (first_columns <= kept)
-    rule = f"be 0 to {kept.tolist()}, where windows begin"
-    require(is_kept.all(), "first_columns", rule, first_columns.tolist())
-    return first_columns
-
-
 def as_slot_values(
     function: str, name: str, values: ArrayLike, dtype: DTypeLike, tables: BlockTables
 ) -> jax.Array:
@@ -207,3 +174,287 @@ def describe_use(tables: BlockTables) -> str | None:
         f"{shape[0] - int(num_free)} of {shape[0]} blocks of {tables.block_size} tokens in use"
         f"{window}, lengths {shortened(lengths.tolist())}"
     )
+
+
+# Table entries that are shared or released at once: what most slots hold, and quick to sort.
+_PIECE = 512
+
+Update = Callable[[BlockTables, jax.Array, jax.Array], BlockTables]
+
+
+def hold_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Add a reference to each block of the slots of `mask` bool[S]."""
+    return _update_slots(_hold_piece, tables, mask)
+
+
+def empty_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Empty the slots of `mask` bool[S], the last block of each first."""
+    tables = _update_slots(_empty_piece, tables, mask)
+    lengths = jnp.where(mask, 0, tables.lengths)
+    if tables.first_columns is None:
+        return replace(tables, lengths=lengths)
+    first_columns = jnp.where(mask, 0, tables.first_columns)
+    return replace(tables, lengths=lengths, first_columns=first_columns)
+
+
+def drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
+    """Give the blocks in columns `begins` i32[S] to `ends` i32[S], not included, back."""
+    return _drop_columns(tables, begins, ends)
+
+
+def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
+    return replace(tables, pool=block_pool.hold(tables.pool, _entries(tables, rows, columns)))
+
+
+def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
+    entries = _entries(tables, rows, columns)
+    # No other places are left, but writes that depend on what was read need no copy of the array.
+    columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
+    return replace(
+        tables,
+        pool=block_pool.give_back(tables.pool, entries),
+        block_tables=tables.block_tables.at[rows, columns].set(tables.num_blocks, mode="drop"),
+    )
+
+
+def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """The blocks at these places of the table; P where there is no such place."""
+    return tables.block_tables.at[rows, columns].get(mode="fill", fill_value=tables.num_blocks)
+
+
+@partial(without_index_checks, static_argnums=(0,))
+@partial(jax.jit, static_argnums=0)  # so that eager calls compile the loop once, not each time
+def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Apply `update(tables, rows, columns)` to all places that the slots of `mask` bool[S] fill."""
+    held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
+    if tables.first_columns is None:
+        return _in_pieces(update, tables, held)
+    begins = jnp.where(mask, tables.first_columns, 0)
+    return _in_pieces(update, tables, held - begins, begins)
+
+
+@without_index_checks
+@jax.jit
+def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
+    return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)
+
+
+def _in_pieces(
+    update: Update, tables: BlockTables, counts: jax.Array, begins: jax.Array | None = None
+) -> BlockTables:
+    """Apply `update` to `counts` i32[S] places of each slot, from column `begins` or 0 on.
+
+    Slot by slot, the last block of each first. The places come in pieces of i32[_PIECE], the last
+    of which is padded with places past the table: so the cost is that of what the slots hold, and
+    not of what they could hold.
+    """
+    num_slots, width = tables.block_tables.shape
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    size = min(num_slots * width, _PIECE)
+
+    def update_piece(piece: jax.Array, tables: BlockTables) -> BlockTables:
+        index = piece * size + jnp.arange(size, dtype=jnp.int32)
+        rows = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+        columns = ends.at[rows].get(mode="clip") - 1 - index
+        if begins is not None:
+            columns += begins.at[rows].get(mode="clip")
+        return update(tables, rows, jnp.where(rows < num_slots, columns, width))
+
+    num_pieces = (ends[-1] + size - 1) // size
+    return lax.fori_loop(jnp.int32(0), num_pieces, update_piece, tables)
+
+
+def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Give back the blocks of the slots of `mask` bool[S] that have left their windows.
+
+    Those that are cached can be found until they are taken again. Does nothing without a window.
+    `reserve` does it for slots that grow; before `plan`, which changes no table, it is up to the
+    caller. Costs in proportion to the blocks given back.
+
+    Args:
+      tables: the state; may be donated.
+      mask: bool[S], the slots that are about to grow.
+
+    Example:
+      >>> from paged_jax.cache.blocks import reserve
+      >>> tables = BlockTables.create(8, num_slots=1, max_blocks_per_slot=8, block_size=4, window=6)
+      >>> tables, _, _ = reserve(tables, jnp.array([17]), max_tokens=32)
+      >>> tables = slide(tables, jnp.array([True]))
+      >>> tables.block_tables.tolist(), tables.first_columns.tolist()
+      ([[8, 8, 2, 3, 4, 8, 8, 8]], [2])
+    """
+    if (state := tables.window_state) is None:
+        return tables
+    window, first_columns = state
+    ends = jnp.where(mask, first_kept_column(tables.lengths, window, tables.block_size), 0)
+    after = drop_columns(tables, first_columns, ends)
+    return replace(after, first_columns=jnp.maximum(first_columns, ends))
+
+
+def shortest_lengths(tables: BlockTables) -> jax.Array | int:
+    """The least tokens to which slots can be cut, which still hold all that is then to be kept.
+
+    i32[S], of which none is above the length; 0 without a window.
+    """
+    if (state := tables.window_state) is None:
+        return 0
+    window, first_columns = state
+    size = tables.block_size
+    least = num_blocks_needed(first_columns * size + window - 1, size) * size
+    return jnp.where(first_columns > 0, least, 0)
+
+
+def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
+    """Make slots into copies of other slots; no token is copied, every block is shared.
+
+    Args:
+      tables: the state; may be donated.
+      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
+
+    Returns:
+      `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any child is not
+      empty, or any parent is no slot, the child itself, or a child in the same call. The copy
+      of an empty slot is an empty slot. Costs in proportion to the blocks that become shared,
+      and a pass over the tables.
+
+    Raises:
+      ValueError: `parents` is not i32[S].
+
+    Example:
+      >>> from paged_jax.cache.blocks import reserve
+      >>> tables = BlockTables.create(4, num_slots=3, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([7, 0, 0]), max_tokens=8)
+      >>> tables, ok = fork(tables, jnp.array([-1, 0, 0]))
+      >>> bool(ok), tables.pool.ref_counts.tolist(), int(tables.pool.num_free)
+      (True, [3, 3, 0, 0], 2)
+    """
+    parents = as_slot_values("fork", "parents", parents, jnp.int32, tables)
+    slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
+    is_child = parents != -1
+    is_slot = (parents >= 0) & (parents < tables.num_slots)
+    parents = jnp.where(is_slot & is_child, parents, slots)
+    is_valid = is_slot & (parents != slots) & ~is_child[parents] & (tables.lengths == 0)
+    ok = jnp.all(is_valid | ~is_child)
+
+    is_child &= ok
+    return hold_slots(_follow(tables, jnp.where(is_child, parents, slots)), is_child), ok
+
+
+def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
+    """Make slots into copies of other slots, all at once: what beam search does to its beams.
+
+    Slot s becomes what slot `parents[s]` was before the call, and what slot s held is released.
+    Blocks are shared, none is copied, so that it never runs out of them.
+
+    Args:
+      tables: the state; may be donated.
+      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone, as does
+          its own index. A slot may be the parent of many, and have a parent itself.
+
+    Returns:
+      `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any parent is no slot.
+      Costs in proportion to the blocks of the slots that change, and a pass over the tables.
+
+    Raises:
+      ValueError: `parents` is not i32[S].
+
+    Example:
+      >>> from paged_jax.cache.blocks import reserve
+      >>> tables = BlockTables.create(4, num_slots=3, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([7, 3, 1]), max_tokens=8)
+      >>> tables, ok = reorder(tables, jnp.array([1, 0, 0]))
+      >>> tables.block_tables.tolist(), tables.lengths.tolist(), tables.pool.ref_counts.tolist()
+      ([[2, 4], [0, 1], [0, 1]], [3, 7, 7], [2, 2, 1, 0])
+    """
+    parents = as_slot_values("reorder", "parents", parents, jnp.int32, tables)
+    slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
+    is_slot = (parents >= 0) & (parents < tables.num_slots)
+    ok = jnp.all(is_slot | (parents == -1))
+    is_changed = is_slot & ok
+    parents = jnp.where(is_changed, parents, slots)
+
+    # New references first: a block that only changes hands must not pass through the free queue.
+    after = hold_slots(_follow(tables, parents), is_changed)
+    before = empty_slots(replace(tables, pool=after.pool), is_changed)
+    return replace(after, pool=before.pool), ok
+
+
+def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
+    """Empty slots; blocks that no slot holds any more join the free queue.
+
+    Cached ones join its tail, slot by slot, the end of a sequence before its beginning, because
+    the beginning is what other sequences are likely to have in common and should be reused last.
+    The others join its head and are reused first. A block that several of the slots share joins
+    with the last of them. Empty slots stay empty, so that releasing twice does nothing. Costs in
+    proportion to the blocks that the slots hold, whatever M is.
+
+    Args:
+      tables: the state; may be donated.
+      mask: bool[S], the slots to release.
+
+    Raises:
+      ValueError: `mask` is not bool[S].
+
+    Example:
+      >>> from paged_jax.cache.blocks import reserve
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([7, 2]), max_tokens=8)
+      >>> tables = release(tables, jnp.array([True, False]))
+      >>> tables.block_tables.tolist(), tables.pool.ref_counts.tolist()
+      ([[4, 4], [2, 4]], [0, 0, 1, 0])
+    """
+    mask = as_slot_values("release", "mask", mask, jnp.bool_, tables)
+    return empty_slots(tables, mask)
+
+
+def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> BlockTables:
+    """Shorten slots, and give the blocks past their new ends back, as `release` does.
+
+    Args:
+      tables: the state; may be donated.
+      lengths: i32[S], how many tokens to leave in each slot. Slots that are no longer than that
+          are left alone, and no slot is cut by more than `max_tokens`. Nor, with a window, so
+          short that its next token would see what has been given back: what the last `reserve`
+          or `commit` has added can always be cut.
+      max_tokens: upper bound on the tokens cut from a slot (static). Costs a sort of
+          S * ceil(max_tokens / C) entries.
+
+    Raises:
+      ValueError: `lengths` is not i32[S] or `max_tokens` is not a positive integer.
+
+    Example:
+      >>> from paged_jax.cache.blocks import reserve
+      >>> tables = BlockTables.create(4, num_slots=2, max_blocks_per_slot=2, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([7, 2]), max_tokens=8)
+      >>> tables = truncate(tables, jnp.array([4, 9]), max_tokens=4)
+      >>> tables.block_tables.tolist(), tables.lengths.tolist()
+      ([[0, 4], [2, 4]], [4, 2])
+    """
+    lengths = as_slot_values("truncate", "lengths", lengths, jnp.int32, tables)
+    check_positive("truncate", max_tokens=max_tokens)
+    max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
+
+    shortest = jnp.maximum(tables.lengths - max_tokens, shortest_lengths(tables))
+    lengths = jnp.clip(lengths, shortest, tables.lengths)
+    width = num_blocks_needed(max_tokens, tables.block_size)
+    ahead = jnp.arange(width, dtype=jnp.int32)
+    columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + ahead[None, :]
+    rows_S1 = jnp.arange(tables.num_slots, dtype=jnp.int32)[:, None]
+    # Columns past the end of the row, or of what the slot holds, give P.
+    cut_SW = take_or_fill(tables.block_tables, (rows_S1, columns_SW), fill_value=tables.num_blocks)
+    return replace(
+        tables,
+        pool=block_pool.give_back(tables.pool, cut_SW[:, ::-1].reshape(-1)),
+        block_tables=put_or_drop(tables.block_tables, (rows_S1, columns_SW), tables.num_blocks),
+        lengths=lengths,
+    )
+
+
+def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
+    """The tables with each slot as its parent i32[S] is, before any reference is counted."""
+    after = replace(
+        tables, block_tables=tables.block_tables[parents], lengths=tables.lengths[parents]
+    )
+    if tables.first_columns is None:
+        return after
+    return replace(after, first_columns=tables.first_columns[parents])

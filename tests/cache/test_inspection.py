@@ -9,7 +9,7 @@ import pytest
 
 from paged_jax.cache import blocks
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.picture import draw_tables, locate_token
+from paged_jax.cache.blocks.inspection import draw_tables, locate_token
 
 RESERVE = jax.jit(blocks.reserve, static_argnames="max_tokens")
 

@@ -1,0 +1,175 @@
+"""Inspection of block tables on the host: invariants, and a drawing as text."""
+
+import numpy as np
+
+from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.blocks.tables import BlockTables
+from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
+
+_ROW = 64  # blocks in a line of the map
+
+
+def check_invariants(tables: BlockTables) -> None:
+    """Check on the host that no block is lost, free and held at once, or held by mistake.
+
+    For tests and debugging: it copies the state to the host, and cannot be called inside `jit`.
+
+    Raises:
+      AssertionError: naming the first invariant that does not hold, and where.
+
+    Example:
+      >>> check_invariants(BlockTables.create(4, 2, 2, 4))
+    """
+    _check_pool(tables.pool)
+    table, lengths = np.asarray(tables.block_tables), np.asarray(tables.lengths)
+    num_blocks = tables.num_blocks
+
+    is_length = (lengths >= 0) & (lengths <= table.shape[1] * tables.block_size)
+    _require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
+    begins = _checked_first_columns(tables, lengths)
+    ends = num_blocks_needed(lengths, tables.block_size)
+    for slot, row in enumerate(table.tolist()):
+        left, held, rest = np.split(row, [begins[slot], ends[slot]])
+        name = f"block_tables[{slot}]"
+        _require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
+        _require(len(np.unique(held)) == len(held), name, "hold a block once", row)
+        _require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
+        _require(np.all(rest == num_blocks), name, f"be {num_blocks} past the length", row)
+
+    entries = np.bincount(table[table < num_blocks], minlength=num_blocks)
+    for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
+        rule = f"be {entries[block]}, as in the tables"
+        _require(count == entries[block], f"ref_counts[{block}]", rule, count)
+
+
+def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
+    """The first column that each slot holds, which the window of its next token must not precede.
+
+    Of how much lies between the two nothing can be known here: it is what the last program added.
+    """
+    if tables.window is None:
+        _require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
+        return np.zeros_like(lengths)
+    first_columns = np.asarray(tables.first_columns)
+    kept = first_kept_column(lengths, tables.window, tables.block_size)
+    is_kept = (first_columns >= 0) & (first_columns <= kept)
+    rule = f"be 0 to {kept.tolist()}, where windows begin"
+    _require(is_kept.all(), "first_columns", rule, first_columns.tolist())
+    return first_columns
+
+
+def _check_pool(pool: BlockPool) -> None:
+    """Check on the host what must hold of a pool by itself.
+
+    Raises:
+      AssertionError: naming the first invariant that does not hold, and where.
+    """
+    ref_counts, is_cached = np.asarray(pool.ref_counts), np.asarray(pool.is_cached)
+    num_blocks, num_free = pool.num_blocks, int(pool.num_free)
+
+    _require(0 <= num_free <= num_blocks, "num_free", f"be 0 to {num_blocks}", num_free)
+    head = int(pool.head)
+    _require(0 <= head < num_blocks, "head", f"be 0 to {num_blocks - 1}", head)
+    ring = (head + np.arange(num_free)) % num_blocks
+    free = np.asarray(pool.free_queue)[ring]
+    is_block = (free >= 0) & (free < num_blocks)
+    _require(is_block.all(), "free_queue", "hold block ids", free.tolist())
+    _require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
+    for block, count in enumerate(ref_counts.tolist()):
+        name = f"ref_counts[{block}]"
+        _require((count == 0) == (block in free), name, "be 0 just where the block is free", count)
+
+    is_ordered = np.all(is_cached[free][:-1] <= is_cached[free][1:])
+    _require(is_ordered, "free_queue", "hold cached blocks after all others", free.tolist())
+    digests = np.asarray(pool.digests)[is_cached]
+    is_unique = len(np.unique(digests, axis=0)) == len(digests)
+    _require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
+
+
+def _require(holds, name: str, rule: str, value) -> None:
+    """Raise AssertionError in the name of `check_invariants` unless `holds`."""
+    if not holds:
+        raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
+
+
+def draw_tables(tables: BlockTables, title: str) -> str:
+    """Draw every sequence's blocks, and the pool with free, held and shared blocks.
+
+    Args:
+      tables: the block tables; they are copied to the host.
+      title: the first line.
+
+    Returns:
+      Lines of text::
+
+        after the prompt: 2 of 8 blocks in use, 6 free
+          sequence in slot 0, 6 tokens
+            logical   0 -> physical    0   tokens 0..3         4 of 4 places
+            logical   1 -> physical    1   tokens 4..5         2 of 4 places
+            token 0: logical block 0, physical block 0, offset 0
+            token 3: logical block 0, physical block 0, offset 3
+            token 5: logical block 1, physical block 1, offset 1
+          pool (. free, digit: sequences that hold the block, 9 for more)
+               0  11......
+
+    Example:
+      >>> print(draw_tables(BlockTables.create(8, 2, 4, block_size=16), "before"))
+      before: 0 of 8 blocks in use, 8 free
+        pool (. free, digit: sequences that hold the block, 9 for more)
+             0  ........
+    """
+    lengths = np.asarray(tables.lengths)
+    counts = np.asarray(tables.pool.ref_counts)
+    num_used = int((counts > 0).sum())
+    lines = [f"{title}: {num_used} of {len(counts)} blocks in use, {len(counts) - num_used} free"]
+    for slot in np.flatnonzero(lengths):
+        lines += _draw_slot(tables, int(slot), int(lengths[slot]), counts)
+    lines.append("  pool (. free, digit: sequences that hold the block, 9 for more)")
+    symbols = "".join("." if count == 0 else str(min(int(count), 9)) for count in counts)
+    lines += [
+        f"    {start:4d}  {symbols[start : start + _ROW]}" for start in range(0, len(symbols), _ROW)
+    ]
+    return "\n".join(lines)
+
+
+def locate_token(tables: BlockTables, slot: int, position: int) -> str:
+    """Say in one line where a token lies.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import blocks
+      >>> tables = BlockTables.create(8, 2, 4, block_size=4)
+      >>> tables, _, _ = blocks.reserve(tables, jnp.array([6, 0]), max_tokens=8)
+      >>> locate_token(tables, 0, 5)
+      'token 5: logical block 1, physical block 1, offset 1'
+    """
+    logical, offset = divmod(position, tables.block_size)
+    physical = int(tables.block_tables[slot, logical])
+    if physical == tables.num_blocks:
+        return f"token {position}: logical block {logical}, given back"
+    return f"token {position}: logical block {logical}, physical block {physical}, offset {offset}"
+
+
+def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) -> list[str]:
+    size = tables.block_size
+    row = np.asarray(tables.block_tables[slot])
+    lines = [f"  sequence in slot {slot}, {length} tokens"]
+    begin = 0 if tables.first_columns is None else int(tables.first_columns[slot])
+    if begin:
+        lines.append(
+            f"    logical   0 to {begin - 1} were given back: no window reaches them any more"
+        )
+    for logical in range(begin, num_blocks_needed(length, size)):
+        first, last = logical * size, min(length, (logical + 1) * size) - 1
+        physical = int(row[logical])
+        sharing = f"   shared by {counts[physical]}" if counts[physical] > 1 else ""
+        tokens = f"tokens {first}..{last}"
+        lines.append(
+            f"    logical {logical:3d} -> physical {physical:4d}   {tokens:18s}"
+            f"{last - first + 1:3d} of {size} places{sharing}"
+        )
+    # Where given tokens lie: the first that is held, one in the middle, and the last.
+    first = min(begin * size, length - 1)
+    for position in sorted({first, max(length // 2, first), length - 1}):
+        lines.append(f"    {locate_token(tables, slot, position)}")
+    return lines
