@@ -16,6 +16,7 @@ from tests.support.processes import run_on_devices
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+README = ROOT / "README.md"
 
 _SAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
@@ -36,7 +37,7 @@ def samples(page: Path) -> list[str]:
 
 
 # Pages whose samples compile a model or an engine.
-_SLOW = ("embedding", "paged-attention", "training")
+_SLOW = ("embedding", "generate", "paged-attention", "training")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,18 @@ def test_samples_print_what_the_page_says(page: Path) -> None:
 
 
 @pytest.mark.slow
+def test_readme_samples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for sample in samples(README):
+        exec(compile(sample, str(README), "exec"), names)
+    assert len(capsys.readouterr().out.split()) > 20  # words of two completions
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 900
+
+
+@pytest.mark.slow
 def test_sharded_sample_prints_what_the_page_says_on_two_devices() -> None:
     texts = samples(DOCS / "embedding.md")
     sample = "".join(text for text in texts if "shard_map" in text or "auto_axes" in text)
@@ -67,7 +80,9 @@ def test_sharded_sample_prints_what_the_page_says_on_two_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *sorted(DOCS.glob("api/*.md"))], ids=lambda page: str(page.relative_to(DOCS))
+    "page",
+    [README, *PAGES, *sorted(DOCS.glob("api/*.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_links_lead_to_files(page: Path) -> None:
     for link in _LINK.findall(page.read_text()):
