@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,12 @@ class Heads(NamedTuple):
         return self.q, self.k, self.v
 
 
-# One layer's attention: (layer index, projection or heads, carry) -> (output ``[..., H, D]`` in any
-# type, carry). The caller chooses the carry: the K and V pools, or nothing.
-Attend = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+# State that the layers pass on: the K and V pools, or nothing. The caller chooses its type.
+Carry = TypeVar("Carry")
+
+# Attention of one layer: (layer index, projection or heads, carry) -> (output ``[..., H, D]``,
+# floating point, new carry). The index is traced if the layers run in a scan.
+Attend = Callable[[int | jax.Array, Projection | Heads, Carry], tuple[jax.Array, Carry]]
 
 
 class Layer(nnx.Module):
@@ -147,21 +150,34 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        index: Any,
         x: jax.Array,
+        *,
+        index: int | jax.Array,
         cos: jax.Array,
         sin: jax.Array,
-        attend: Attend,
-        carry: Any,
-        backend: str | None = None,
-        stack: "Layer | None" = None,
+        attend: Attend[Carry],
+        carry: Carry,
         is_token: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Run the layer on float32 ``x [..., E]``, whatever the leading dimensions.
+        stack: "Layer | None" = None,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, Carry]:
+        """Run the layer.
 
-        The backend is that of the products, see `linear`; the stack, if there is one, that of all
-        layers, of which this is number `index`. Rows that are no token, if bool ``[...]`` says so,
-        cost no expert.
+        Args:
+          x: float32 ``[..., E]``, the residual stream.
+          index: number of the layer in the model; traced in a scan over layers.
+          cos: f32 ``[..., D / 2]``, cosines of the rotation angles of each token.
+          sin: f32 ``[..., D / 2]``, sines of the same angles.
+          attend: attention of the layer, see `Attend`.
+          carry: argument of `attend`.
+          is_token: bool ``[...]``, False for padding rows, which use no expert; None if all rows
+            are tokens.
+          stack: all layers in one module, stacked along the first dimension, if this layer is a
+            slice of them; None otherwise. Some kernels read the weights there.
+          backend: backend of the matrix multiplications, see `linear`.
+
+        Returns:
+          The new residual stream, float32 ``[..., E]``, and the carry that `attend` returned.
         """
 
         def weight(name: str) -> Weight:
@@ -236,14 +252,16 @@ class Layer(nnx.Module):
         return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap, sinks)
 
 
-def causal_attention(windows: Sequence[int | None]) -> Attend:
+def causal_attention(windows: Sequence[int | None]) -> Attend[Carry]:
     """Attention of whole sequences ``[B, T, ...]`` to themselves, without a cache or a carry.
 
     Args:
       windows: that of each layer, see `LlamaConfig`.
     """
 
-    def attend(index, heads, carry):
+    def attend(
+        index: int | jax.Array, heads: Projection | Heads, carry: Carry
+    ) -> tuple[jax.Array, Carry]:
         q, k, v = heads.split()
         window = window_of(windows, index)
         if heads.soft_cap is None and heads.sinks is None:
@@ -258,9 +276,12 @@ def causal_attention(windows: Sequence[int | None]) -> Attend:
     return attend
 
 
-def window_of(windows: Sequence[int | None], index: Any) -> int | None:
+def window_of(windows: Sequence[int | None], index: int | jax.Array) -> int | None:
     """The window of a layer, whose number is static unless all have the same."""
-    return windows[0] if len(set(windows)) == 1 else windows[index]
+    if len(set(windows)) == 1:
+        return windows[0]
+    assert isinstance(index, int)
+    return windows[index]
 
 
 def _masked_attention(

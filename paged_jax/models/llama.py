@@ -14,7 +14,7 @@ from paged_jax.models import loading
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up, take_rows
-from paged_jax.models.layer import Attend, Layer, causal_attention
+from paged_jax.models.layer import Attend, Carry, Layer, causal_attention
 from paged_jax.models.linear import linear
 from paged_jax.models.norms import initial_weight, norm
 from paged_jax.models.paged_model import PagedModel
@@ -165,10 +165,10 @@ class Llama(PagedModel):
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        attend: Attend,
-        carry: Any,
+        attend: Attend[Carry],
+        carry: Carry,
         backend: str | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Carry]:
         """Run the layers, see `PagedModel`."""
         find = look_up if self.part is None else self.part.look_up
         x = self._scaled(find(_table(self, "embed_tokens"), token_ids))
@@ -209,47 +209,52 @@ class Llama(PagedModel):
         self,
         x: jax.Array,
         positions: jax.Array,
-        attend: Attend,
-        carry: Any,
+        attend: Attend[Carry],
+        carry: Carry,
         backend: str | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Carry]:
         ropes = self.config.ropes
         angles = all_rotations(positions, ropes, self.config.head_dim)
         is_token = positions >= 0 if self.config.num_experts else None
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
                 cos, sin = angles[ropes[index]]
-                x, carry = layer(index, x, cos, sin, attend, carry, backend, None, is_token)
+                x, carry = layer(
+                    x,
+                    index=index,
+                    cos=cos,
+                    sin=sin,
+                    attend=attend,
+                    carry=carry,
+                    is_token=is_token,
+                    backend=backend,
+                )
             return x, carry
         cos, sin = angles[ropes[0]]
-        return _scan_layers(self.layers, self.config, x, cos, sin, attend, carry, backend, is_token)
+        graphdef, stacked = nnx.split(self.layers)
+
+        # The pools are the carry. As scanned input and output they would be copied.
+        def body(
+            state: tuple[jax.Array, Carry], layer_and_index: Any
+        ) -> tuple[tuple[jax.Array, Carry], None]:
+            (x, carry), (weights, index) = state, layer_and_index
+            layer = nnx.merge(graphdef, weights)
+            state = layer(
+                x,
+                index=index,
+                cos=cos,
+                sin=sin,
+                attend=attend,
+                carry=carry,
+                is_token=is_token,
+                stack=self.layers,
+                backend=backend,
+            )
+            return state, None
+
+        indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
+        return lax.scan(body, (x, carry), (stacked, indices))[0]
 
 
 def _table(model: Llama, name: str) -> Weight:
     return get_matrix(model, name, model.norm[...].dtype)
-
-
-def _scan_layers(
-    layers: Layer,
-    config: LlamaConfig,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: Attend,
-    carry: Any,
-    backend: str | None,
-    is_token: jax.Array | None,
-) -> tuple[jax.Array, Any]:
-    """Run layers that are stacked along their first dimension."""
-    graphdef, stacked = nnx.split(layers)
-
-    # The pools are the carry, never the scanned input or output: those would be copied.
-    def body(state, layer_and_index):
-        weights, index = layer_and_index
-        layer = nnx.merge(graphdef, weights)
-        out = layer(index, state[0], cos, sin, attend, state[1], backend, layers, is_token)
-        return out, None
-
-    indices = jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
-    (x, carry), _ = lax.scan(body, (x, carry), (stacked, indices))
-    return x, carry

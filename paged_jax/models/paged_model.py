@@ -14,7 +14,7 @@ neither blocks nor lengths. `Llama` is one such model; `examples/other_models.py
 of somebody else's.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from paged_jax.checks import check_positive
 from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.models.arguments import Rows, as_rows
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer import Attend
+from paged_jax.models.layer import Attend, Carry
 from paged_jax.models.paged_rows import (
     PagedRows,
     append_rows,
@@ -39,8 +39,8 @@ from paged_jax.models.paged_rows import (
     decode_attention,
 )
 
-# What a loop over layers carries: the pools of a cache, one for each of its groups.
-Carry = TypeVar("Carry", Pools, tuple[Pools, ...])
+# Pools of a cache, or of each of its groups.
+CachePools = TypeVar("CachePools", Pools, tuple[Pools, ...])
 
 
 class PagedModel(nnx.Module):
@@ -82,10 +82,10 @@ class PagedModel(nnx.Module):
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        attend: Attend,
-        carry: Any,
+        attend: Attend[Carry],
+        carry: Carry,
         backend: str | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Carry]:
         """Run the layers over tokens, whatever sequences they belong to.
 
         Args:
@@ -274,13 +274,13 @@ class PagedModel(nnx.Module):
 
     def decode_rows(
         self,
-        pools: Carry,
+        pools: CachePools,
         token_ids: jax.Array,
         rows: PagedRows,
         *,
         cascade: bool = False,
         backend: str | None = None,
-    ) -> tuple[jax.Array, Carry]:
+    ) -> tuple[jax.Array, CachePools]:
         """As `decode`, of tokens whose places are known: blocks were reserved for them before.
 
         Args:
