@@ -14,7 +14,7 @@ from paged_jax.argument_names import suggest
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.scheduler.scheduler import Preemption
 from paged_jax.user_cache import keep_compiled_programs
 from paged_jax.version import __version__

@@ -1,13 +1,21 @@
-"""Imports run down only: a file may import those of the floors above it in the list, never others.
+"""Tests of what modules import: lower layers only, and no library that they do not need.
 
-The one list of floors stands in ``docs/design.md``.
+``docs/design.md`` lists the layers.
 """
 
 import ast
+import importlib
+import pickle
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import paged_jax
+from paged_jax import kernels
 from tests.support import ROOT
 
 PACKAGE = ROOT / "paged_jax"
@@ -86,3 +94,47 @@ def test_scheduler_imports_no_jax() -> None:
         seen.add(path)
         assert not imported_roots(path) & {"jax", "jaxlib", "flax"}, f"{path} is not for jax"
         to_read |= imported_files(path) - seen
+
+
+LIBRARIES = "flax orbax tokenizers jinja2 safetensors tqdm starlette llguidance".split()
+SCRIPT = f"""
+import sys
+for name in sys.argv[1:]:
+    exec(f"from paged_jax import {{name}}")
+    print(name, *(each for each in {LIBRARIES} if each in sys.modules))
+"""
+
+
+def test_public_names_import_only_the_libraries_that_they_need() -> None:
+    """One process imports the names in turn, so each line has the libraries of the names above."""
+    names = ["paged_attention", "SamplingParams", "PagedCache", "Llama"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *names], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [
+        "paged_attention",
+        "SamplingParams",
+        "PagedCache flax",
+        "Llama flax",
+    ]
+
+
+@pytest.mark.parametrize("package", [paged_jax, kernels], ids=lambda each: each.__name__)
+def test_lazy_packages_resolve_every_name(package: ModuleType) -> None:
+    """A submodule of the same name would replace a function or class once it is imported."""
+    submodules = {each.name for each in pkgutil.iter_modules(package.__path__)}
+    assert not submodules & set(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="unheard_of"):
+        _ = package.unheard_of
+
+
+def test_names_of_lazy_packages_survive_pickling_and_star_imports() -> None:
+    importlib.import_module("paged_jax.rollouts")
+    names: dict[str, object] = {}
+    exec("from paged_jax import *", names)
+    assert set(paged_jax.__all__) <= set(names)
+    assert pickle.loads(pickle.dumps(paged_jax.rollout)) is paged_jax.rollout
+    assert pickle.loads(pickle.dumps(paged_jax.LLM)) is paged_jax.LLM

@@ -23,7 +23,7 @@ from jax import lax
 from paged_jax.cache import blocks, paged_cache
 from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 from paged_jax.models.llama import Llama
-from paged_jax.rollout import rollout
+from paged_jax.rollouts import rollout
 
 # Means of the Alpaca trace, section 6.1 of the paper. How far lengths spread is not published in
 # numbers: these are assumptions, see `saved_by_spread`.

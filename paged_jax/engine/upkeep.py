@@ -10,7 +10,7 @@ from paged_jax.engine.sleep import TAGS
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import load_like
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import NameMap
+from paged_jax.models.loading.conversion import NameMap
 from paged_jax.status import Status
 
 

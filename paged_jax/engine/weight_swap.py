@@ -14,8 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from paged_jax.engine.transfers import own_transfers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import NameMap, assemble, find_sources, named_arrays
-from paged_jax.models.loading.conversion import Source
+from paged_jax.models.loading.conversion import (
+    NameMap,
+    Source,
+    assemble,
+    find_sources,
+    named_arrays,
+)
 from paged_jax.models.loading.pretrained import read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 from paged_jax.models.paged_model import PagedModel

@@ -24,7 +24,7 @@ from paged_jax.integrations.forwards import Comparison, compare_forwards, token_
 from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import NameMap
+from paged_jax.models.loading.conversion import NameMap
 from paged_jax.sampling.params import SamplingParams
 
 # What Tunix's Llama 3, Qwen 2 and Qwen 3 call their parameters. Its matrices are [in, out], with an

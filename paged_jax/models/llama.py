@@ -10,7 +10,6 @@ from flax import nnx
 from jax import lax
 
 from paged_jax.argument_names import names_arguments
-from paged_jax.models import loading
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up, take_rows
@@ -149,9 +148,10 @@ class Llama(PagedModel):
           >>> model.config.num_hidden_layers, model.config.vocab_size
           (5, 1536)
         """
-        return loading.from_pretrained(
-            cls, folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding
-        )
+        # Imported here: a model without files needs neither orbax nor safetensors.
+        from paged_jax.models.loading.pretrained import from_pretrained
+
+        return from_pretrained(cls, folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and safetensors, which transformers loads too.
@@ -159,7 +159,9 @@ class Llama(PagedModel):
         Raises:
           ValueError: weights are int8, or `LlamaConfig.to_dict` has no family for them.
         """
-        loading.save_weights(self, folder)
+        from paged_jax.models.loading.huggingface import save_weights
+
+        save_weights(self, folder)
 
     def hidden_states(
         self,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax import LLM, BeamSearchParams, SamplingParams
-from paged_jax.rollout import rollout
+from paged_jax.rollouts import rollout
 from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
 
 PROMPT = [BOS, 5, 9, 30, 9]

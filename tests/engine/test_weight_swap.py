@@ -13,7 +13,8 @@ from flax import nnx
 from paged_jax import LLM, Llama, SamplingParams
 from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.engine.weight_swap import WeightSwap
-from paged_jax.models.loading import named_parameters, pieces
+from paged_jax.models.loading.parameters import named_parameters
+from paged_jax.models.loading.tensor_map import pieces
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES

@@ -13,7 +13,8 @@ from flax import nnx
 from paged_jax import Engine
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import load_weights, save_checkpoint
+from paged_jax.models.loading.huggingface import load_weights
+from paged_jax.models.loading.orbax import save_checkpoint
 from tests.support import families
 from tests.support.families import CASES, VOCAB_SIZE, WINDOW
 

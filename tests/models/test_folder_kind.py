@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import bundled_folder, from_pretrained
+from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained
 from paged_jax.plan import main as plan
 
 _CONFIG = (bundled_folder() / "config.json").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from tokenizers import Regex, normalizers
 
 from paged_jax import SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.checks import ArgumentError
-from paged_jax.models.loading import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.grammar_source import split_labels
 from tests.support.structured import PERSON

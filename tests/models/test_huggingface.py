@@ -15,14 +15,9 @@ from safetensors.numpy import load_file, save_file
 from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import (
-    WeightsError,
-    huggingface,
-    load_weights,
-    named_parameters,
-    pretrained,
-    save_weights,
-)
+from paged_jax.models.loading import huggingface, pretrained
+from paged_jax.models.loading.huggingface import load_weights, save_weights
+from paged_jax.models.loading.parameters import WeightsError, named_parameters
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(

@@ -15,12 +15,9 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import int8 as loading_int8
-from paged_jax.models.loading import (
-    load_checkpoint,
-    load_weights,
-    named_parameters,
-    save_checkpoint,
-)
+from paged_jax.models.loading.huggingface import load_weights
+from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
+from paged_jax.models.loading.parameters import named_parameters
 from paged_jax.models.weight import SCALE, Weight, float_dtype, quantise, weight_dtype
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama

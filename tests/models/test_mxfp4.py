@@ -11,7 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import WeightsError, mxfp4, save_weights
+from paged_jax.models.loading import mxfp4
+from paged_jax.models.loading.huggingface import save_weights
+from paged_jax.models.loading.parameters import WeightsError
 from tests.support.random_model import random_llama
 
 CONFIG = LlamaConfig.from_dict(

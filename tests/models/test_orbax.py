@@ -12,12 +12,8 @@ from flax import nnx
 from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import (
-    WeightsError,
-    load_checkpoint,
-    named_parameters,
-    save_checkpoint,
-)
+from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
+from paged_jax.models.loading.parameters import WeightsError, named_parameters
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(

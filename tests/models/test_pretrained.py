@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import WeightsError, from_pretrained
-from paged_jax.models.loading.pretrained import read_config
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.plan import main as plan
 from tests.support import families
 from tests.support.families import CASES, VOCAB_SIZE, Case

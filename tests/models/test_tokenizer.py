@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from paged_jax.models.loading import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import models
 
 from paged_jax import StructuredOutputsParams, Tokenizer
-from paged_jax.models.loading import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplate
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.tools import (

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from paged_jax import Engine, Tokenizer
-from paged_jax.models.loading import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.server import Settings
 from paged_jax.server.bodies import ChatBody
 from paged_jax.server.errors import ApiError

@@ -13,7 +13,7 @@ from flax import nnx
 
 from paged_jax import LLM
 from paged_jax.models.llama import Llama
-from paged_jax.rollout import Rollout, rollout
+from paged_jax.rollouts import Rollout, rollout
 from paged_jax.runner import DecodeState, decode_state, decode_steps
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.sampling.params import SamplingParams

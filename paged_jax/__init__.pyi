@@ -1,0 +1,42 @@
+# The public names: read by type checkers, and by `__init__.py` when a name is first used.
+
+from .async_engine import AsyncEngine as AsyncEngine
+from .cache import blocks as blocks
+from .cache.block_pool import BlockPool as BlockPool
+from .cache.blocks import BlockTables as BlockTables
+from .cache.grouped_cache import GroupedCache as GroupedCache
+from .cache.paged_cache import PagedCache as PagedCache
+from .engine.beams import BeamSearchOutput as BeamSearchOutput
+from .engine.beams import BeamSearchParams as BeamSearchParams
+from .engine.beams import BeamSearchSequence as BeamSearchSequence
+from .engine.engine import Engine as Engine
+from .engine.stats import EngineStats as EngineStats
+from .kernels.attention import paged_attention as paged_attention
+from .kernels.attention import paged_prefill_attention as paged_prefill_attention
+from .kernels.cascade import cascade_attention as cascade_attention
+from .kernels.merge import merge_attention as merge_attention
+from .kernels.ragged import ragged_paged_attention as ragged_paged_attention
+from .kernels.writing import copy_blocks as copy_blocks
+from .kernels.writing import paged_rope_write as paged_rope_write
+from .kernels.writing import paged_write as paged_write
+from .kernels.writing import write_kv_pages as write_kv_pages
+from .llm import LLM as LLM
+from .models.config import LlamaConfig as LlamaConfig
+from .models.layer import Heads as Heads
+from .models.llama import Llama as Llama
+from .models.paged_model import PagedModel as PagedModel
+from .models.text.tokenizer import Tokenizer as Tokenizer
+from .rollouts import Rollout as Rollout
+from .rollouts import rollout as rollout
+from .sampling.params import SamplingParams as SamplingParams
+from .sampling.structured import StructuredOutputError as StructuredOutputError
+from .sampling.structured import StructuredOutputsParams as StructuredOutputsParams
+from .scheduler.outputs import CompletionOutput as CompletionOutput
+from .scheduler.outputs import Explanation as Explanation
+from .scheduler.outputs import Logprob as Logprob
+from .scheduler.outputs import PreemptionNote as PreemptionNote
+from .scheduler.outputs import RequestMetrics as RequestMetrics
+from .scheduler.outputs import RequestOutput as RequestOutput
+from .scheduler.outputs import Wait as Wait
+
+__version__: str
