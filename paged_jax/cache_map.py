@@ -15,8 +15,8 @@ import numpy as np
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
-from paged_jax.scheduler import Sequence
 from paged_jax.scheduler.outputs import WaitReason
+from paged_jax.scheduler.request import Sequence
 from paged_jax.short_repr import short_repr
 
 

@@ -18,7 +18,6 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax import sampling
 from paged_jax.argument_names import names_arguments
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
@@ -32,9 +31,13 @@ from paged_jax.checks import ArgumentError, check_positive, is_int
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.runner import DecodeState, decode_steps
-from paged_jax.sampling import NO_BIAS, Constraints, Draws, SlotSampling, TokenBias
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import decode_steps
+from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.params import NUMBERS
+from paged_jax.sampling.sample import Draws
+from paged_jax.sampling.state import SlotSampling, settle
+from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 from paged_jax.short_repr import short_repr
 
 # Tokens that a row gets before the blocks that have left windows are given back: few beside the
@@ -356,7 +359,7 @@ def _sampling(
     fields = {name: row for name, row in rows.items() if name != "seed"}
     fields = {name: row.astype(getattr(state, name).dtype) for name, row in fields.items()}
     state = dataclasses.replace(state, **fields, **bias, keys=keys)
-    return jax.vmap(sampling.settle)(state, jnp.arange(num_rows, dtype=jnp.uint32))
+    return jax.vmap(settle)(state, jnp.arange(num_rows, dtype=jnp.uint32))
 
 
 def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array:

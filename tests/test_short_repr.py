@@ -27,6 +27,12 @@ from paged_jax import (
 )  # fmt: skip
 from paged_jax.cache import reserve
 from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.programs import BeamTokens, Scores
+from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.sample import Draws
+from paged_jax.sampling.state import SlotSampling
 from paged_jax.server import Settings
 from tests.support.tiny_model import SIZES
 
@@ -156,16 +162,17 @@ def test_repr_of_a_configuration_is_complete() -> None:
     assert str(factors) in repr(scaling) and str(config.layer_types) in repr(config)
 
 
-def exported_classes() -> list[type]:
-    """All classes that a package names in its `__all__`."""
+def public_classes() -> list[type]:
+    """Return the classes of all `__all__`, and the classes of arrays that users see elsewhere."""
     names = [module.name for module in pkgutil.walk_packages(paged_jax.__path__, "paged_jax.")]
     modules = [paged_jax, *(importlib.import_module(n) for n in names if "tunix" not in n)]
     found = [getattr(m, name) for m in modules for name in getattr(m, "__all__", ())]
+    found += [DecodeState, StepTokens, BeamTokens, Scores, Constraints, Draws, SlotSampling]
     classes = {each for each in found if isinstance(each, type)}
     return sorted(classes, key=lambda each: each.__qualname__)
 
 
-@pytest.mark.parametrize("each", exported_classes(), ids=lambda each: each.__qualname__)
+@pytest.mark.parametrize("each", public_classes(), ids=lambda each: each.__qualname__)
 def test_no_class_shows_the_values_of_its_arrays(each) -> None:
     is_tuple = hasattr(each, "_fields")
     annotations = each.__annotations__ if is_tuple or dataclasses.is_dataclass(each) else {}

@@ -27,12 +27,13 @@ from paged_jax.kernels import rope, triton
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import build
-from paged_jax.runner import Sizes, Weights
 from paged_jax.runner.compiler import COMPILER_OPTIONS
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call, Program, Structure, list_programs
-from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
+from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.weights import Weights
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
 ENGINE = "engine"
 

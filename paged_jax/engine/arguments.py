@@ -10,8 +10,9 @@ from paged_jax.checks import ArgumentError, check_positive, is_int, is_real
 from paged_jax.engine.footprint import KV_DTYPES
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, Sizes
-from paged_jax.scheduler import Preemption, check_step_limits
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS, Sizes
+from paged_jax.scheduler.preemption import Preemption
+from paged_jax.scheduler.scheduler import check_step_limits
 
 
 def check_arguments(

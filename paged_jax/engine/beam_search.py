@@ -28,10 +28,12 @@ from paged_jax.engine.beams import (
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
-from paged_jax.runner import slot_of
+from paged_jax.runner.slots import slot_of
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler import Completion, Holdings, Request
-from paged_jax.scheduler import Sequence as SlotUser
+from paged_jax.scheduler.completion import Completion
+from paged_jax.scheduler.holdings import Holdings
+from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.request import Sequence as SlotUser
 
 
 def beam_search(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from paged_jax.scheduler import Request
+from paged_jax.scheduler.request import Request
 
 
 class Delivery:

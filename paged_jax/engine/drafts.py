@@ -6,7 +6,7 @@ code. No model is needed for that, and a wrong guess costs only its share of a v
 
 from collections.abc import Sequence as Row
 
-from paged_jax.scheduler import Sequence
+from paged_jax.scheduler.request import Sequence
 
 
 class NgramIndex:

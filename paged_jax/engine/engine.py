@@ -24,8 +24,9 @@ from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
 from paged_jax.engine.upkeep import Upkeep
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler import History, Request
+from paged_jax.scheduler.history import History
 from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.request import Request
 
 
 class Engine(Upkeep):

@@ -6,8 +6,10 @@ from paged_jax.engine.inputs import Inputs
 from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import BlockMeter, EngineStats
-from paged_jax.runner import ModelRunner
-from paged_jax.scheduler import Holdings, Scheduler, Sequence
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.holdings import Holdings
+from paged_jax.scheduler.request import Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 
 
 class ExclusiveUse:

@@ -61,8 +61,9 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import parameter_layout, parameter_shapes
 from paged_jax.models.part import Part
-from paged_jax.runner import Sizes
-from paged_jax.sampling import Constraints, SlotSampling
+from paged_jax.runner.sizes import Sizes
+from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.state import SlotSampling
 
 # Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
 KV_DTYPES = {

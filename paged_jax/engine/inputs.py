@@ -10,8 +10,9 @@ from paged_jax.checks import ArgumentError, is_int, is_real
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler import Completion, Request, Sequence
+from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.outputs import RequestMetrics
+from paged_jax.scheduler.request import Request, Sequence
 
 Prompt = str | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")

@@ -15,7 +15,7 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner import Weights
+from paged_jax.runner.weights import Weights
 
 
 def load_model(

@@ -19,7 +19,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.shards import shard_config
 from paged_jax.models.weight import float_type
-from paged_jax.runner import Sizes
+from paged_jax.runner.sizes import Sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,9 +49,12 @@ from paged_jax.kernels import check_backend_runs_on
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner import MAX_NUM_BATCHED_TOKENS, ModelRunner
 from paged_jax.runner.channel import channel_between, least_of_processes
-from paged_jax.scheduler import Preemption, PreemptionCosts, Scheduler, Sequence
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS
+from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
+from paged_jax.scheduler.request import Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 
 # Speed of copies between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10

@@ -4,8 +4,10 @@ import time
 
 from paged_jax.engine.run import Dispatch, PlanRunner
 from paged_jax.engine.stats import StepClock
-from paged_jax.runner import ModelRunner, StepTokens
-from paged_jax.scheduler import Scheduler, StepPlan
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.scheduler import Scheduler
 
 
 class Pipeline:

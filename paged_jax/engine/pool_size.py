@@ -4,7 +4,7 @@ from typing import Any
 
 from paged_jax.engine.device_memory import device_memory, host_memory
 from paged_jax.engine.footprint import Footprint
-from paged_jax.runner import Sizes
+from paged_jax.runner.sizes import Sizes
 
 # Memory for K and V on a device that does not say how much it has.
 DEFAULT_CACHE_BYTES = 1 << 30

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import EngineStats
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner import Scores, StepTokens
-from paged_jax.sampling import Draws
-from paged_jax.scheduler import Request, Sequence, StepPlan
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.programs import Scores
+from paged_jax.sampling.sample import Draws
 from paged_jax.scheduler.outputs import Logprob
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.request import Request, Sequence
 
 
 class Row(NamedTuple):

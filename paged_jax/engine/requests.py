@@ -5,8 +5,9 @@ import time
 
 from paged_jax.cache.sequence_blocks import PrefixChain, root_digest
 from paged_jax.engine.drafts import Drafter
-from paged_jax.runner import ModelRunner
-from paged_jax.scheduler import Request, Scheduler, Sequence
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.request import Request, Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 
 
 class RequestTable:

@@ -8,8 +8,13 @@ import numpy as np
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.stats import EngineStats, StepClock
-from paged_jax.runner import ModelRunner, Pending, StepTokens
-from paged_jax.scheduler import Request, Scheduler, Sequence, StepPlan, describe_match
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.executor import Pending
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.reasons import describe_match
+from paged_jax.scheduler.request import Request, Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 
 
 class Dispatch(NamedTuple):

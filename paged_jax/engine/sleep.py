@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from paged_jax.runner import ModelRunner
+from paged_jax.runner.runner import ModelRunner
 
 # What vLLM calls the parts that come back.
 TAGS = ("weights", "kv_cache")

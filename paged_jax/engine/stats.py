@@ -5,8 +5,11 @@ import time
 
 import jax
 
-from paged_jax.runner import ModelRunner, StepTokens
-from paged_jax.scheduler import Scheduler, Sequence, StepPlan
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.request import Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from paged_jax.models.loading.pretrained import read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.weight import SCALE, quantise, weight_dtype
-from paged_jax.runner import ModelRunner
+from paged_jax.runner.runner import ModelRunner
 
 # What a config says besides how the model computes.
 _IRRELEVANT = {

@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.runner.compiler import jit_for
-from paged_jax.sampling import NO_BIAS, Constraints, SamplingParams, SlotSampling, TokenBias
+from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.keys import fold_in
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.state import SlotSampling, slot_row, write_rows
+from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 from paged_jax.short_repr import short_repr
 
 
@@ -190,7 +193,7 @@ def _row(state: DecodeState, assignment: Assignment) -> _Parts:
             f"2**31, got {assignment.max_length}. A sequence that is complete needs no slot."
         )
     eos_token_ids = () if params.ignore_eos else tuple(assignment.eos_token_ids)
-    row = sampling.slot_row(
+    row = slot_row(
         state.sampling,
         assignment.slot,
         params,
@@ -220,7 +223,7 @@ def _stacked(rows: list[_Parts], num_slots: int) -> _Parts:
 def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
     slots = rows.sampling.slot
     others = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), parts[1:], rows[1:])
-    return _Parts(sampling.write_rows(parts.sampling, rows.sampling), *others)
+    return _Parts(write_rows(parts.sampling, rows.sampling), *others)
 
 
 def bind_slots(state: DecodeState, rows: Sequence[np.ndarray]) -> DecodeState:
@@ -266,7 +269,7 @@ def fork(
     source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
     rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
     drawn, token_ids, stop_ids, max_lengths = jax.tree.map(lambda x: x[source], rows)
-    keys = jax.vmap(sampling.fold_in)(drawn.keys, sample_indices)
+    keys = jax.vmap(fold_in)(drawn.keys, sample_indices)
     drawn = dataclasses.replace(drawn, keys=jnp.where(is_child[:, None], keys, drawn.keys))
     starts = jnp.where(is_child, -1, state.constraints.starts)
     constraints = dataclasses.replace(state.constraints, starts=starts)

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.grouped_cache import GroupedCache
@@ -34,7 +33,9 @@ from paged_jax.models.arguments import check_distinct
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.sampling import Constraints, Draws, SlotSampling
+from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.sample import Draws, rows_of, sample
+from paged_jax.sampling.state import SlotSampling
 from paged_jax.short_repr import short_repr
 
 
@@ -291,7 +292,7 @@ class _Batch:
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         batch = cls(
-            sampling.rows_of(state.sampling, rows),
+            rows_of(state.sampling, rows),
             state.constraints.of_rows(rows) if state.constraints.can_bind else None,
             rows,
             *[x.at[rows].get(mode="clip") for x in parts],
@@ -307,7 +308,7 @@ class _Batch:
     def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
         """Draw a token for each row that runs from f32 [B, V]; those that must stop run no more."""
         positions = self.lengths + 1
-        draws, new_sampling = sampling.sample(
+        draws, new_sampling = sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
             self.constraints, num_top=(self.drawn.shape[2] - 3) // 2,
         )  # fmt: skip

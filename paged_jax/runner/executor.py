@@ -25,7 +25,7 @@ from paged_jax.runner.programs import Call, Structure, list_programs
 from paged_jax.runner.replicas import ReplicaError
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Weights
-from paged_jax.sampling import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
 _BINDING = "choice of tokens by grammars"

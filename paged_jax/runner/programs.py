@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from paged_jax import sampling
 from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, write_blocks
 from paged_jax.models.paged_model import PagedModel
@@ -22,6 +21,7 @@ from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Graph
+from paged_jax.sampling.sample import ranks, top_logprobs
 from paged_jax.short_repr import short_repr
 
 
@@ -227,12 +227,12 @@ def _score(structure, weights, state, token_ids, slots, num_tokens, targets, *, 
 def _scores(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
-    top_logprobs, top_ids = sampling.top_logprobs(logits, num_top)
+    logprobs_of_top, top_ids = top_logprobs(logits, num_top)
     return Scores(
         logprobs=chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1),
-        ranks=sampling.ranks(logits, targets),
+        ranks=ranks(logits, targets),
         top_ids=top_ids,
-        top_logprobs=top_logprobs,
+        top_logprobs=logprobs_of_top,
     )
 
 
@@ -260,10 +260,10 @@ def _beam(structure, weights, state, parents, token_ids, slots, bias_ids, bias_v
         cache, token_ids, slots, cascade=structure.cascade, backend=structure.backend
     )
     bias = (bias_ids, bias_values) if bias_ids.size else None
-    top_logprobs, top_ids = sampling.top_logprobs(logits, num_top, bias)
+    logprobs_of_top, top_ids = top_logprobs(logits, num_top, bias)
     num_free = cache.tables.pool.num_free
     others = decoding.num_free_in_others(cache)
-    tokens = BeamTokens(top_ids, top_logprobs, num_free, ok & are_slots, others)
+    tokens = BeamTokens(top_ids, logprobs_of_top, num_free, ok & are_slots, others)
     return replace(state, cache=cache), tokens
 
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paged_jax.engine import Engine
+from paged_jax.engine.engine import Engine
 from paged_jax.profiling import start_profile
 from paged_jax.server.bodies import Body
 from paged_jax.server.errors import ApiError, bad_request

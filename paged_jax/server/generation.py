@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 from paged_jax.async_engine import EngineClosedError
-from paged_jax.engine import EngineAsleepError
+from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError, bad_request

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple, TypeVar
 from starlette.types import Receive
 
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
-from paged_jax.engine import Engine, EngineAsleepError
+from paged_jax.engine.engine import Engine
 from paged_jax.engine.loading import find_eos_token_ids
+from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.request import Request

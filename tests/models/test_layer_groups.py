@@ -14,8 +14,8 @@ from paged_jax import Llama, LlamaConfig, SamplingParams
 from paged_jax.cache import GroupedCache, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.models.paged_model import create_cache
-from paged_jax.runner import DecodeState, decode_steps, verify_steps
-from paged_jax.runner.decode_state import Assignment, assign
+from paged_jax.runner.decode_state import Assignment, DecodeState, assign
+from paged_jax.runner.decoding import decode_steps, verify_steps
 
 C = 4
 LENGTH = 45

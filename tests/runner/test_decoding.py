@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax import sampling
 from paged_jax.cache import contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.runner import DecodeState, decode_state, decode_steps, verify_steps
+from paged_jax.runner import decode_state
 from paged_jax.runner.compiler import jit_for
-from paged_jax.runner.decode_state import Assignment
-from paged_jax.sampling import SamplingParams, SlotSampling
+from paged_jax.runner.decode_state import Assignment, DecodeState
+from paged_jax.runner.decoding import decode_steps, verify_steps
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.sample import sample
+from paged_jax.sampling.state import SlotSampling, write_slot
 from tests.support.decode_step import DecodeLoop
 from tests.support.tiny_model import BOS, CONFIG, EOS
 
@@ -59,7 +61,7 @@ RESERVE = jax.jit(
 )
 RELEASE = jax.jit(paged_cache.release, donate_argnames="cache")
 PLAIN = jax.jit(Llama.__call__)
-SAMPLE = jax.jit(sampling.sample)
+SAMPLE = jax.jit(sample)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def drawn(tokens) -> list[list[int]]:
 
 def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
     """What a loop on the host draws, each time from the plain forward over the whole sequence."""
-    state = sampling.write_slot(
+    state = write_slot(
         SlotSampling.create(1, V),
         0,
         sequence.params,
@@ -225,8 +227,8 @@ def test_forked_slots_write_into_blocks_of_their_own(model) -> None:
     cache, ok = FORK(state.cache, jnp.array([-1, 0, 0, 0], jnp.int32))
     assert ok
     state = dataclasses.replace(state, cache=cache)
-    for slot, sample in enumerate(samples):
-        state = sample.assign(state, slot)
+    for slot, each in enumerate(samples):
+        state = each.assign(state, slot)
     tokens, state = run(model, state)
     assert drawn(tokens) == drawn(alone)
     assert len({tuple(ids) for ids in drawn(tokens)}) == S

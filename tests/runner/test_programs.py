@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from paged_jax.cache import PagedCache
-from paged_jax.runner import Sizes
 from paged_jax.runner.programs import Structure, list_programs
+from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.warmup import list_calls
 
 SIZES = Sizes(

@@ -8,11 +8,11 @@ from flax import nnx
 
 from paged_jax import Llama
 from paged_jax.kernels import Pools
-from paged_jax.runner import Sizes, Weights
 from paged_jax.runner.executor import Executor
-from paged_jax.runner.sizes import PUBLISH_WIDTH
+from paged_jax.runner.sizes import PUBLISH_WIDTH, Sizes
 from paged_jax.runner.slots import Slots
-from paged_jax.scheduler import Sequence
+from paged_jax.runner.weights import Weights
+from paged_jax.scheduler.request import Sequence
 from tests.support.fake_memory import make_request
 from tests.support.tiny_model import CONFIG
 

@@ -9,15 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling import (
-    SamplingParams,
-    SlotSampling,
-    filters,
-    sample,
-    top_logprobs,
-    write_slot,
-)
+from paged_jax.sampling import filters
 from paged_jax.sampling.filters import filter_logits
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.sample import sample, top_logprobs
+from paged_jax.sampling.state import SlotSampling, write_slot
 from tests.support import oracles_sampling as oracles
 from tests.support.kernel_cases import lower
 

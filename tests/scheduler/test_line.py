@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from paged_jax.scheduler import Scheduler
 from paged_jax.scheduler.line import Line
+from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeEngine, make_request
 
 

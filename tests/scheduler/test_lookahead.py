@@ -2,7 +2,8 @@
 
 import pytest
 
-from paged_jax.scheduler import Scheduler, StepPlan
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeMemory, append, make_request
 
 

@@ -9,7 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.models.layer_types import LayerGroup
-from paged_jax.scheduler import PreemptionCosts, Request, Scheduler, Sequence, StepPlan
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.preemption import PreemptionCosts
+from paged_jax.scheduler.request import Request, Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import (
     VOCABULARY,
     FakeEngine,

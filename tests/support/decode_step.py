@@ -10,7 +10,8 @@ from flax import nnx
 
 from paged_jax import Llama, PagedCache
 from paged_jax.models.config import LlamaConfig
-from paged_jax.runner import DecodeState, decode_steps
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import decode_steps
 from tests.support.kernel_cases import lower
 
 LLAMA_3_8B = LlamaConfig(

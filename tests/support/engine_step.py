@@ -16,10 +16,11 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.shards import widen_config
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
-from paged_jax.runner import DecodeState, Sizes
+from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.placement import Division
 from paged_jax.runner.programs import Call, Structure, list_programs
-from paged_jax.sampling import MAX_LOGPROBS
+from paged_jax.runner.sizes import Sizes
+from paged_jax.sampling.params import MAX_LOGPROBS
 from tests.support.kernel_cases import lowering_for
 
 

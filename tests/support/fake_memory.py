@@ -8,8 +8,12 @@ import collections
 
 from paged_jax.cache.sequence_blocks import PrefixChain, first_kept_column, root_digest
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler import Completion, History, Request, Scheduler, Sequence, StepPlan
+from paged_jax.scheduler.completion import Completion
+from paged_jax.scheduler.history import History
 from paged_jax.scheduler.outputs import RequestMetrics
+from paged_jax.scheduler.plan import StepPlan
+from paged_jax.scheduler.request import Request, Sequence
+from paged_jax.scheduler.scheduler import Scheduler
 
 EOS = 0
 NO_BLOCK = -1
