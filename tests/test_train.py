@@ -15,9 +15,9 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.json_file import read_json
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import load_weights
+from paged_jax.models.model_folder import read_json
 from tests.support import ROOT
 
 SCRIPT = ROOT / "examples" / "train.py"

@@ -26,7 +26,7 @@ from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.kernels import rope, triton
 from paged_jax.kernels.quantisation import QUANTISED
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.parameters import build
+from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.runner.compiler import COMPILER_OPTIONS
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
@@ -123,7 +123,7 @@ def random_model(case: Case) -> Llama:
         return _normal(own, shape, case.dtype, shape[-1] ** -0.5)
 
     is_tpu = jax.default_backend() == "tpu"  # as `Llama.from_pretrained`
-    return build(Llama, case.config, make, dtype=case.dtype, scan_layers=is_tpu)
+    return ModelSpec(Llama, case.config, case.dtype, scan_layers=is_tpu).build(make)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -44,7 +44,6 @@ expert.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,7 +58,7 @@ from paged_jax.kernels import cpu, padded_head_dim
 from paged_jax.kernels.quantisation import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.parameters import parameter_layout, parameter_shapes
+from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.part import Part
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.constraints import Constraints
@@ -292,9 +291,8 @@ def weight_layout(
     """
     part = Part("", config.vocab_size, num_devices) if num_devices > 1 else None
     # Stacked where they can be: that traces one layer, not all.
-    return parameter_layout(
-        Llama, config, dtype=dtype, scan_layers=config.can_scan_layers, part=part
-    )
+    model_class = functools.partial(Llama, part=part)
+    return ModelSpec(model_class, config, dtype, config.can_scan_layers).parameters()
 
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1) -> int:
@@ -305,8 +303,8 @@ def weight_bytes(config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1) ->
 
 def num_parameters(config: LlamaConfig) -> int:
     """How many numbers a model has; tied ones count once."""
-    shapes = parameter_shapes(Llama, config, scan_layers=config.can_scan_layers)
-    return sum(math.prod(shape) for shape in shapes.values())
+    parameters = ModelSpec(Llama, config, config.dtype, config.can_scan_layers).parameters()
+    return sum(x.size for x in parameters.values())
 
 
 def block_bytes(

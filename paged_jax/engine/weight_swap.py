@@ -16,7 +16,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import (
     NameMap,
-    Source,
+    TensorSource,
     assemble,
     find_sources,
     named_arrays,
@@ -160,7 +160,7 @@ class WeightSwap:
 
 
 def _check_tied_head(
-    config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, Source]
+    config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, TensorSource]
 ) -> None:
     """Check that a head equals the tied embeddings, because the model has no separate head."""
     pair = sources[HEAD], sources[EMBEDDINGS]
@@ -241,7 +241,7 @@ def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[
 
 @functools.lru_cache(maxsize=16)
 def _comparing(
-    pair: tuple[Source, Source], shape: tuple[int, ...]
+    pair: tuple[TensorSource, TensorSource], shape: tuple[int, ...]
 ) -> Callable[[dict[str, jax.Array]], jax.Array]:
     def compare(arrays: dict[str, jax.Array]) -> jax.Array:
         head, embeddings = (source.take(arrays, shape) for source in pair)

@@ -12,7 +12,6 @@ from paged_jax.checks import check_positive
 from paged_jax.models.config_json import read_fields
 from paged_jax.models.config_writing import write_fields
 from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.folder_kind import read_config_json
 from paged_jax.models.layer_types import (
     FULL,
     LAYER_TYPES,
@@ -21,6 +20,7 @@ from paged_jax.models.layer_types import (
     check_num_layers,
     group_layers,
 )
+from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.rope import Rope
 from paged_jax.models.rope_scaling import RopeScaling
 

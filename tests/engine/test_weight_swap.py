@@ -14,7 +14,7 @@ from paged_jax import LLM, Llama, SamplingParams
 from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.models.loading.parameters import named_parameters
-from paged_jax.models.loading.tensor_map import pieces
+from paged_jax.models.loading.tensor_map import map_parameter
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES
@@ -44,9 +44,9 @@ MAPPING = {
 def tensors_of(model: Llama) -> dict[str, np.ndarray]:
     """The tensors of Hugging Face, by their names."""
     return {
-        piece.tensor: piece.to_rows(np.asarray(array)[piece.box])
+        mapping.tensor: mapping.to_rows(np.asarray(array)[mapping.box])
         for name, array in named_parameters(model)
-        for piece in pieces(model.config, name)
+        for mapping in map_parameter(model.config, name)
     }
 
 
@@ -278,7 +278,7 @@ def test_an_engine_whose_weights_are_lost_sleeps_until_it_gets_others(tiny_model
         ({"blocks.*.norm2.w": "model.layers.*.input_layernorm.weight"},
          r"name model\.layers\.0\.input_layernorm\.weight once, got blocks\.0\.norm1\.w and "),
         ({"blocks.*.norm2.w": "model.layers.*.no.weight"},
-         r"must hold model\.layers\.0\.post_attention_layernorm\.weight and 1 others, got no arr"),
+         r"must hold model\.layers\.0\.post_attention_layernorm\.weight and 1 others, but no arr"),
         ({"blocks.*.norm2.w": ("model.layers.*.post_attention_layernorm.weight", (0, 1))},
          r"mapping must order the 1 axes of blocks\.0\.norm2\.w, got \(0, 1\)"),
     ],
@@ -288,7 +288,7 @@ def test_mistakes_in_a_mapping_are_refused(tiny_model, changes, message) -> None
     tree, before = trainers_tree(tiny_model), engine.weights
     with pytest.raises(ValueError, match=f"update_params: .*{message}"):
         engine.update_params(tree, mapping=MAPPING | changes)
-    with pytest.raises(ValueError, match=r"got x \(x\), for which it has no place"):
+    with pytest.raises(ValueError, match=r"must hold only tensors of the model, got x \(x\)"):
         engine.update_params({**tree, "x": jnp.zeros(3)}, mapping=MAPPING)
     with pytest.raises(ValueError, match="must be a model.* Pass a mapping for other definitions"):
         engine.update_params(tree)

@@ -14,7 +14,7 @@ from paged_jax.engine.footprint import num_parameters, weight_bytes
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.linear import linear
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import int8 as loading_int8
+from paged_jax.models.loading import huggingface
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_parameters
@@ -78,7 +78,7 @@ def test_int8_weights_are_those_of_floats_rounded_as_they_are_loaded(
     saved, scan_layers, monkeypatch
 ) -> None:
     floats, folder = saved
-    monkeypatch.setattr(loading_int8, "_CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(huggingface, "_READ_ELEMENTS", 100)
     model = load_weights(Llama, folder, floats.config, dtype="int8", scan_layers=scan_layers)
     assert (float_dtype(model), weight_dtype(model)) == (jnp.dtype(floats.config.dtype), jnp.int8)
     assert model.config == floats.config

@@ -11,9 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import mxfp4
+from paged_jax.models.loading import stored_tensors
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.stored_tensors import expand_mxfp4
 from tests.support.random_model import random_llama
 
 CONFIG = LlamaConfig.from_dict(
@@ -44,7 +45,7 @@ def test_expand_of_all_bytes_and_scales_is_exact() -> None:
     all_bytes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     scales = np.arange(256, dtype=np.uint8)
     blocks = np.broadcast_to(all_bytes, (255, 16, 16))
-    out = mxfp4.expand(blocks, np.repeat(scales[:255, None], 16, axis=1))
+    out = expand_mxfp4(blocks, np.repeat(scales[:255, None], 16, axis=1))
     assert out.dtype == np.float32
     want = np.array([[number_of(byte & 15), number_of(byte >> 4)] for byte in range(256)])
     want = want.reshape(1, -1) * 2.0 ** (scales[:255, None].astype(np.float64) - 127)
@@ -53,7 +54,7 @@ def test_expand_of_all_bytes_and_scales_is_exact() -> None:
     assert np.isinf(out[~is_float]).all() and not is_float[-1].all()
     # None of them needs more than bfloat16 has.
     np.testing.assert_array_equal(out[:254].astype(jnp.bfloat16).astype(np.float32), out[:254])
-    assert np.isnan(mxfp4.expand(all_bytes, np.full(16, 255, np.uint8))).all()
+    assert np.isnan(expand_mxfp4(all_bytes, np.full(16, 255, np.uint8))).all()
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ def test_expand_is_what_transformers_computes() -> None:
     blocks = rng.integers(0, 256, (2, 5, 3, 16), np.uint8)
     scales = rng.integers(100, 150, (2, 5, 3), np.uint8)
     want = theirs.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
-    np.testing.assert_array_equal(mxfp4.expand(blocks, scales).swapaxes(1, 2), want.float().numpy())
+    np.testing.assert_array_equal(expand_mxfp4(blocks, scales).swapaxes(1, 2), want.float().numpy())
 
 
 def write_mxfp4(folder) -> dict[str, np.ndarray]:
@@ -79,7 +80,7 @@ def write_mxfp4(folder) -> dict[str, np.ndarray]:
             blocks = rng.integers(0, 256, (X, num_outputs, num_inputs // 32, 16), np.uint8)
             scales = rng.integers(118, 124, blocks.shape[:3], np.uint8)
             tensors |= {name + "_blocks": blocks, name + "_scales": scales}
-            numbers[name] = mxfp4.expand(blocks, scales).swapaxes(1, 2)
+            numbers[name] = expand_mxfp4(blocks, scales).swapaxes(1, 2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -89,13 +90,13 @@ def write_mxfp4(folder) -> dict[str, np.ndarray]:
 
 def test_from_pretrained_expands_experts_of_4_bits_one_at_a_time(tmp_path, monkeypatch) -> None:
     numbers = write_mxfp4(tmp_path)
-    expand, sizes = mxfp4.expand, []
+    expand, sizes = expand_mxfp4, []
 
     def recorded(blocks, scales):
         sizes.append(blocks.shape[0])
         return expand(blocks, scales)
 
-    monkeypatch.setattr(mxfp4, "expand", recorded)
+    monkeypatch.setattr(stored_tensors, "expand_mxfp4", recorded)
     model = Llama.from_pretrained(tmp_path)
     assert sizes == [1] * (CONFIG.num_hidden_layers * 2 * CONFIG.num_experts)
     layer = model.layers[1]

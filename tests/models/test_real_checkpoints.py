@@ -22,10 +22,14 @@ import pytest
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import mxfp4
-from paged_jax.models.loading.parameters import parameter_shapes
-from paged_jax.models.loading.stored import Stored, _pair
-from paged_jax.models.loading.tensor_map import pieces, tensor_name
+from paged_jax.models.loading.parameters import ModelSpec
+from paged_jax.models.loading.stored_tensors import (
+    MXFP4_BLOCK,
+    MXFP4_BLOCK_BYTES,
+    StoredTensor,
+    combine_quantised,
+)
+from paged_jax.models.loading.tensor_map import map_parameter, standard_name
 
 _CHECKPOINTS = {
     checkpoint["model"]: checkpoint
@@ -48,10 +52,10 @@ def test_every_tensor_of_a_real_checkpoint_is_read_once(model):
     }
     names = [name for pattern in checkpoint["weights"] for name in _expand(pattern)]
     assert checkpoint.get("num_tensors", len(names)) == len(names)
-    assert all(tensor_name(config, name) is None for name in others)
+    assert all(standard_name(config, name) is None for name in others)
 
     rows, shapes = _read_rows(config)
-    ours = [tensor_name(config, name) or "" for name in names]
+    ours = [standard_name(config, name) or "" for name in names]
     in_blocks = {name.removesuffix("_blocks") for name in ours if name.endswith("_blocks")}
     expected = {*ours, *in_blocks} - {x + end for x in in_blocks for end in ("_blocks", "_scales")}
     assert len(ours) == len(expected) + len(in_blocks)
@@ -97,28 +101,30 @@ def _read_rows(config):
     # All layers have the parameters of the first.
     one = dataclasses.replace(config, num_hidden_layers=1, layer_types=(), rope_layers=())
     rows, shapes = {}, {}
-    for name in parameter_shapes(Llama, one, scan_layers=False):
+    for name in ModelSpec(Llama, one, one.dtype, scan_layers=False).parameters():
         stacked = re.sub(r"^layers\.0\.", "layers.", name)
-        for piece in pieces(config, stacked):
-            assert shapes.setdefault(piece.tensor, piece.shape) == piece.shape
-            num_rows = math.prod(piece.extent) // math.prod(piece.shape[1:])
-            rows.setdefault(piece.tensor, []).append((piece.first_row, piece.first_row + num_rows))
+        for mapping in map_parameter(config, stacked):
+            assert shapes.setdefault(mapping.tensor, mapping.shape) == mapping.shape
+            num_rows = math.prod(mapping.box_shape) // math.prod(mapping.shape[1:])
+            rows.setdefault(mapping.tensor, []).append(
+                (mapping.first_row, mapping.first_row + num_rows)
+            )
     return rows, shapes
 
 
 def _num_bytes_in_blocks(shape):
-    return math.prod(shape) // mxfp4.BLOCK * (mxfp4.BLOCK_BYTES + 1)
+    return math.prod(shape) // MXFP4_BLOCK * (MXFP4_BLOCK_BYTES + 1)
 
 
 def _paired(shapes):
     """The tensors of these shapes that blocks and scales of theirs in a folder are read as."""
     stored = {}
     for tensor, (X, num_inputs, num_outputs) in shapes.items():
-        scales = X, num_outputs, num_inputs // mxfp4.BLOCK
-        blocks = *scales, mxfp4.BLOCK_BYTES
+        scales = X, num_outputs, num_inputs // MXFP4_BLOCK
+        blocks = *scales, MXFP4_BLOCK_BYTES
         for end, shape in (("_blocks", blocks), ("_scales", scales)):
-            stored[tensor + end] = Stored(Path("x"), tensor + end, shape, "U8")
-    paired = _pair(stored)
+            stored[tensor + end] = StoredTensor(Path("x"), tensor + end, shape, "U8")
+    paired = combine_quantised(stored, has_mxfp4=True)
     assert {tensor: found.shape for tensor, found in paired.items()} == shapes
     return paired.keys()
 

@@ -14,9 +14,8 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import conversion, huggingface
 from paged_jax.models.loading import parameters as loading_parameters
-from paged_jax.models.loading.piece import Piece
-from paged_jax.models.loading.stored import find_tensors
-from paged_jax.models.loading.tensor_map import pieces
+from paged_jax.models.loading.safetensors_files import find_tensors
+from paged_jax.models.loading.tensor_map import TensorMapping, map_parameter
 from paged_jax.models.rope import Rope, head_order, rotations
 from paged_jax.models.rope_scaling import RopeScaling
 
@@ -381,46 +380,50 @@ def test_heads_in_our_order_rotate_as_those_of_checkpoints(interleaved, rotary_d
 
 
 # A checkpoint's rows go to a parameter in an order of their own, and come back.
-_PIECES = {
-    "as it is": Piece("x", (12, 3), (3, 2, 2, 3), (0, 1, 0, 0)),
-    "rows of it": Piece("x", (20, 3), (3, 2, 2, 3), (0, 1, 0, 0), first_row=4),
-    "in order": Piece("x", (24, 3), (3, 2, 4, 3), (0, 1, 0, 0), order=(0, 2, 3, 1)),
-    "rows of a stack in order": Piece(
-        "x", (30, 3), (1, 3, 2, 4, 3), (1, 0, 1, 0, 0), first_row=6, order=(0, 2, 3, 1)
+_MAPPINGS = {
+    "as it is": TensorMapping("x", (12, 3), (3, 2, 2, 3), (0, 1, 0, 0)),
+    "rows of it": TensorMapping("x", (20, 3), (3, 2, 2, 3), (0, 1, 0, 0), first_row=4),
+    "in order": TensorMapping("x", (24, 3), (3, 2, 4, 3), (0, 1, 0, 0), row_order=(0, 2, 3, 1)),
+    "rows of a stack in order": TensorMapping(
+        "x", (30, 3), (1, 3, 2, 4, 3), (1, 0, 1, 0, 0), first_row=6, row_order=(0, 2, 3, 1)
     ),
-    "a vector in order": Piece("x", (4,), (4,), (0,), order=(0, 2, 3, 1)),
-    "transposed": Piece(
-        "x", (2, 3, 8), (2, 2, 4, 3), (0, 0, 0, 0), axes=(0, 3, 2, 1), split=(2, 3, 4, 2)
+    "a vector in order": TensorMapping("x", (4,), (4,), (0,), row_order=(0, 2, 3, 1)),
+    "transposed": TensorMapping(
+        "x", (2, 3, 8), (2, 2, 4, 3), (0, 0, 0, 0), axes=(0, 3, 2, 1), split_shape=(2, 3, 4, 2)
     ),
-    "transposed in a stack": Piece("x", (2, 3, 4), (1, 2, 4, 3), (1, 0, 0, 0), axes=(0, 2, 1)),
+    "transposed in a stack": TensorMapping(
+        "x", (2, 3, 4), (1, 2, 4, 3), (1, 0, 0, 0), axes=(0, 2, 1)
+    ),
 }
 
 
-@pytest.mark.parametrize("name", _PIECES)
+@pytest.mark.parametrize("name", _MAPPINGS)
 def test_read_fills_any_part_of_a_parameter_and_rows_come_back(tmp_path, name):
-    piece = _PIECES[name]
-    tensor = np.random.default_rng(0).normal(size=piece.shape).astype(np.float32)
-    box = piece.to_parameter(tensor)
-    assert box.shape == piece.extent and len(set(box.ravel().tolist())) == box.size
-    np.testing.assert_array_equal(piece.to_parameter(jnp.asarray(tensor)), box)
-    first = piece.first_row
-    rows = tensor if piece.axes else tensor[first : first + piece.rows.size]
-    np.testing.assert_array_equal(piece.to_rows(box), rows)
-    np.testing.assert_array_equal(piece.to_rows(jnp.asarray(box)), rows)
+    mapping = _MAPPINGS[name]
+    tensor = np.random.default_rng(0).normal(size=mapping.shape).astype(np.float32)
+    box = mapping.to_box(tensor)
+    assert box.shape == mapping.box_shape and len(set(box.ravel().tolist())) == box.size
+    np.testing.assert_array_equal(mapping.to_box(jnp.asarray(tensor)), box)
+    first = mapping.first_row
+    rows = tensor if mapping.axes else tensor[first : first + mapping.rows.size]
+    np.testing.assert_array_equal(mapping.to_rows(box), rows)
+    np.testing.assert_array_equal(mapping.to_rows(jnp.asarray(box)), rows)
 
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     stored = find_tensors(tmp_path, _MIXED)
-    parameter = np.zeros(piece.end, np.float32)
-    parameter[piece.box] = box
+    parameter = np.zeros(mapping.box_end, np.float32)
+    parameter[mapping.box] = box
     for cut in (slice(None), slice(1, None), slice(None, -1), slice(1, 2)):
-        for axis in range(len(piece.end)):
-            index = tuple(cut if axis == i else slice(None) for i in range(len(piece.end)))
+        for axis in range(len(mapping.box_end)):
+            index = tuple(cut if axis == i else slice(None) for i in range(len(mapping.box_end)))
             if 0 in parameter[index].shape:
                 continue
-            # What the piece does not fill is not its own.
-            inside = np.zeros(piece.end, bool)
-            inside[piece.box] = True
-            got = huggingface._read(stored, [piece], piece.end, index, np.dtype(np.float32))
+            # What the mapping does not fill is not its own.
+            inside = np.zeros(mapping.box_end, bool)
+            inside[mapping.box] = True
+            got = huggingface._read_box(
+                stored, [mapping], mapping.box_end, index, np.dtype(np.float32)
+            )
             inside = inside[index]
             np.testing.assert_array_equal(got[inside], parameter[index][inside])
 
@@ -429,14 +432,14 @@ def test_checkpoints_of_partial_and_interleaved_heads_are_loaded_and_saved(tmp_p
     rng = np.random.default_rng(0)
     shapes = {
         name: array.shape
-        for name, array in loading_parameters.parameter_layout(
-            Llama, _MIXED, dtype="float32", scan_layers=False
-        ).items()
+        for name, array in loading_parameters.ModelSpec(Llama, _MIXED, "float32", scan_layers=False)
+        .parameters()
+        .items()
     }
     tensors = {
-        piece.tensor: rng.normal(size=piece.shape).astype(np.float32)
+        mapping.tensor: rng.normal(size=mapping.shape).astype(np.float32)
         for name in shapes
-        for piece in pieces(_MIXED, name)
+        for mapping in map_parameter(_MIXED, name)
     }
     (tmp_path / "theirs").mkdir()
     save_file(tensors, tmp_path / "theirs" / "model.safetensors")
@@ -451,9 +454,9 @@ def test_checkpoints_of_partial_and_interleaved_heads_are_loaded_and_saved(tmp_p
 
     parameters = dict(loading_parameters.named_parameters(model))
     back = {
-        piece.tensor: huggingface._cut(parameters[name], [piece])
+        mapping.tensor: huggingface._to_tensor(parameters[name], [mapping])
         for name in shapes
-        for piece in pieces(_MIXED, name)
+        for mapping in map_parameter(_MIXED, name)
     }
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -1,75 +1,84 @@
-"""Hugging Face folders of safetensors to parameters of a model, and back."""
+"""Load and save the weights of a model as a Hugging Face folder of safetensors."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.folder_kind import find_adapters
-from paged_jax.models.loading.foreign_names import check_counts, check_names
-from paged_jax.models.loading.int8 import read_quantised
 from paged_jax.models.loading.parameters import (
     Model,
-    ModelClass,
+    ModelSpec,
     Sharding,
     WeightsError,
-    build,
+    config_text,
     named_parameters,
-    parameter_layout,
-    parameter_shapes,
     resolve_dtype,
-    resolve_sharding,
 )
-from paged_jax.models.loading.piece import Piece
-from paged_jax.models.loading.stored import INDEX, SINGLE, Stored, find_tensors
-from paged_jax.models.loading.tensor_map import HEAD, find_pieces, pieces
-from paged_jax.models.loading.tied_head import untie_if_different
-from paged_jax.models.weight import SCALE
+from paged_jax.models.loading.safetensors_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_counts,
+    check_names,
+    find_tensors,
+)
+from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.loading.tensor_map import (
+    EMBEDDINGS,
+    HEAD,
+    TensorMapping,
+    map_parameter,
+    map_to_available,
+)
+from paged_jax.models.model_folder import find_adapters
+from paged_jax.models.weight import SCALE, quantise
 
-_READ_ELEMENTS = 1 << 22  # 8 or 16 MB: small beside a model, and yet worth opening a file for
+# Elements per read: 8 or 16 MB, small beside a model but large beside the cost of opening a file.
+_READ_ELEMENTS = 1 << 22
+_COMPARED_ROWS = 4096
 _ROTARY_BUFFERS = tuple(
     f"rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
 )
 
+Index = tuple[slice, ...]
+
 
 def load_weights(
-    model_class: ModelClass[Model],
+    model_class: Callable[..., Model],
     folder: str | Path,
     config: LlamaConfig,
     *,
-    dtype: Any = "auto",
+    dtype: DTypeLike = "auto",
     scan_layers: bool = False,
     sharding: Sharding = None,
 ) -> Model:
     """Load a model from a folder with ``model.safetensors``, whole or in shards.
 
-    Each device receives only its part of each parameter, read from the file directly. Besides the
-    weights themselves, memory for one parameter is needed, on the host.
+    Each device reads only its part of each parameter from the files. The host needs memory for one
+    parameter besides the weights themselves.
 
     Args:
-      model_class: class of the model to make, such as `Llama`.
+      model_class: class of the model, such as `Llama`.
       folder: folder of the safetensors.
-      config: configuration of the model, which they must fit. If it ties the head and the files
+      config: configuration of the model. If it ties the head to the embeddings but the files
         contain a different head, the model is loaded untied, with a warning.
       dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``.
-      scan_layers: stack the layers, see `Llama`.
-      sharding: one for all parameters, or a function of a parameter's name and shape.
+      scan_layers: whether to stack the layers, see `Llama`.
+      sharding: one sharding for all parameters, or a function of a parameter's name and shape.
 
     Raises:
-      WeightsError: no safetensors, a damaged file, a tensor missing, left over, of the wrong
-        shape, not floating point, or not finite.
+      WeightsError: the folder has no safetensors, a file is damaged, or a tensor is missing,
+        unexpected, of the wrong shape, not floating point, or not finite.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
     stored = find_tensors(Path(folder), config)
@@ -84,46 +93,47 @@ def load_weights(
         {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
     )
     config = untie_if_different(config, stored)
-    shapes = parameter_shapes(model_class, config, scan_layers=scan_layers)
-    layout = parameter_layout(model_class, config, dtype=dtype, scan_layers=scan_layers)
-    parts = {name: find_pieces(config, name, stored) for name in shapes}
-    _check_tensors(stored, [piece for some in parts.values() for piece in some], config)
+    spec = ModelSpec(model_class, config, dtype, scan_layers, sharding)
+    parameters = spec.parameters()
+    mappings = {
+        name: map_to_available(config, name, stored)
+        for name in parameters
+        if not name.endswith(SCALE)
+    }
+    _check_tensors(stored, [each for some in mappings.values() for each in some], config)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
-        def read(index: Any) -> np.ndarray:
+        def read(index: Index) -> np.ndarray:
             matrix = name.removesuffix(SCALE)
-            if matrix + SCALE not in layout:
-                return _read(stored, parts[name], shape, index, layout[name].dtype)
-            floats = functools.partial(_read, stored, parts[matrix], shapes[matrix])
-            part = np.broadcast_to(np.int8(0), shape)[index].shape
-            out = _aligned_empty(part, layout[name].dtype)
-            return read_quantised(
-                lambda box: floats(box, np.dtype(np.float32)), shapes[matrix], index, out
-            )
+            if matrix + SCALE in parameters:
+                matrix_shape = parameters[matrix].shape
+                out = _aligned_empty(_shape_of(shape, index), parameters[name].dtype)
+                return _read_int8(stored, mappings[matrix], matrix_shape, index, out)
+            return _read_box(stored, mappings[name], shape, index, parameters[name].dtype)
 
-        placement = resolve_sharding(sharding, name, shape)
+        placement = spec.sharding_of(name, shape)
         if placement is None:
             return jax.device_put(read((slice(None),) * len(shape)))
         return jax.make_array_from_callback(shape, placement, read)
 
-    return build(model_class, config, make, dtype=dtype, scan_layers=scan_layers)
+    return spec.build(make)
 
 
 def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
-    """Write a Hugging Face folder: ``config.json`` and safetensors, which transformers loads.
+    """Write a Hugging Face folder (``config.json`` and safetensors), which transformers can load.
 
     Args:
-      model: a `Llama`, its layers stacked or not.
-      folder: the folder, made if need be; weights in it are replaced once the new ones are written.
-      max_file_bytes: weights of more bytes than this are written as several files.
+      model: a `Llama`, with stacked layers or not.
+      folder: folder to write. It is created if necessary. Old weights in it are removed after the
+        new ones are written.
+      max_file_bytes: maximum size of one file. Larger models are split into several files.
 
     Raises:
-      ValueError: weights are int8, or transformers has no family that computes this config, see
+      ValueError: the weights are int8, or no family of transformers has this config, see
         `LlamaConfig.to_dict`.
     """
     folder = Path(folder)
-    config = dataclasses.replace(model.config, dtype=model.norm[...].dtype.name)
-    config_json = json.dumps(config.to_dict(), indent=2) + "\n"
+    config_json = config_text(model)
     parameters = dict(named_parameters(model))
     if any(name.endswith(SCALE) for name in parameters):
         raise ValueError(
@@ -131,47 +141,83 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
             "the model that they were made from."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shard(
+    files = _split_into_files(
         [
-            (name, list(parts))
+            (name, list(mappings))
             for name in parameters
-            for _, parts in itertools.groupby(pieces(config, name), lambda piece: piece.tensor)
+            for _, mappings in itertools.groupby(
+                map_parameter(model.config, name), lambda mapping: mapping.tensor
+            )
         ],
-        max_file_bytes // jnp.dtype(config.dtype).itemsize,
+        max_file_bytes // model.norm[...].dtype.itemsize,
     )
     weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= {parts[0].tensor: file for _, parts in shard}
-        # Renamed when whole, so that an interrupted save leaves no half of a file behind.
+    for number, tensors in enumerate(files, 1):
+        is_single = len(files) == 1
+        file = SINGLE_FILE if is_single else f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= {mappings[0].tensor: file for _, mappings in tensors}
+        partial = folder / (file + ".partial")
+        # Renamed when complete, so that an interrupted save leaves no incomplete file behind.
         save_file(
-            {parts[0].tensor: _cut(parameters[name], parts) for name, parts in shard},
-            folder / (file + ".partial"),
-            metadata={"format": "pt"},  # transformers refuses files without it
+            {
+                mappings[0].tensor: _to_tensor(parameters[name], mappings)
+                for name, mappings in tensors
+            },
+            partial,
+            metadata={"format": "pt"},  # required by transformers
         )
-        # The library makes its files private; these get the mode of any other new file.
-        (folder / (file + ".partial")).chmod(0o666 & ~_umask())
-        os.replace(folder / (file + ".partial"), folder / file)
+        # safetensors makes its files private. These get the mode of any other new file.
+        partial.chmod(0o666 & ~_umask())
+        os.replace(partial, folder / file)
     written = set(weight_map.values())
-    if len(shards) > 1:
+    if len(files) > 1:
         total = sum(parameter.nbytes for parameter in parameters.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        written.add(INDEX)
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        written.add(INDEX_FILE)
     (folder / "config.json").write_text(config_json, encoding="utf-8")
     for stale in folder.glob("model*.safetensors*"):
         if stale.name not in written:
             stale.unlink()
 
 
-def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it without setting it
-    os.umask(mask)
-    return mask
+def untie_if_different(config: LlamaConfig, stored: Mapping[str, StoredTensor]) -> LlamaConfig:
+    """Return the config, untied if the files contain a head that differs from the embeddings.
+
+    transformers does the same: a tensor in the file is never dropped because of the config.
+
+    Args:
+      config: configuration of the model.
+      stored: tensors of the files, see `find_tensors`.
+    """
+    if not config.tie_word_embeddings or HEAD not in stored or EMBEDDINGS not in stored:
+        return config
+    if _are_equal(stored[HEAD], stored[EMBEDDINGS]):
+        return config
+    warnings.warn(
+        f"{stored[HEAD].path}: {HEAD} differs from the embeddings although config.json has "
+        "tie_word_embeddings: true. The model is loaded untied. Set tie_word_embeddings to false.",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
-def _check_tensors(stored: Mapping[str, Stored], parts: list[Piece], config: LlamaConfig) -> None:
-    expected = {piece.tensor: piece for piece in parts}
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    if first.shape != second.shape or not (first.is_floating and second.is_floating):
+        return False
+    num_rows = first.shape[0]
+    for start in range(0, num_rows, _COMPARED_ROWS):
+        rows = (slice(start, min(start + _COMPARED_ROWS, num_rows)),)
+        left, right = (x.read(rows, np.dtype(np.float32)) for x in (first, second))
+        if not np.array_equal(left, right):
+            return False
+    return True
+
+
+def _check_tensors(
+    stored: Mapping[str, StoredTensor], mappings: list[TensorMapping], config: LlamaConfig
+) -> None:
+    expected = {mapping.tensor: mapping for mapping in mappings}
     missing = [tensor for tensor in expected if tensor not in stored]
     if missing:
         advice = (
@@ -187,10 +233,10 @@ def _check_tensors(stored: Mapping[str, Stored], parts: list[Piece], config: Lla
         raise WeightsError(
             f"load_weights: {_enumerate(left_over)} left over: the config has no place for it."
         )
-    for tensor, piece in expected.items():
-        if stored[tensor].shape != piece.shape:
+    for tensor, mapping in expected.items():
+        if stored[tensor].shape != mapping.shape:
             raise WeightsError(
-                f"load_weights: {tensor} must have shape {list(piece.shape)}, "
+                f"load_weights: {tensor} must have shape {list(mapping.shape)}, "
                 f"got {list(stored[tensor].shape)}."
             )
         if not stored[tensor].is_floating:
@@ -211,106 +257,138 @@ def _enumerate(tensors: list[str]) -> str:
     return tensors[0] + others
 
 
-def _read(
-    stored: Mapping[str, Stored],
-    parts: list[Piece],
+def _read_int8(
+    stored: Mapping[str, StoredTensor],
+    mappings: list[TensorMapping],
     shape: tuple[int, ...],
-    index: tuple[slice, ...],
+    index: Index,
+    out: np.ndarray,
+) -> np.ndarray:
+    """Quantise a matrix of the given shape while reading it, some rows at a time.
+
+    `index` selects a part of the int8 matrix, or of its scales, which have one dimension less.
+    Whole rows are read even if the device holds only some columns, because the largest number of
+    the row determines its scale.
+    """
+    rows, columns = index[: len(shape) - 1], index[len(shape) - 1 :]
+    start, stop, _ = rows[0].indices(shape[0])
+    step = max(1, _READ_ELEMENTS // math.prod(shape[1:]))
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        box = (slice(first, last), *rows[1:], slice(None))
+        values, scales = quantise(_read_box(stored, mappings, shape, box, np.dtype(np.float32)))
+        out[first - start : last - start] = values[..., *columns] if columns else scales
+    return out
+
+
+def _read_box(
+    stored: Mapping[str, StoredTensor],
+    mappings: list[TensorMapping],
+    shape: tuple[int, ...],
+    index: Index,
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Read the part of a parameter that one device holds."""
+    """Read the part of a parameter of the given shape that `index` selects."""
     starts, stops, _ = zip(*(s.indices(n) for s, n in zip(index, shape, strict=True)), strict=True)
-    part = _aligned_empty(tuple(np.subtract(stops, starts)), dtype)
-    for piece in parts:
-        low, high = tuple(map(max, starts, piece.offset)), tuple(map(min, stops, piece.end))
+    out = _aligned_empty(tuple(np.subtract(stops, starts)), dtype)
+    for mapping in mappings:
+        low = tuple(map(max, starts, mapping.box_start))
+        high = tuple(map(min, stops, mapping.box_end))
         if all(a < b for a, b in zip(low, high, strict=True)):
-            _read_piece(stored, piece, low, high, part[_box(low, high, starts)])
-    return part
+            part = out[_slices(low, high, starts)]
+            _read_tensor(
+                stored[mapping.tensor], mapping, _slices(low, high, mapping.box_start), part
+            )
+    return out
 
 
-def _read_piece(
-    stored: Mapping[str, Stored],
-    piece: Piece,
-    low: tuple[int, ...],
-    high: tuple[int, ...],
-    out: np.ndarray,
+def _read_tensor(
+    tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Fill ``out`` with the box from ``low`` to ``high`` (in the parameter) of one tensor."""
-    tensor = stored[piece.tensor]
-    box = _box(low, high, piece.offset)
-    if piece.axes is not None:
-        _read_transposed(tensor, piece, box, out)
+    """Fill `out` with a part of the mapping's box."""
+    if mapping.axes is not None:
+        _read_transposed(tensor, mapping, part, out)
         return
-    columns = box[piece.num_row_axes :]
-    rows = piece.rows[box[: piece.num_row_axes]]
-    # Rows in the order of the file, so that those of a head are one read, however they lie in it.
+    columns = part[mapping.num_row_axes :]
+    rows = mapping.rows[part[: mapping.num_row_axes]]
+    # Sorted by row in the file, so that consecutive rows become one read despite `row_order`.
     places = np.argsort(rows, axis=None)
     rows_in_file = rows.ravel()[places]
-    most = _READ_ELEMENTS // math.prod(out.shape[piece.num_row_axes :])
-    for start, stop in _runs(rows_in_file, most):
+    max_rows = max(1, _READ_ELEMENTS // math.prod(out.shape[mapping.num_row_axes :]))
+    for start, stop in _consecutive_runs(rows_in_file, max_rows):
         first, last = rows_in_file[[start, stop - 1]].tolist()
         values = tensor.read((slice(first, last + 1), *columns), out.dtype)
         out[np.unravel_index(places[start:stop], rows.shape)] = values
 
 
-def _read_transposed(tensor: Stored, piece: Piece, box: tuple[slice, ...], out: np.ndarray) -> None:
-    """Fill ``out`` with a box of a tensor that lies transposed, one index of the first axis a time:
-    an expert."""
-    assert piece.axes is not None and piece.axes[0] == 0
-    lead = len(piece.extent) - len(piece.axes)
+def _read_transposed(
+    tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
+) -> None:
+    """Fill `out` from a transposed tensor, one index of its first axis (an expert) at a time."""
+    assert mapping.axes is not None and mapping.axes[0] == 0
+    lead = len(mapping.box_shape) - len(mapping.axes)
     one = dataclasses.replace(
-        piece,
-        shape=(1, *piece.shape[1:]),
-        split=(1, *(piece.split or piece.shape)[1:]),
-        extent=(1, *piece.extent[lead + 1 :]),
+        mapping,
+        shape=(1, *mapping.shape[1:]),
+        split_shape=(1, *(mapping.split_shape or mapping.shape)[1:]),
+        box_shape=(1, *mapping.box_shape[lead + 1 :]),
     )
-    for place, index in enumerate(range(box[lead].start, box[lead].stop)):
+    for place, index in enumerate(range(part[lead].start, part[lead].stop)):
         values = tensor.read((slice(index, index + 1),), out.dtype)
-        out[(0,) * lead + (place,)] = one.to_parameter(values)[0][box[lead + 1 :]]
+        out[(0,) * lead + (place,)] = one.to_box(values)[0][part[lead + 1 :]]
 
 
-def _runs(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """First and last index, the latter exclusive, of runs of consecutive rows, none above `most`
-    long."""
+def _consecutive_runs(rows: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of runs of consecutive numbers, with at most `max_rows` each."""
     gaps = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
     for begin, end in itertools.pairwise([0, *gaps, len(rows)]):
-        for start in range(begin, end, max(1, most)):
-            yield start, min(start + max(1, most), end)
+        for start in range(begin, end, max_rows):
+            yield start, min(start + max_rows, end)
 
 
-def _box(low: tuple[int, ...], high: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
+def _slices(low: tuple[int, ...], high: tuple[int, ...], origin: tuple[int, ...]) -> Index:
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
+def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    return np.broadcast_to(np.int8(0), shape)[index].shape
+
+
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    # XLA's CPU backend takes over memory that is aligned to 64 bytes, and copies any other.
+    # XLA's CPU backend uses memory that is aligned to 64 bytes without copying it.
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _cut(parameter: jax.Array, parts: list[Piece]) -> np.ndarray:
-    """A tensor as Hugging Face shapes it, of its parts; on CPU a view where it lies in one."""
+def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarray:
+    """Return a tensor in the shape of Hugging Face; on CPU a view of the parameter if possible."""
     rows = [
-        piece.to_rows(np.asarray(parameter)[piece.box])
-        for piece in sorted(parts, key=lambda piece: piece.first_row)
+        mapping.to_rows(np.asarray(parameter)[mapping.box])
+        for mapping in sorted(mappings, key=lambda mapping: mapping.first_row)
     ]
-    # A file gets memory as it lies: what is transposed must be copied.
+    # safetensors writes raw memory, so transposed arrays must be copied.
     return np.ascontiguousarray(rows[0]) if len(rows) == 1 else np.concatenate(rows)
 
 
-def _shard(
-    tensors: list[tuple[str, list[Piece]]], max_elements: int
-) -> list[list[tuple[str, list[Piece]]]]:
-    """Tensors, each as its parameter and its parts there, in the files that they go to."""
-    shards: list[list[tuple[str, list[Piece]]]] = [[]]
+def _split_into_files(
+    tensors: list[tuple[str, list[TensorMapping]]], max_elements: int
+) -> list[list[tuple[str, list[TensorMapping]]]]:
+    """Divide tensors, each given as its parameter and its mappings, among files."""
+    files: list[list[tuple[str, list[TensorMapping]]]] = [[]]
     size = 0
-    for name, parts in tensors:
-        elements = math.prod(parts[0].shape)
-        if shards[-1] and size + elements > max_elements:
-            shards.append([])
+    for name, mappings in tensors:
+        num_elements = math.prod(mappings[0].shape)
+        if files[-1] and size + num_elements > max_elements:
+            files.append([])
             size = 0
-        shards[-1].append((name, parts))
-        size += elements
-    return shards
+        files[-1].append((name, mappings))
+        size += num_elements
+    return files
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # the mask can only be read by setting it
+    os.umask(mask)
+    return mask

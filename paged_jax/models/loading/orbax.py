@@ -1,14 +1,12 @@
-"""Orbax checkpoints of a model: ``config.json`` beside the arrays in ``weights/``.
+"""Load and save Orbax checkpoints of a model: ``config.json`` beside the arrays in ``weights/``.
 
-The layout on disk is that of the model that was saved. Either layout, layers stacked or one by
-one, is loaded from either.
+The arrays have the layout of the saved model: layers stacked, or one by one. A checkpoint of either
+layout can be loaded into either layout.
 """
 
-import functools
+import dataclasses
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,76 +14,77 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import (
     Model,
-    ModelClass,
+    ModelSpec,
     Sharding,
     WeightsError,
-    build,
+    config_text,
     named_parameters,
-    parameter_layout,
     resolve_dtype,
-    resolve_sharding,
 )
 from paged_jax.models.weight import SCALE, quantise
 
 _WEIGHTS = "weights"
 
+Shape = tuple[int, ...]
+# Arrays to restore, by name: shape, dtype and placement.
+Targets = Mapping[str, jax.ShapeDtypeStruct]
+
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Whether a folder was written by `save_checkpoint`."""
+    """Return whether a folder was written by `save_checkpoint`."""
     return (Path(folder) / _WEIGHTS).is_dir()
 
 
 def save_checkpoint(model: Any, path: str | Path) -> None:
-    """Write an Orbax checkpoint, each device its part of the weights.
+    """Write an Orbax checkpoint. Each device writes its part of the weights.
 
     Args:
       model: a `Llama`.
-      path: the folder to write, made if need be.
+      path: folder to write. It is created if necessary.
 
     Raises:
-      FileExistsError: the path holds a checkpoint. It is never replaced: were the save to fail
-        half-way, neither would be left.
+      FileExistsError: the folder already holds a checkpoint. It is never replaced, because a save
+        that fails half-way would leave neither.
     """
     path = Path(path).resolve()
     if is_checkpoint(path):
         raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
-    config = replace(model.config, dtype=model.norm[...].dtype.name)
-    config_json = json.dumps(config.to_dict(), indent=2) + "\n"
+    config_json = config_text(model)
     path.mkdir(parents=True, exist_ok=True)
     ocp.save(str(path / _WEIGHTS), dict(named_parameters(model)))
     (path / "config.json").write_text(config_json, encoding="utf-8")
 
 
 def load_checkpoint(
-    model_class: ModelClass[Model],
+    model_class: Callable[..., Model],
     path: str | Path,
     config: LlamaConfig,
     *,
-    dtype: Any = "auto",
+    dtype: DTypeLike = "auto",
     scan_layers: bool = False,
     sharding: Sharding = None,
 ) -> Model:
-    """Load a checkpoint of `save_checkpoint`, each parameter right where it belongs.
+    """Load a checkpoint of `save_checkpoint`, each parameter directly to its devices.
 
-    Where the checkpoint has the other layout of layers, memory for one more parameter of all
-    layers is needed.
+    If the checkpoint has the other layout of layers, memory for one more parameter of all layers is
+    needed.
 
     Args:
-      model_class: class of the model to make, such as `Llama`.
-      path: the folder of the checkpoint.
-      config: the content of its ``config.json``.
-      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is that of the checkpoint, and int8
-        cannot become floats again.
-      scan_layers: stack the layers, see `Llama`.
-      sharding: one for all parameters, or a function of a parameter's name and shape.
+      model_class, sharding: see `load_weights`.
+      path: folder of the checkpoint.
+      config: content of its ``config.json``.
+      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the checkpoint. Weights
+        saved as int8 can only be loaded as int8.
+      scan_layers: whether to stack the layers, see `Llama`.
 
     Raises:
-      ValueError: floats are asked for, and the weights are int8.
-      WeightsError: the arrays are damaged, or not those that the config describes.
+      ValueError: a floating-point dtype is requested, but the weights are int8.
+      WeightsError: the arrays are damaged, or differ from those that the config describes.
     """
     path = Path(path).resolve()
     stored = _stored_shapes(path)
@@ -97,43 +96,38 @@ def load_checkpoint(
         raise ValueError(
             f"load_checkpoint: dtype must be 'auto' or 'int8' where weights are int8, got {dtype}."
         )
-    # Floats are restored before they are rounded to int8.
-    stored_dtype = jnp.float32 if dtype == jnp.int8 and own_dtype != "int8" else dtype
     is_stacked = "layers.input_norm" in stored
-    layout = functools.partial(parameter_layout, model_class, config)
-    expected = layout(dtype=own_dtype, scan_layers=is_stacked)
-    _check_shapes(stored, {name: x.shape for name, x in expected.items()})
+    saved = ModelSpec(model_class, config, own_dtype, is_stacked).parameters()
+    _check_shapes(stored, {name: x.shape for name, x in saved.items()})
 
-    def targets(dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_placed(sharding, name, x.shape))
-            for name, x in layout(dtype=dtype, scan_layers=scan_layers).items()
-        }
-
+    # Floats are restored as float32 before they are rounded to int8.
+    must_quantise = dtype == jnp.int8 and own_dtype != "int8"
+    spec = ModelSpec(model_class, config, dtype, scan_layers, sharding)
+    floats = dataclasses.replace(spec, dtype=jnp.float32) if must_quantise else spec
     if is_stacked != scan_layers:
-        parts = _convert(path, stored, targets(stored_dtype), config.num_hidden_layers)
-    elif stored_dtype != dtype:
-        parts = _restore_layer_by_layer(path, stored, targets(stored_dtype))
+        arrays = _convert(path, stored, _targets(floats), config.num_hidden_layers)
+    elif must_quantise:
+        arrays = _restore_layer_by_layer(path, stored, _targets(floats))
     else:
-        parts = _restore(path, stored, targets(dtype)).items()
-    if stored_dtype != dtype:
-        parts = _round(parts, targets(dtype))
-    arrays = dict(parts)
-    return build(
-        model_class,
-        config,
-        lambda name, _: arrays.pop(name),
-        dtype=dtype,
-        scan_layers=scan_layers,
-    )
+        arrays = _restore(path, stored, _targets(spec)).items()
+    if must_quantise:
+        arrays = _quantise(arrays, _targets(spec))
+    by_name = dict(arrays)
+    return spec.build(lambda name, _: by_name.pop(name))
 
 
-def _placed(sharding: Sharding, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-    # Without one, Orbax would go by the devices of the machine that saved.
-    return resolve_sharding(sharding, name, shape) or jnp.zeros(()).sharding
+def _targets(spec: ModelSpec) -> Targets:
+    # Without a sharding, Orbax would look for the devices of the machine that saved the checkpoint.
+    default = jnp.zeros(()).sharding
+    return {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=spec.sharding_of(name, x.shape) or default
+        )
+        for name, x in spec.parameters().items()
+    }
 
 
-def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(path: Path) -> dict[str, Shape]:
     if not is_checkpoint(path):
         raise WeightsError(f"{path}: no checkpoint there.")
     try:
@@ -145,9 +139,7 @@ def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in metadata.items()}
 
 
-def _check_shapes(
-    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check_shapes(stored: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     for name in sorted(expected.keys() | stored.keys()):
         if stored.get(name) != expected.get(name):
             raise WeightsError(
@@ -156,14 +148,12 @@ def _check_shapes(
             )
 
 
-def _describe(shape: tuple[int, ...] | None) -> str:
+def _describe(shape: Shape | None) -> str:
     return "none (no such parameter)" if shape is None else str(list(shape))
 
 
-def _restore(
-    path: Path, stored: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    """Restore some of the arrays, and read nothing of the others."""
+def _restore(path: Path, stored: Mapping[str, Shape], targets: Targets) -> dict[str, jax.Array]:
+    """Restore some of the stored arrays. The others are not read."""
     abstract = {name: targets.get(name, ocp.PLACEHOLDER) for name in stored}
     try:
         restored = ocp.load(str(path / _WEIGHTS), abstract)
@@ -173,24 +163,24 @@ def _restore(
 
 
 def _restore_layer_by_layer(
-    path: Path, stored: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtypeStruct]
+    path: Path, stored: Mapping[str, Shape], targets: Targets
 ) -> Iterator[tuple[str, jax.Array]]:
     for _, names in itertools.groupby(sorted(targets), lambda name: name.rpartition(".")[0]):
         yield from _restore(path, stored, {name: targets[name] for name in names}).items()
 
 
-def _round(
-    parts: Iterable[tuple[str, jax.Array]], targets: Mapping[str, jax.ShapeDtypeStruct]
+def _quantise(
+    arrays: Iterable[tuple[str, jax.Array]], targets: Targets
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Arrays of float32 as arrays of the types of the targets, some of them in int8."""
-    for name, floats in parts:
+    """Convert float32 arrays to the dtypes of the targets. Matrices become int8 with scales."""
+    for name, floats in arrays:
         if (scale := targets.get(name + SCALE)) is None:
             yield name, floats.astype(targets[name].dtype)
         else:
-            places = targets[name].sharding, scale.sharding
-            values, scales = jax.jit(quantise, out_shardings=places)(floats)
+            shardings = targets[name].sharding, scale.sharding
+            values, scales = jax.jit(quantise, out_shardings=shardings)(floats)
             yield from ((name, values), (name + SCALE, scales))
-        del floats  # before the next are read
+        del floats  # free the memory before the next array is read
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:
@@ -199,10 +189,7 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
 
 
 def _convert(
-    path: Path,
-    stored: Mapping[str, Any],
-    targets: Mapping[str, jax.ShapeDtypeStruct],
-    num_layers: int,
+    path: Path, stored: Mapping[str, Shape], targets: Targets, num_layers: int
 ) -> Iterator[tuple[str, jax.Array]]:
     """Restore the other layout of layers, one kind of parameter after the other."""
     outside = {name: target for name, target in targets.items() if name in stored}
@@ -212,8 +199,8 @@ def _convert(
         if stack in stored:
             whole = _restore(path, stored, {stack: _stacked(targets[layers[0]], num_layers)})
             shardings = tuple(targets[name].sharding for name in layers)
-            parts = jax.jit(tuple, out_shardings=shardings)(whole.pop(stack))
-            yield from zip(layers, parts, strict=True)
+            split = jax.jit(tuple, out_shardings=shardings)(whole.pop(stack))
+            yield from zip(layers, split, strict=True)
         else:
             parts = _restore(path, stored, dict.fromkeys(layers, _unstacked(targets[stack])))
             join = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=targets[stack].sharding)

@@ -1,105 +1,98 @@
-"""The parameters of a model by name, and a model made from them. Knows no model class.
+"""Parameters of a model by name, and construction of a model from loaded arrays.
 
-A loader is given the class: anything that is called as `Llama` is, with a config and a layout.
+Loaders receive the model class as an argument, because `Llama.from_pretrained` imports them.
 """
 
 import dataclasses
-import functools
+import json
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.weight import float_type
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
 
-# Where a parameter goes: one placement for all (None: the default device), or one by its name
-# ("layers.0.qkv_proj", or "layers.qkv_proj" when the layers are stacked) and its shape.
+# Placement of parameters: one sharding for all, or a function of the name ("layers.0.qkv_proj", or
+# "layers.qkv_proj" if the layers are stacked) and the shape. None is the default device.
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
-Model = TypeVar("Model", bound=nnx.Module, covariant=True)
-
-
-class ModelClass(Protocol[Model]):
-    """A class of models with one config and two layouts of layers, such as `Llama`."""
-
-    def __call__(
-        self, config: LlamaConfig, *, dtype: Any, scan_layers: bool, rngs: nnx.Rngs
-    ) -> Model:
-        """Make a model with initial weights."""
-        ...
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 class WeightsError(ValueError):
-    """The files do not hold the weights of this model."""
+    """The files do not contain the weights of this model."""
 
 
-def build(
-    model_class: ModelClass[Model],
-    config: LlamaConfig,
-    make: Callable[[str, tuple[int, ...]], jax.Array],
-    *,
-    dtype: Any,
-    scan_layers: bool,
-) -> Model:
-    """Build a model whose parameters come from ``make(name, shape)``, and initialise none."""
-    config = dataclasses.replace(config, dtype=float_type(dtype, config).name)
-    graphdef, state = nnx.split(_abstract(model_class, config, scan_layers, dtype))
-    parameters = [
-        (path, variable.replace(make(_name(path), variable.shape)))
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.merge(graphdef, nnx.from_flat_state(parameters))
+@dataclasses.dataclass(frozen=True)
+class ModelSpec(Generic[Model]):
+    """Description of a model to load: the arguments of its class, and where parameters go.
 
-
-def parameter_shapes(
-    model_class: ModelClass, config: LlamaConfig, *, scan_layers: bool
-) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a model of floats, such as ``"layers.0.qkv_proj"``."""
-    layout = parameter_layout(model_class, config, dtype=config.dtype, scan_layers=scan_layers)
-    return {name: x.shape for name, x in layout.items()}
-
-
-def parameter_layout(
-    model_class: ModelClass, config: LlamaConfig, *, dtype: Any, scan_layers: bool, **options: Any
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name, shape and type of every parameter of a model with weights of a type.
-
-    Args:
-      model_class: class of the model.
-      config: its configuration.
-      dtype: type of the weights.
-      scan_layers: whether layers are stacked.
-      options: what else it is made with, such as the `part` of one of several devices.
+    Attributes:
+      model_class: class of the model, or another callable with the arguments of `Llama`.
+      config: configuration of the model.
+      dtype: dtype of the weights.
+      scan_layers: whether the layers are stacked, see `Llama`.
+      sharding: placement of the parameters.
     """
-    state = nnx.state(_abstract(model_class, config, scan_layers, dtype, **options))
-    return {
-        _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-        for path, variable in nnx.to_flat_state(state)
-    }
+
+    model_class: Callable[..., Model]
+    config: LlamaConfig
+    dtype: DTypeLike
+    scan_layers: bool
+    sharding: Sharding = None
+
+    def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return name, shape and dtype of every parameter. Nothing is allocated."""
+        return {
+            _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+            for path, variable in nnx.to_flat_state(nnx.state(self._abstract_model()))
+        }
+
+    def sharding_of(self, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+        """Return the placement of a parameter; None is the default device."""
+        return self.sharding(name, shape) if callable(self.sharding) else self.sharding
+
+    def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Model:
+        """Build the model with parameters from ``make(name, shape)``. Nothing is initialised."""
+        config = dataclasses.replace(self.config, dtype=float_type(self.dtype, self.config).name)
+        graphdef, state = nnx.split(dataclasses.replace(self, config=config)._abstract_model())
+        parameters = [
+            (path, variable.replace(make(_name(path), variable.shape)))
+            for path, variable in nnx.to_flat_state(state)
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(parameters))
+
+    def _abstract_model(self) -> Model:
+        return nnx.eval_shape(
+            lambda: self.model_class(
+                self.config, dtype=self.dtype, scan_layers=self.scan_layers, rngs=nnx.Rngs(0)
+            )
+        )
 
 
 def named_parameters(model: nnx.Module) -> Iterator[tuple[str, jax.Array]]:
-    """Name and array of every parameter."""
+    """Yield name and array of every parameter."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         yield _name(path), variable[...]
 
 
-def resolve_dtype(function: str, dtype: Any, config: LlamaConfig) -> np.dtype:
-    """Return the dtype that ``"auto"`` or a dtype of weights stands for.
+def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> np.dtype:
+    """Return the dtype of weights that the user asked for.
 
     Args:
-      function: the name that an error begins with.
-      dtype: ``"auto"`` or None is that of the config.
+      function: function name for error messages.
+      dtype: a dtype; ``"auto"`` or None is ``config.dtype``.
       config: configuration of the model.
 
     Raises:
-      ValueError: not a dtype of weights that this library computes with.
+      ValueError: `dtype` is not a supported dtype of weights.
     """
     try:
         resolved = jnp.dtype(config.dtype if dtype is None or dtype == "auto" else dtype)
@@ -112,22 +105,10 @@ def resolve_dtype(function: str, dtype: Any, config: LlamaConfig) -> np.dtype:
     return resolved
 
 
-def resolve_sharding(
-    sharding: Sharding, name: str, shape: tuple[int, ...]
-) -> jax.sharding.Sharding | None:
-    """Return where one parameter goes; None is the default device."""
-    return sharding(name, shape) if callable(sharding) else sharding
-
-
-def _abstract(
-    model_class: ModelClass[Model],
-    config: LlamaConfig,
-    scan_layers: bool,
-    dtype: Any,
-    **options: Any,
-) -> Model:
-    make = functools.partial(model_class, config, dtype=dtype, scan_layers=scan_layers, **options)
-    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+def config_text(model: Any) -> str:
+    """Return the ``config.json`` of a model, with the dtype of its floating-point weights."""
+    config = dataclasses.replace(model.config, dtype=model.norm[...].dtype.name)
+    return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
 def _name(path: tuple[Any, ...]) -> str:

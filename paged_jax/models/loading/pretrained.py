@@ -1,35 +1,34 @@
-"""One way to load any model: a Hugging Face folder, an Orbax checkpoint, or the bundled model."""
+"""Load any model: a Hugging Face folder, an Orbax checkpoint, or the bundled model."""
 
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from paged_jax.kernels import cpu
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import own_part
-from paged_jax.models.folder_kind import describe_folder, read_config_json
-from paged_jax.models.loading.foreign_names import check_counts, check_names
-from paged_jax.models.loading.huggingface import load_weights
+from paged_jax.models.loading.huggingface import load_weights, untie_if_different
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
-from paged_jax.models.loading.parameters import (
-    Model,
-    ModelClass,
-    Sharding,
-    WeightsError,
-    resolve_sharding,
+from paged_jax.models.loading.parameters import Model, Sharding, WeightsError
+from paged_jax.models.loading.safetensors_files import (
+    check_counts,
+    check_names,
+    list_tensors,
+    name_tensors,
 )
-from paged_jax.models.loading.stored import find_dtype, list_tensors, name_tensors
-from paged_jax.models.loading.tied_head import untie_if_different
+from paged_jax.models.loading.stored_tensors import find_dtype
+from paged_jax.models.model_folder import describe_folder, read_config_json
 
 
 def from_pretrained(
-    model_class: ModelClass[Model],
+    model_class: Callable[..., Model],
     folder: str | Path | None = None,
     *,
-    dtype: Any = "auto",
+    dtype: DTypeLike = "auto",
     scan_layers: bool | None = None,
     sharding: Sharding = None,
 ) -> Model:
@@ -47,7 +46,7 @@ def from_pretrained(
         )
     config = read_config(folder)
     if scan_layers is None:
-        scan_layers = config.can_scan_layers and _scans_best(config, sharding)
+        scan_layers = config.can_scan_layers and _is_scanning_faster(config, sharding)
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
         model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
@@ -85,24 +84,26 @@ def read_config(folder: str | Path) -> LlamaConfig:
 
 
 def bundled_folder() -> Path:
-    """Where the small model that comes with this library is."""
+    """Return the folder of the small model that comes with this library."""
     return Path(str(resources.files("paged_jax.models") / "bundled"))
 
 
-def _scans_best(config: LlamaConfig, sharding: Sharding) -> bool:
-    """Return whether stacked layers are faster; XLA copies them out of a stack on CPU and GPU."""
+def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
+    """Return whether stacked layers are faster than separate ones.
+
+    XLA copies layers out of a stack on CPU and GPU.
+    """
     device = _device(config, sharding)
     if device.platform == "tpu":
         # XLA copies the weights of experts out of a stack, for the kernel that reads them. On 7x it
         # changes the layout of all stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
-    # The kernels for CPUs read weights in the stack, but not in programs that XLA divides.
+    # The CPU kernels read weights in the stack, except in programs with several devices.
     return device.platform == "cpu" and sharding is None and cpu.is_available()
 
 
-def _device(config: LlamaConfig, sharding: Sharding) -> Any:
-    placement = (
-        resolve_sharding(sharding, "embed_tokens", (config.vocab_size, config.hidden_size))
-        or jax.device_put(np.zeros(())).sharding  # without a program to compile
-    )
+def _device(config: LlamaConfig, sharding: Sharding) -> jax.Device:
+    if callable(sharding):
+        sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
+    placement = sharding or jax.device_put(np.zeros(())).sharding  # compiles no program
     return next(iter(placement.device_set))

@@ -1,154 +1,352 @@
-"""Which tensors of Hugging Face make up each parameter of a model, and where in it they lie."""
+"""Mapping from the tensors of a Hugging Face checkpoint to the parameters of a model.
+
+A parameter may consist of several tensors. For example, ``layers.3.qkv_proj`` holds the query, key
+and value projections. `map_parameter` lists the tensors of a parameter and their positions in it.
+"""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Container, Iterator, Mapping
+from typing import TypeVar
+
+import jax
+import numpy as np
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
-from paged_jax.models.loading.expert_map import expert_pieces, fused_pieces
-from paged_jax.models.loading.piece import Piece, make_piece
 from paged_jax.models.rope import head_order
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_INNER = ("layers.", "embed_tokens.", "norm.")  # what ``model.`` contains
+_INNER = ("layers.", "embed_tokens.", "norm.")  # names that follow the prefix ``model.``
 
-# Parameters ``[E]`` of a layer, and their tensors where the family has no other name for them.
+# Parameters ``[E]`` of a layer and their tensors, unless the family has other names.
 _VECTORS = {
     "input_norm": "input_layernorm.weight",
     "post_attention_norm": "post_attention_layernorm.weight",
     "o_bias": "self_attn.o_proj.bias",
 }
+# The same for the parameters of experts. A * stands for the number of an expert.
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    "experts_gate_proj": "mlp.experts.*.gate_proj.weight",
+    "experts_up_proj": "mlp.experts.*.up_proj.weight",
+    "experts_down_proj": "mlp.experts.*.down_proj.weight",
+}
+
+Shape = tuple[int, ...]
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
-def pieces(config: LlamaConfig, name: str, *, is_fused: bool = False) -> Iterator[Piece]:
-    """The tensors that a parameter is made of: together they are all of it.
+@dataclasses.dataclass(frozen=True)
+class TensorMapping:
+    """A Hugging Face tensor, or some of its rows, and the box of a parameter that it fills.
+
+    ``parameter[mapping.box]`` equals ``mapping.to_box(tensor)``. Usually this is only a reshape:
+    several dimensions of the box may count the rows (first dimension) of the tensor.
+
+    Attributes:
+      tensor: name of the tensor.
+      shape: shape of the tensor.
+      box_shape: shape of the box. It has the rank of the parameter.
+      box_start: index of the first element of the box in the parameter.
+      first_row: first row of the tensor in this box. Other boxes may hold the other rows.
+      row_order: tensor row of each index of the last dimension that counts rows; None if the order
+        is the same.
+      axes: permutation of the tensor's axes, if the checkpoint stores it transposed. The first
+        axis stays first.
+      split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions
+        split in two; None for `shape`.
+    """
+
+    tensor: str
+    shape: Shape
+    box_shape: Shape
+    box_start: Shape
+    first_row: int = 0
+    row_order: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None
+    split_shape: Shape | None = None
+
+    @property
+    def box_end(self) -> Shape:
+        """Index after the last element of the box in each dimension."""
+        return tuple(map(sum, zip(self.box_start, self.box_shape, strict=True)))
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Index of the box in the parameter."""
+        return tuple(map(slice, self.box_start, self.box_end))
+
+    @property
+    def num_row_axes(self) -> int:
+        """Number of dimensions of the box that count rows of the tensor."""
+        return len(self.box_shape) - len(self.shape) + 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Tensor row of each index of the first `num_row_axes` dimensions of the box."""
+        shape = self.box_shape[: self.num_row_axes]
+        rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
+        return rows if self.row_order is None else rows[..., self.row_order]
+
+    def to_box(self, tensor: Array) -> Array:
+        """Return the content of the box ``[*box_shape]`` from the tensor ``[*shape]``."""
+        if self.axes is not None:
+            split = tensor.reshape(self.split_shape or self.shape)
+            return split.transpose(self.axes).reshape(self.box_shape)
+        num_rows = math.prod(self.box_shape[: self.num_row_axes])
+        box = tensor[self.first_row : self.first_row + num_rows].reshape(self.box_shape)
+        if self.row_order is None:
+            return box
+        return box[(slice(None),) * (self.num_row_axes - 1) + (np.array(self.row_order),)]
+
+    def to_rows(self, box: Array) -> Array:
+        """Return the tensor rows in a box ``[*box_shape]``, the inverse of `to_box`."""
+        if self.axes is not None:
+            split = self.split_shape or self.shape
+            box = box.reshape(tuple(split[axis] for axis in self.axes))
+            return box.transpose(tuple(np.argsort(self.axes).tolist())).reshape(self.shape)
+        if self.row_order is not None:
+            inverse = np.argsort(self.row_order)
+            box = box[(slice(None),) * (self.num_row_axes - 1) + (inverse,)]
+        return box.reshape(-1, *self.shape[1:])
+
+
+Mappings = tuple[TensorMapping, ...]
+
+
+def map_parameter(
+    config: LlamaConfig, name: str, *, has_fused_experts: bool = False
+) -> Iterator[TensorMapping]:
+    """Yield the tensors of a parameter. Their boxes fill the parameter without overlap.
 
     Args:
       config: configuration of the model.
-      name: name of the parameter, ``"layers.3.qkv_proj"``, or ``"layers.qkv_proj"`` where the
-        layers are stacked.
-      is_fused: whether experts lie in one tensor where files of the family have one for each.
+      name: name of the parameter, such as ``"layers.3.qkv_proj"``, or ``"layers.qkv_proj"`` if
+        the layers are stacked.
+      has_fused_experts: whether one tensor holds all experts, as transformers 5 keeps them in
+        memory, although files of the family have one tensor per expert.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-      >>> for piece in pieces(config, "layers.0.gate_up_proj"):
-      ...     print(piece.tensor, piece.shape, piece.extent, piece.offset)
+      >>> for mapping in map_parameter(config, "layers.0.gate_up_proj"):
+      ...     print(mapping.tensor, mapping.shape, mapping.box_shape, mapping.box_start)
       model.layers.0.mlp.gate_proj.weight (32, 16) (1, 32, 16) (0, 0, 0)
       model.layers.0.mlp.up_proj.weight (32, 16) (1, 32, 16) (1, 0, 0)
     """
     scope, _, rest = name.partition(".")
     if scope != "layers":
-        yield from _model_pieces(config)[name]
+        yield from _model_mappings(config)[name]
         return
     *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
     for layer in [int(index[0])] if index else range(config.num_hidden_layers):
-        for piece in _layer_pieces(config, is_fused)[kind]:
-            tensor = f"model.layers.{layer}.{piece.tensor}"
+        for mapping in _layer_mappings(config, has_fused_experts)[kind]:
+            tensor = f"model.layers.{layer}.{mapping.tensor}"
             if index:
-                yield dataclasses.replace(piece, tensor=tensor)
+                yield dataclasses.replace(mapping, tensor=tensor)
             else:
-                extent, offset = (1, *piece.extent), (layer, *piece.offset)
-                yield dataclasses.replace(piece, tensor=tensor, extent=extent, offset=offset)
+                yield dataclasses.replace(
+                    mapping,
+                    tensor=tensor,
+                    box_shape=(1, *mapping.box_shape),
+                    box_start=(layer, *mapping.box_start),
+                )
 
 
-def find_pieces(config: LlamaConfig, name: str, tensors: Container[str]) -> list[Piece]:
-    """As `pieces`, in the form that some tensors have; the usual one if they have none.
+def map_to_available(
+    config: LlamaConfig, name: str, tensors: Container[str]
+) -> list[TensorMapping]:
+    """Return the tensors of a parameter, with fused experts only if `tensors` has that form.
 
     Args:
-      config, name: see `pieces`.
-      tensors: names of what there is.
+      config, name: see `map_parameter`.
+      tensors: names of the available tensors.
     """
-    usual, fused = (list(pieces(config, name, is_fused=is_fused)) for is_fused in (False, True))
-    has_all = [all(piece.tensor in tensors for piece in form) for form in (usual, fused)]
+    usual, fused = (
+        list(map_parameter(config, name, has_fused_experts=is_fused)) for is_fused in (False, True)
+    )
+    has_all = [all(mapping.tensor in tensors for mapping in form) for form in (usual, fused)]
     return fused if has_all == [False, True] else usual
 
 
-def tensor_name(config: LlamaConfig, stored: str) -> str | None:
-    """Return the name in `pieces` of a tensor in a file; None if another part of the model owns it.
+def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
+    """Return the name of a tensor in `map_parameter`, or None if it is not part of the text model.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
       ...                      model_type="gemma3_text")
-      >>> tensor_name(config, "language_model.model.norm.weight")
+      >>> standard_name(config, "language_model.model.norm.weight")
       'model.norm.weight'
     """
     prefixes = FAMILIES[config.model_type].prefixes if config.model_type in FAMILIES else {}
-    for prefix, own in prefixes.items():
-        if stored.startswith(prefix):
-            return None if own is None else own + stored.removeprefix(prefix)
-    # Models that were saved without a head lack the name of their part.
-    return f"model.{stored}" if stored.startswith(_INNER) else stored
+    for prefix, replacement in prefixes.items():
+        if name_in_file.startswith(prefix):
+            return replacement and replacement + name_in_file.removeprefix(prefix)
+    # Models saved without a head lack the prefix.
+    return f"model.{name_in_file}" if name_in_file.startswith(_INNER) else name_in_file
 
 
-def _model_pieces(config: LlamaConfig) -> Mapping[str, tuple[Piece, ...]]:
+def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
     table = config.vocab_size, config.hidden_size
     return {
-        "embed_tokens": (make_piece(EMBEDDINGS, table),),
-        "norm": (make_piece("model.norm.weight", (config.hidden_size,)),),
-        "lm_head": (make_piece(HEAD, table),),
+        "embed_tokens": (_map(EMBEDDINGS, table),),
+        "norm": (_map("model.norm.weight", (config.hidden_size,)),),
+        "lm_head": (_map(HEAD, table),),
     }
 
 
 @functools.lru_cache(maxsize=8)
-def _layer_pieces(config: LlamaConfig, is_fused: bool) -> Mapping[str, tuple[Piece, ...]]:
-    """Those of one layer, whose names begin with ``model.layers.{index}.``"""
+def _layer_mappings(config: LlamaConfig, has_fused_experts: bool) -> Mapping[str, Mappings]:
+    """Return the mappings of one layer. Tensor names lack the prefix ``model.layers.{index}.``."""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
-    named = FAMILIES[config.model_type].tensors if config.model_type in FAMILIES else {}
-    # The order in which a head's numbers rotate. Values do not.
-    order = head_order(
+    names = _family_tensors(config)
+    # Queries and keys rotate, and need the order of `head_order`. Values do not rotate.
+    row_order = head_order(
         D, int(D * config.partial_rotary_factor), interleaved=config.rope_interleaved
     )
-    whole = {name: (make_piece(tensor, (E,)),) for name, tensor in {**_VECTORS, **named}.items()}
+    vectors = {name: (_map(tensor, (E,)),) for name, tensor in {**_VECTORS, **names}.items()}
     if config.qk_norm_scope == "head":
         q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
     else:
         q_norm, k_norm = ((H * D,), (K, H // K, D)), ((K * D,), (K, D))
-    return {
-        **whole,
-        "qkv_proj": _qkv_pieces(config, "weight", order, named.get("qkv_proj")),
-        "qkv_bias": _qkv_pieces(config, "bias", order, None),
-        "q_norm": (make_piece("self_attn.q_norm.weight", *q_norm, order=order),),
-        "k_norm": (make_piece("self_attn.k_norm.weight", *k_norm, order=order),),
-        "o_proj": (make_piece("self_attn.o_proj.weight", (E, H * D)),),
-        "gate_up_proj": (make_piece(named["gate_up_proj"], (2 * F, E), (2, F, E)),)
-        if "gate_up_proj" in named
-        else (
-            make_piece("mlp.gate_proj.weight", (F, E), (1, F, E), (0, 0, 0)),
-            make_piece("mlp.up_proj.weight", (F, E), (1, F, E), (1, 0, 0)),
-        ),
-        "down_proj": (make_piece("mlp.down_proj.weight", (E, F)),),
-        "sinks": (make_piece("self_attn.sinks", (H,)),),
-        **(expert_pieces(config) if config.num_experts else {}),
-        **(fused_pieces(config) if config.num_experts and is_fused else {}),
+    if "gate_up_proj" in names:
+        gate_up = (_map(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
+    else:
+        gate_up = (
+            _map("mlp.gate_proj.weight", (F, E), (1, F, E), (0, 0, 0)),
+            _map("mlp.up_proj.weight", (F, E), (1, F, E), (1, 0, 0)),
+        )
+    mappings: dict[str, Mappings] = {
+        **vectors,
+        "qkv_proj": _qkv_mappings(config, "weight", row_order, names.get("qkv_proj")),
+        "qkv_bias": _qkv_mappings(config, "bias", row_order, None),
+        "q_norm": (_map("self_attn.q_norm.weight", *q_norm, row_order=row_order),),
+        "k_norm": (_map("self_attn.k_norm.weight", *k_norm, row_order=row_order),),
+        "o_proj": (_map("self_attn.o_proj.weight", (E, H * D)),),
+        "gate_up_proj": gate_up,
+        "down_proj": (_map("mlp.down_proj.weight", (E, F)),),
+        "sinks": (_map("self_attn.sinks", (H,)),),
     }
+    if config.num_experts:
+        mappings |= _expert_mappings(config)
+        if has_fused_experts:
+            mappings |= _fused_expert_mappings(config)
+    return mappings
 
 
-def _qkv_pieces(
-    config: LlamaConfig, kind: str, order: tuple[int, ...] | None, fused: str | None
-) -> tuple[Piece, ...]:
-    """Queries, keys and values ``[K, G + 2, D, ...]``, of a tensor each or all `fused` in one."""
+def _family_tensors(config: LlamaConfig) -> Mapping[str, str]:
+    return FAMILIES[config.model_type].tensors if config.model_type in FAMILIES else {}
+
+
+def _qkv_mappings(
+    config: LlamaConfig, kind: str, row_order: tuple[int, ...] | None, fused_tensor: str | None
+) -> Mappings:
+    """Map queries, keys and values ``[K, G + 2, D, ...]``, from one fused or three tensors."""
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     columns = (config.hidden_size,) if kind == "weight" else ()
-    pieces, row = [], 0
-    for name, heads, first, its_order in (
-        ("q_proj", H // K, 0, order),
-        ("k_proj", 1, H // K, order),
+    mappings, row = [], 0
+    for name, heads, first_head, order in (
+        ("q_proj", H // K, 0, row_order),
+        ("k_proj", 1, H // K, row_order),
         ("v_proj", 1, H // K + 1, None),
     ):
         num_rows = K * heads * D
-        pieces.append(
-            make_piece(
-                fused or f"self_attn.{name}.{kind}",
-                (config.qkv_features if fused else num_rows, *columns),
+        mappings.append(
+            _map(
+                fused_tensor or f"self_attn.{name}.{kind}",
+                (config.qkv_features if fused_tensor else num_rows, *columns),
                 (K, heads, D, *columns),
-                (0, first, 0, *[0] * len(columns)),
-                first_row=row if fused else 0,
-                order=its_order,
+                (0, first_head, 0, *[0] * len(columns)),
+                first_row=row if fused_tensor else 0,
+                row_order=order,
             )
         )
         row += num_rows
-    return tuple(pieces)
+    return tuple(mappings)
+
+
+def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
+    """Map the router and the experts of one layer."""
+    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    names = {**_EXPERTS, **_family_tensors(config)}
+    shared = config.shared_expert_intermediate_size
+    mappings: dict[str, Mappings] = {
+        "router": (_map(names["router"], (X, E)),),
+        "shared_expert_gate": (_map("mlp.shared_expert_gate.weight", (1, E)),),
+        "gate_up_proj": (
+            _map("mlp.shared_expert.gate_proj.weight", (shared, E), (1, shared, E)),
+            _map("mlp.shared_expert.up_proj.weight", (shared, E), (1, shared, E), (1, 0, 0)),
+        ),
+        "down_proj": (_map("mlp.shared_expert.down_proj.weight", (E, shared)),),
+    }
+    if "experts_gate_up_proj" in names:
+        return mappings | _interleaved_expert_mappings(config, names)
+    return mappings | {
+        "experts_gate_up_proj": tuple(
+            _map(names[name].replace("*", str(x)), (F, E), (1, 1, F, E), (x, half, 0, 0))
+            for x in range(X)
+            for half, name in enumerate(("experts_gate_proj", "experts_up_proj"))
+        ),
+        "experts_down_proj": tuple(
+            _map(names["experts_down_proj"].replace("*", str(x)), (E, F), (1, E, F), (x, 0, 0))
+            for x in range(X)
+        ),
+    }
+
+
+def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
+    """Map the fused expert tensors that transformers 5 has in memory."""
+    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    gate_up, down = (X, 2 * F, E), (X, E, F)
+    return {
+        "router": (_map("mlp.gate.weight", (X, E)),),
+        "experts_gate_up_proj": (
+            TensorMapping("mlp.experts.gate_up_proj", gate_up, (X, 2, F, E), (0,) * 4,
+                          axes=(0, 1, 2, 3), split_shape=(X, 2, F, E)),
+        ),
+        "experts_down_proj": (
+            TensorMapping("mlp.experts.down_proj", down, down, (0,) * 3, axes=(0, 1, 2)),
+        ),
+    }  # fmt: skip
+
+
+def _interleaved_expert_mappings(
+    config: LlamaConfig, names: Mapping[str, str]
+) -> dict[str, Mappings]:
+    """Map the experts of gpt-oss: ``[in, out]`` with interleaved gate and up columns."""
+    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    return {
+        "router_bias": (_map(names["router_bias"], (X,)),),
+        "experts_gate_up_proj": (
+            TensorMapping(names["experts_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
+                          axes=(0, 3, 2, 1), split_shape=(X, E, F, 2)),
+        ),
+        "experts_gate_up_bias": (
+            TensorMapping(names["experts_gate_up_bias"], (X, 2 * F), (X, 2, F), (0,) * 3,
+                          axes=(0, 2, 1), split_shape=(X, F, 2)),
+        ),
+        "experts_down_proj": (
+            TensorMapping(names["experts_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
+                          axes=(0, 2, 1)),
+        ),
+        "experts_down_bias": (_map(names["experts_down_bias"], (X, E)),),
+    }  # fmt: skip
+
+
+def _map(
+    tensor: str,
+    shape: Shape,
+    box_shape: Shape | None = None,
+    box_start: Shape | None = None,
+    *,
+    first_row: int = 0,
+    row_order: tuple[int, ...] | None = None,
+) -> TensorMapping:
+    """Return a mapping without transposition. By default the tensor is the whole parameter."""
+    box_shape = box_shape or shape
+    start = box_start or (0,) * len(box_shape)
+    return TensorMapping(tensor, shape, box_shape, start, first_row=first_row, row_order=row_order)

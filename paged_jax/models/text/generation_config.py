@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from paged_jax.checks import is_int, is_real
-from paged_jax.models.json_file import read_json
+from paged_jax.models.model_folder import read_json
 from paged_jax.sampling.params import NUMBERS, Number, SamplingParams
 from paged_jax.sampling.token_bias import TokenBias
 

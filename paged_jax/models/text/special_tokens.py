@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import processors
 
-from paged_jax.models.json_file import read_json
+from paged_jax.models.model_folder import read_json
 
 # Names that every model may have. A model may have more: each key that ends in "_token".
 # They get their ids in this order.

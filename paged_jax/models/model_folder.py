@@ -1,11 +1,10 @@
-"""Advice about folders that do not contain a Hugging Face model."""
+"""JSON files of a model folder, and advice about folders that do not contain a model."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from paged_jax.models.json_file import read_json
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 # Formats of weights, by a pattern of their files.
@@ -44,6 +43,26 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file.{describe_folder(file.parent)}")
     return read_json(file)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+      ValueError: the file does not hold a JSON object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid JSON: nested too deeply.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(content).__name__}.")
+    return content
 
 
 def describe_folder(folder: Path) -> str:

@@ -1,0 +1,202 @@
+"""Safetensors files of a model folder: list their tensors and explain what is wrong with them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.families import FAMILIES
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.stored_tensors import StoredTensor, combine_quantised
+from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, standard_name
+from paged_jax.models.model_folder import describe_folder, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Suffixes of pickled weights. Unpickling can run code, so they are never read.
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Wrappers around a model, by the part that they add to tensor names.
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "pretrained_model.": "a TRL model with a value head",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "_forward_module.": "Lightning",
+    "base_model.model.": "PEFT",
+    "module.": "DistributedDataParallel or DeepSpeed",
+}
+_ADAPTERS = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|lora_magnitude_vector)(\.|$)")
+# Suffixes of tensors that belong to quantised weights, and the tools that write them.
+_QUANTISED = {
+    ".scales": "MLX or GPTQ",
+    ".biases": "MLX",
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".g_idx": "GPTQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "compressed-tensors or FP8",
+    ".weight_scale_inv": "FP8",
+    ".weight_scale_2": "NVFP4",
+    ".input_scale": "FP8",
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+
+
+def find_tensors(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder that belong to the model, by their standard names."""
+    return name_tensors(list_tensors(folder), config)
+
+
+def list_tensors(folder: Path) -> list[StoredTensor]:
+    """Return all tensors of a folder in the order of its files. Only headers are read.
+
+    Raises:
+      WeightsError: the folder has no safetensors, or a file is damaged.
+    """
+    tensors: list[StoredTensor] = []
+    weight_map = _weight_map(folder)
+    for path in sorted({SINGLE_FILE} if weight_map is None else set(weight_map.values())):
+        try:
+            with safe_open(folder / path, "numpy") as file:
+                for name in file.keys():
+                    view = file.get_slice(name)
+                    shape = tuple(view.get_shape())
+                    tensors.append(StoredTensor(folder / path, name, shape, view.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            reason = _explain_damage(folder / path) or f"not a whole safetensors file ({error})"
+            raise WeightsError(f"{folder / path}: {reason}. Fetch it again.") from None
+    return tensors
+
+
+def name_tensors(tensors: Iterable[StoredTensor], config: LlamaConfig) -> dict[str, StoredTensor]:
+    """Return the tensors that belong to the model, by their standard names.
+
+    Raises:
+      WeightsError: two tensors have the same name.
+    """
+    named: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        if (name := standard_name(config, tensor.name)) is None:
+            continue
+        if name in named:
+            raise WeightsError(_explain_duplicate(name, named[name], tensor))
+        named[name] = tensor
+    if config.tie_word_embeddings and HEAD in named and EMBEDDINGS not in named:
+        named[EMBEDDINGS] = named.pop(HEAD)
+    family = FAMILIES.get(config.model_type)
+    return combine_quantised(named, has_mxfp4=family is not None and family.is_mxfp4)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that no tensor belongs to a wrapped model, an adapter or unsupported quantisation.
+
+    Raises:
+      WeightsError: one does. The message names the cause and says what to do.
+    """
+    for name in names:
+        if _ADAPTERS.search(name):
+            raise WeightsError(
+                f"load_weights: {name} belongs to a LoRA adapter that is not merged. Merge it into "
+                "its base model (peft: merge_and_unload), and save the result."
+            )
+        for part, wrapper in _WRAPPERS.items():
+            if name.startswith(part) or f".{part}" in name and part.startswith("_"):
+                raise WeightsError(
+                    f"load_weights: {name} was saved from a model inside of {wrapper}. Save the "
+                    f"inner model, or remove {part!r} from the names of all tensors."
+                )
+        for suffix, tool in _QUANTISED.items():
+            if name.endswith(suffix):
+                raise WeightsError(
+                    f"load_weights: {name} belongs to weights quantised by {tool}, which are not "
+                    "supported. Use the model that is not quantised, with dtype='int8' to save "
+                    "memory."
+                )
+
+
+def check_counts(
+    shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_experts: int = 0
+) -> None:
+    """Check that the files contain all layers and experts, before memory is allocated for them.
+
+    Args:
+      shapes: shapes of the tensors, by their names.
+      num_layers: number of layers in the config.
+      num_experts: number of experts in the config.
+
+    Raises:
+      WeightsError: the config has more layers or experts than the files.
+    """
+    layers = [int(match[1]) + 1 for match in map(_LAYER.search, shapes) if match]
+    _check_count("num_hidden_layers", num_layers, layers)
+    experts = [int(match[1]) + 1 for match in map(_EXPERT.search, shapes) if match]
+    experts += [shape[0] for name, shape in shapes.items() if _FUSED_EXPERTS.search(name)]
+    _check_count("num_experts", num_experts, experts)
+
+
+def _check_count(key: str, wanted: int, found: list[int]) -> None:
+    if max(found, default=0) < wanted:
+        raise WeightsError(
+            f"load_weights: {key} must be at most {max(found, default=0)}, the number in the "
+            f"files, got {wanted}. Fetch the missing files, or correct config.json."
+        )
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor from the index, or None if there is a single file."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: no such folder.")
+    if (folder / SINGLE_FILE).is_file():
+        return None
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise WeightsError(
+            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} there{_explain_missing(folder)}"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index}: weight_map must map tensors to files.")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise WeightsError(
+                f"{index}: files must lie in the folder itself, got {file!r} for {tensor!r}."
+            )
+        if not (folder / file).is_file():
+            raise WeightsError(f"{folder}: {file}, which {INDEX_FILE} names, is missing.")
+    return weight_map
+
+
+def _explain_duplicate(name: str, first: StoredTensor, second: StoredTensor) -> str:
+    if first.path != second.path:
+        return f"{second.path}: {name!r} is in another file too."
+    return f"{second.path}: {first.name!r} and {second.name!r} must not both be {name!r}."
+
+
+def _explain_damage(path: Path) -> str:
+    """Return a description of a file that is not safetensors, or an empty string."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64).lstrip()
+    except OSError:
+        return ""
+    if head.startswith(b"version https://git-lfs"):
+        return "only a pointer of Git LFS (run `git lfs pull`)"
+    return "an HTML page" if head[:1] == b"<" else ""
+
+
+def _explain_missing(folder: Path) -> str:
+    """Return the end of the error about missing weights, which describes the folder."""
+    if text := describe_folder(folder):
+        return f".{text}"
+    pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in _PICKLED)
+    if pickled:
+        return f", only {pickled[0]}, which can run code when read. Convert it to safetensors."
+    return ". Fetch the weights, too."
