@@ -30,8 +30,8 @@ from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
 from paged_jax.runner.slots import slot_of
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.completion import Completion
-from paged_jax.scheduler.holdings import Holdings
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SlotUser
 
@@ -73,7 +73,7 @@ def beam_search(
         for number, prompt in enumerate(prompts)
     ]
     for search in searches:
-        _check_fits(engine, search, parts.holdings)
+        _check_fits(engine, search, parts.block_budget)
     with parts.running():
         _SearchBatch(engine, parts, params, num_end_ids=len(end_ids)).run(searches)
     return [search.output(engine.tokenizer) for search in searches]
@@ -92,14 +92,14 @@ def _as_request(
     )
 
 
-def _check_fits(engine: Engine, search: "_Search", holdings: Holdings) -> None:
+def _check_fits(engine: Engine, search: "_Search", block_budget: BlockBudget) -> None:
     width, num_tokens = search.params.beam_width, len(search.prompt_token_ids)
     if width > engine.max_num_seqs:
         raise ValueError(
             f"beam_search: beam_width must be at most max_num_seqs, {engine.max_num_seqs} slots, "
             f"got {width}."
         )
-    num_blocks = search.most_blocks(holdings)
+    num_blocks = search.most_blocks(block_budget)
     if num_blocks > engine.num_blocks:
         raise ValueError(
             f"beam_search: {width} beams of {num_tokens} prompt tokens and {search.max_tokens} new "
@@ -122,11 +122,11 @@ class _Search(BeamChoice):
         self.request = request
         self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
 
-    def most_blocks(self, holdings: Holdings) -> int:
+    def most_blocks(self, block_budget: BlockBudget) -> int:
         """Most blocks that the beams hold: they share full ones of the prompt, maybe no others."""
         num_prompt = len(self.prompt_token_ids)
-        num_common = holdings.num_common(num_prompt)
-        num_each = holdings.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
+        num_common = block_budget.num_shared(num_prompt)
+        num_each = block_budget.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
         return num_common + self.params.beam_width * (num_each - num_common)
 
     def last_token(self, beam: Beam) -> int:
@@ -164,7 +164,7 @@ class _SearchBatch:
 
     def _has_room(self, search: _Search) -> bool:
         searches = (*self._running, search)
-        num_blocks = sum(s.most_blocks(self._parts.holdings) for s in searches)
+        num_blocks = sum(s.most_blocks(self._parts.block_budget) for s in searches)
         return len(self._free_slots) >= self._width and num_blocks <= self._engine.num_blocks
 
     def _admit(self, search: _Search) -> None:
@@ -213,7 +213,7 @@ class _SearchBatch:
 
     def _note_blocks(self) -> None:
         """Count blocks that are held, and that would be if beams shared none, as a step does."""
-        row = self._parts.holdings.num_in_row
+        row = self._parts.block_budget.num_in_row
         num_unshared = sum(
             len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))
             for search in self._running

@@ -76,7 +76,7 @@ class Drafter:
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
 
     def _draft(self, sequence: Sequence) -> list[int]:
-        if (grammar := sequence.followed_grammar()) is not None:
+        if (grammar := sequence.active_grammar()) is not None:
             # Of other guesses it would have to be known what may follow each of them.
             return grammar.forced[: self._max_drafts]
         index = self._indices.setdefault(sequence, NgramIndex())

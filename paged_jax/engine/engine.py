@@ -24,7 +24,7 @@ from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
 from paged_jax.engine.upkeep import Upkeep
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler.history import History
+from paged_jax.scheduler.explain import RequestHistory
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 
@@ -168,7 +168,7 @@ class Engine(Upkeep):
             sample_offset=sample_offset,
         )
         if explain:
-            request.history = History(request.metrics.arrival_time)
+            request.history = RequestHistory(request.metrics.arrival_time)
         self._requests.check(request)
         with self._guard.change():
             self._requests.add(request)

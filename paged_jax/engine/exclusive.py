@@ -7,7 +7,7 @@ from paged_jax.engine.recovery import ChangeGuard
 from paged_jax.engine.requests import RequestTable
 from paged_jax.engine.stats import BlockMeter, EngineStats
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.scheduler.holdings import Holdings
+from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
 
@@ -43,9 +43,9 @@ class ExclusiveUse:
         self._guard = guard
 
     @property
-    def holdings(self) -> Holdings:
+    def block_budget(self) -> BlockBudget:
         """What counts the blocks of sequences."""
-        return self._scheduler.holdings
+        return self._scheduler.block_budget
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """A context for use of the runner. It ends with empty slots; an exception empties all."""

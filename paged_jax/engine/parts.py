@@ -215,7 +215,7 @@ class EngineParts:
             ),
             groups=self.config.layer_groups,
         )
-        in_pool = self._scheduler.holdings.max_length
+        in_pool = self._scheduler.block_budget.max_length
         self.max_length = min(self.max_model_len, in_pool or self.max_model_len)
         self._inputs = Inputs(
             tokenizer=self.tokenizer,

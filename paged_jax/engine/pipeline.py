@@ -6,8 +6,8 @@ from paged_jax.engine.run import Dispatch, PlanRunner
 from paged_jax.engine.stats import StepClock
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.scheduler.plan import StepPlan
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 
 
 class Pipeline:

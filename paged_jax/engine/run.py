@@ -11,10 +11,10 @@ from paged_jax.engine.stats import EngineStats, StepClock
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Pending
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.scheduler.plan import StepPlan
-from paged_jax.scheduler.reasons import describe_match
+from paged_jax.scheduler.explain import describe_match
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 
 
 class Dispatch(NamedTuple):

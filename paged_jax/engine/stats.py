@@ -7,9 +7,9 @@ import jax
 
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.scheduler.plan import StepPlan
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 
 
 @dataclasses.dataclass
@@ -241,7 +241,7 @@ class BlockMeter:
         # What has ended since the program began, in one that ran ahead, had its blocks there.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
         # A sequence that has drawn tokens holds what it had when that program began.
-        row, starts = self._scheduler.holdings.num_in_row, []
+        row, starts = self._scheduler.block_budget.num_in_row, []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start

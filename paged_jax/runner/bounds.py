@@ -52,7 +52,7 @@ def find_bounds(
       sizes: sizes of the engine's programs.
       vocab_size: V.
     """
-    grammars = [(s, grammar) for s in sequences if (grammar := s.followed_grammar()) is not None]
+    grammars = [(s, grammar) for s in sequences if (grammar := s.active_grammar()) is not None]
     if not grammars:
         return None
     bounds = Bounds.create(sizes, vocab_size)

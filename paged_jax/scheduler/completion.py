@@ -1,26 +1,32 @@
-"""What one sample has beside its tokens: its text, log-probabilities, and why it ended."""
+"""Text, log-probabilities and finish reason of a sample."""
 
 from array import array
-from typing import Any
 
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import Logprob
 
+CompletionSnapshot = tuple[
+    float, int, int, str | None, str | int | None, str, int, tuple[bool, list[int]] | None
+]
+"""State of a `Completion` for `restore`; a plain tuple, because each step makes one per sample."""
+
 
 class Completion:
-    """The text of one sample as its tokens come, and whether they have stopped it.
+    """Text of a sample, extended token by token, with detection of its end.
 
     Args:
       params: the sampling parameters of the request.
-      tokenizer: turns tokens into text; None leaves the text empty, as the parameters may.
-      continues_text: see `Tokenizer.decode`; true where the prompt has any text.
+      tokenizer: turns tokens into text. The text stays empty if it is None, or if the parameters
+        say so.
+      continues_text: whether the prompt contains text, see `Tokenizer.decode`.
 
     Attributes:
       cumulative_logprob: sum of the tokens' log-probabilities, in nats.
-      token_logprobs: those of each token, float32.
-      logprobs: candidates for each token; None if not asked for.
-      finish_reason, stop_reason: see `CompletionOutput`.
+      token_logprobs: log-probability of each token, float32.
+      logprobs: candidates for each token; None unless requested.
+      finish_reason: see `CompletionOutput`.
+      stop_reason: see `CompletionOutput`.
     """
 
     def __init__(
@@ -42,30 +48,42 @@ class Completion:
                 continues_text=continues_text,
             )
         self._text = ""
-        self._num_final = 0  # characters that no stop string can take back any more
+        self._num_final = 0  # characters before any possible stop string
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """All of its state, for `restore`."""
-        state = None if self._detokenizer is None else self._detokenizer.snapshot()
-        num_logprobs = len(self.token_logprobs), len(self.logprobs or ())
-        reasons = self.finish_reason, self.stop_reason
-        return self.cumulative_logprob, num_logprobs, reasons, self._text, self._num_final, state
-
-    def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Undo what has changed since a snapshot, as after a change that was cut short."""
-        self.cumulative_logprob, num_logprobs, reasons, self._text, self._num_final, state = (
-            snapshot
+    def snapshot(self) -> CompletionSnapshot:
+        """Return the whole state, for `restore`."""
+        return (
+            self.cumulative_logprob,
+            len(self.token_logprobs),
+            len(self.logprobs or ()),
+            self.finish_reason,
+            self.stop_reason,
+            self._text,
+            self._num_final,
+            None if self._detokenizer is None else self._detokenizer.snapshot(),
         )
-        self.finish_reason, self.stop_reason = reasons
-        del self.token_logprobs[num_logprobs[0] :]
+
+    def restore(self, snapshot: CompletionSnapshot) -> None:
+        """Undo all changes since a snapshot, after an interrupted change."""
+        (
+            self.cumulative_logprob,
+            num_token_logprobs,
+            num_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self._text,
+            self._num_final,
+            detokenizer,
+        ) = snapshot
+        del self.token_logprobs[num_token_logprobs:]
         if self.logprobs is not None:
-            del self.logprobs[num_logprobs[1] :]
-        if self._detokenizer is not None:
-            self._detokenizer.restore(state)
+            del self.logprobs[num_logprobs:]
+        if self._detokenizer is not None and detokenizer is not None:
+            self._detokenizer.restore(detokenizer)
 
     @property
     def text(self) -> str:
-        """The text that is final: it only grows."""
+        """The final part of the text. It never shrinks."""
         return self._text[: self._num_final]
 
     def append(
@@ -78,15 +96,15 @@ class Completion:
         eos_token_ids: frozenset[int],
         candidates: dict[int, Logprob] | None = None,
     ) -> None:
-        """Take the next token, and stop if it is a stop token, completes a stop string, or is last.
+        """Append a token. Finish if it is a stop token, completes a stop string, or is the last.
 
         Args:
           token_id: the token.
-          logprob: its log-probability, in nats.
-          num_tokens: how many tokens were generated, this one included.
+          logprob: log-probability of the token, in nats.
+          num_tokens: number of generated tokens, including this token.
           is_last: whether no more tokens are allowed.
           eos_token_ids: tokens that end a sample, unless its parameters ignore them.
-          candidates: what `logprobs` keeps for this token.
+          candidates: the entry of `logprobs` for this token.
         """
         self.cumulative_logprob += logprob
         self.token_logprobs.append(logprob)
@@ -94,7 +112,7 @@ class Completion:
             self.logprobs.append(candidates)
 
         may_stop = num_tokens > self._params.min_tokens
-        # In a form, a stop token comes early only where nothing else can.
+        # A grammar allows a stop token before min_tokens only if no other token can follow.
         may_end = may_stop or self._params.structured_outputs is not None
         if may_end and token_id in eos_token_ids and not self._params.ignore_eos:
             self.finish_reason = "stop"
@@ -105,7 +123,7 @@ class Completion:
             self.finish_reason = "length"
 
         if self._detokenizer is not None:
-            # As in vLLM, what stops the text is not part of it, be it a string or a token.
+            # As in vLLM, the text excludes the stop token or stop string.
             if not is_stop_token or self._params.include_stop_str_in_output:
                 self._text += self._detokenizer.push(token_id)
             if self.finish_reason is not None:
@@ -117,22 +135,22 @@ class Completion:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Take tokens as `append` would one after another, if surely none of them stops the text.
+        """Append several tokens with the same result as `append`, if none of them can finish it.
 
         Args:
-          token_ids: the tokens; more are allowed after them.
+          token_ids: the tokens. None of them is the last allowed token.
           logprobs: their log-probabilities, in nats.
           eos_token_ids: see `append`.
 
         Returns:
-          Whether they were taken. If not, nothing has changed: `append` them one by one.
+          Whether the tokens were appended. If not, nothing has changed: `append` each token.
         """
         params, total, text = self._params, self.cumulative_logprob, ""
         if self.logprobs is not None or not params.ignore_eos and _meet(eos_token_ids, token_ids):
             return False
         if params.stop_token_ids and _meet(frozenset(params.stop_token_ids), token_ids):
             return False
-        for logprob in logprobs:  # as `append` rounds
+        for logprob in logprobs:  # in the order of `append`, for equal rounding
             total += logprob
         if self._detokenizer is not None:
             peeked = self._detokenizer.peek(token_ids)
@@ -141,7 +159,7 @@ class Completion:
             text = peeked
             if self._stops:
                 recent = self._text[self._num_final :] + text
-                for stop in self._stops:  # `any` of a generator would show
+                for stop in self._stops:  # faster than `any` with a generator
                     if stop in recent:
                         return False
             self._detokenizer.accept()
@@ -152,7 +170,7 @@ class Completion:
         return True
 
     def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
-        """Stop here, for a reason that does not lie in the tokens, unless it has stopped before."""
+        """Finish for a reason other than the tokens, unless the completion has finished."""
         if self.finish_reason is not None:
             return
         before = self.snapshot()
@@ -175,16 +193,19 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _release_text(self) -> None:
-        """Count as final what is not the beginning of a stop string."""
+        """Make the text final, up to the last possible beginning of a stop string."""
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
             tail = self._text[max(self._num_final, num_final - self._most_held) :]
-            num_final -= max([_num_begun(stop, tail) for stop in self._stops])
+            num_final -= max([_overlap(tail, stop) for stop in self._stops])
         self._num_final = max(self._num_final, num_final)
 
 
-def _num_begun(stop: str, tail: str) -> int:
-    """How many characters at the end of a text, in which it is not, are the beginning of `stop`."""
+def _overlap(tail: str, stop: str) -> int:
+    """Return the length of the longest suffix of `tail` that is a proper prefix of `stop`.
+
+    `tail` must not contain `stop`.
+    """
     at = tail.find(stop[0])
     while at >= 0:
         if stop.startswith(tail[at:]):

@@ -1,21 +1,21 @@
-"""What a generation call returns, with the names and meanings of vLLM's offline API."""
+"""Outputs of generation, with the names and meanings of vLLM's offline API."""
 
 import dataclasses
 from typing import Literal
 
 from paged_jax.short_repr import short_repr
 
-# Why a sequence does not run. "turn": it stands behind others in line; "fork": another sample is to
-# compute the prompt; "same prefix": a running sequence is computing its next block.
+# Why a sequence does not run. "turn": others stand before it in the queue. "fork": another sample
+# computes the prompt for it. "same prefix": a running sequence computes a block of its prefix.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
-# What blocks were taken away for, and what the next candidate was spared for.
+# Why blocks were taken away, and why the second choice was spared.
 PreemptionReason = Literal["decode", "prefill", "priority"]
 PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """The log-probability of one token at one position; ``rank`` 1 is the most probable token."""
+    """Log-probability of a token at a position. Rank 1 is the most probable token."""
 
     logprob: float
     rank: int
@@ -28,19 +28,18 @@ class CompletionOutput:
     """One sample of a request.
 
     Attributes:
-      index: which of the ``n`` samples this is.
-      text: the generated text so far. It continues the prompt, leading space included, and leaves
-        out the stop string or stop token, unless it was asked for.
-      token_ids: the generated tokens; an end-of-sequence token that stopped it is the last.
+      index: index of the sample, below ``n``.
+      text: the generated text so far. It continues the prompt, including a leading space, and
+        excludes the stop string or stop token unless requested.
+      token_ids: the generated tokens, including an end-of-sequence token that stopped the sample.
       cumulative_logprob: sum of the tokens' log-probabilities in nats, under the model's own
         distribution.
-      logprobs: log-probabilities of each token itself and of the most probable ones at its
-        position; None if not asked for.
-      finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (the asked-for tokens or
-        the context are used up), ``"abort"`` (by the caller or a deadline), ``"error"``, or None
-        before it ends.
-      stop_reason: the stop string or stop token id that ended it, None for end of sequence;
-        ``"deadline"`` where that aborted it; what went wrong after an error.
+      logprobs: log-probabilities of each token and of the most probable tokens at its position;
+        None unless requested.
+      finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (max_tokens or the context
+        is used up), ``"abort"`` (by the caller or a deadline), ``"error"``, or None before the end.
+      stop_reason: the stop string or stop token id that ended the sample; None for end of
+        sequence; ``"deadline"`` after a deadline; a message after an error.
     """
 
     index: int
@@ -54,13 +53,13 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened, in seconds of a monotonic clock; None until they do.
+    """Times of a request in seconds of a monotonic clock; None before the event.
 
     Attributes:
-      arrival_time: when the request arrived.
-      first_scheduled_time: when the first step that it takes part in began to run.
-      first_token_time: when its first token was drawn.
-      finished_time: when its last sample ended.
+      arrival_time: arrival of the request.
+      first_scheduled_time: start of the first step that contains the request.
+      first_token_time: generation of the first token.
+      finished_time: end of the last sample.
     """
 
     arrival_time: float
@@ -71,18 +70,18 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A time in which a sample did not run.
+    """A period without progress of a sample.
 
     Attributes:
-      reason: what it waited for: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,
+      reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,
         ``"same prefix"``, ``"fork"`` or ``"preempted"``.
-      start: seconds from the arrival of the request.
-      seconds: how long it took; so far, if it is not over.
+      start: start in seconds after the arrival of the request.
+      seconds: duration, so far if the wait has not ended.
       detail: the reason as a sentence, with its numbers.
       sample: index of the sample.
-      numbers: the numbers of the sentence by name, as they were when the wait began.
-      other_request: id of the request that computes the same prefix; None if there is none, or if
-        another sample of this request does.
+      numbers: the numbers of the sentence by name, at the start of the wait.
+      other_request: id of the request that computes the same prefix; None if no other request
+        does.
     """
 
     reason: WaitReason
@@ -96,23 +95,22 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionNote:
-    """A moment in which a sample lost its slot and its blocks to others.
+    """A preemption: a sample lost its slot and its blocks.
 
     Attributes:
-      seconds: when it happened, from the arrival of the request.
-      kind: ``"recompute"``: the blocks were released; ``"swap"``: they were copied to host memory.
-      num_tokens: tokens whose K and V were in these blocks.
-      detail: a sentence: why blocks were needed, and why it was this sample that lost them.
+      seconds: time in seconds after the arrival of the request.
+      kind: ``"recompute"`` if the blocks were released, ``"swap"`` if they were copied to host
+        memory.
+      num_tokens: number of tokens in these blocks.
+      detail: a sentence that says why blocks were needed, and why this sample lost its blocks.
       sample: index of the sample.
-      reason: what needed the blocks: the next tokens of running samples (``"decode"``), prompts
+      reason: the need for blocks: the next tokens of running samples (``"decode"``), prompts
         that were being computed (``"prefill"``), or a request of better ``"priority"``.
-      numbers: the numbers of the sentence by name, as they were at that moment.
-      other_request: id of the request of better priority, None for other reasons.
-      spared_request: id of the request whose sample would have been the next to lose its blocks;
-        None if there was no other.
-      advantage: what that one was spared for: its better ``"priority"``, no ``"progress"`` since
-        it came back, the higher ``"cost"``, the earlier ``"arrival"``, or the lower ``"index"`` of
-        the sample.
+      numbers: the numbers of the sentence by name.
+      other_request: id of the request of better priority; None for other reasons.
+      spared_request: id of the request of the second choice; None if there was none.
+      advantage: why the second choice was spared: better ``"priority"``, no ``"progress"`` since
+        it resumed, higher ``"cost"``, earlier ``"arrival"``, or lower ``"index"`` of the sample.
     """
 
     seconds: float
@@ -130,16 +128,16 @@ class PreemptionNote:
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Why a request waited, and what the prefix cache did for it: one for all of its samples.
+    """Why the samples of a request waited, and how much of its prompt was cached.
 
-    ``dataclasses.asdict`` makes JSON of it.
+    ``dataclasses.asdict`` converts it to JSON data.
 
     Attributes:
-      waits: the waits of all samples, in the order in which they began.
-      preemptions: the preemptions of all samples, in the order of time.
-      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-      prefix_match: where the match in the prefix cache ended and why, in a sentence; None until
-        the request runs.
+      waits: the waits of all samples, ordered by their start.
+      preemptions: the preemptions of all samples, ordered by time.
+      num_cached_tokens: number of prompt tokens found in the prefix cache.
+      prefix_match: a sentence that says where the match in the prefix cache ended, and why; None
+        until the request runs.
     """
 
     waits: list[Wait]
@@ -151,19 +149,19 @@ class Explanation:
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """Everything about one request, so far.
+    """Output of a request so far.
 
     Attributes:
-      request_id: the request's name; its number where none was given.
-      prompt: the prompt's text; None if the request was given as token ids.
-      prompt_token_ids: the tokens that the model read.
+      request_id: id of the request, by default its number.
+      prompt: the text of the prompt; None if the request was given as token ids.
+      prompt_token_ids: token ids of the prompt.
       outputs: one output for each of the ``n`` samples.
       finished: whether all samples are complete.
       metrics: the times of the request.
-      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-      prompt_logprobs: log-probabilities of each token of the prompt itself and of the most probable
-        ones at its position, None for the first token; None if not asked for.
-      explanation: why the request waited, and where its prefix match ended; None if not asked for.
+      num_cached_tokens: number of prompt tokens found in the prefix cache.
+      prompt_logprobs: log-probabilities of each prompt token and of the most probable tokens at
+        its position, None for the first token; None unless requested.
+      explanation: why the request waited, and where its prefix match ended; None unless requested.
     """
 
     request_id: str

@@ -1,18 +1,18 @@
-"""Which sequence loses its blocks when they run out, whether they are swapped, and why."""
+"""Choice of the sequence to preempt, and of swapping or recomputing its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paged_jax.scheduler.holdings import Holdings
+from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.outputs import PreemptionAdvantage
 from paged_jax.scheduler.queue import Entry
 from paged_jax.scheduler.request import Sequence
 
 Preemption = Literal["auto", "recompute", "swap"]
-"""How blocks are taken away; ``"auto"`` is whichever costs less."""
+"""How to take blocks away; ``"auto"`` chooses the cheaper way."""
 
-# Why a victim is chosen before another, in the order of `PreemptionPolicy.rank`.
+# Why one sequence is spared and not another, in the order of `PreemptionPolicy.rank`.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",
@@ -24,13 +24,13 @@ _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
 
 @dataclass
 class PreemptionCosts:
-    """What it costs to take a sequence's blocks away: the cheaper way is taken.
+    """Costs of both ways to preempt a sequence.
 
     Attributes:
       seconds_per_token: seconds to compute a token again.
-      seconds_per_block: seconds to copy a block of all layers between device and host; a swap
-        copies each twice.
-      max_swapped_blocks: blocks that fit host memory; None for any number.
+      seconds_per_block: seconds to copy a block of all layers between device and host. A swap
+        copies each block twice.
+      max_swapped_blocks: maximum number of blocks in host memory; None if unlimited.
     """
 
     seconds_per_token: float = 1e-4
@@ -40,38 +40,38 @@ class PreemptionCosts:
 
 @dataclass(frozen=True)
 class PreemptionPolicy:
-    """The choice of a victim at one moment. It changes nothing.
+    """Rules for choosing a victim. It changes no state.
 
     Attributes:
-      preemption: the ways to take blocks away that are allowed.
-      costs: the costs of these ways.
-      holdings: counts blocks.
-      num_swapped_blocks: blocks that are in host memory already.
-      entries: what the scheduler remembers of each sequence.
+      preemption: the allowed way to take blocks away.
+      costs: costs of both ways.
+      block_budget: counts blocks.
+      num_swapped_blocks: number of blocks in host memory.
+      entries: the scheduler's state of each sequence.
     """
 
     preemption: Preemption
     costs: PreemptionCosts
-    holdings: Holdings
+    block_budget: BlockBudget
     num_swapped_blocks: int
     entries: Mapping[Sequence, Entry]
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
-        """The candidate of the worst priority that loses least, then the newest."""
+        """Return the sequence to preempt: worst priority, then lowest cost, then newest."""
         return min(candidates, key=self.rank)
 
     def rank(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
-        """Ranks sequences: the smaller, the sooner it is preempted.
+        """Return the rank of a sequence. The lowest rank is preempted first.
 
-        A sequence that came back and has gained no tokens since is spared if there is another: else
-        the same two might preempt each other again and again.
+        A sequence that resumed and has gained no token since is spared if there is another.
+        Otherwise two sequences could preempt each other again and again.
         """
         has_progressed = len(sequence.token_ids) > self.entries[sequence].length_before
         priority, arrival, index = sequence.seniority
         return -priority, not has_progressed, self._cost(sequence), -arrival, -index
 
     def is_swapped(self, sequence: Sequence) -> bool:
-        """Whether its blocks would be swapped, and not released to be computed again."""
+        """Return whether the blocks would be swapped instead of released and recomputed."""
         if self.preemption == "recompute" or not sequence.num_computed:
             return False
         if not self._fits_host(sequence):
@@ -83,8 +83,15 @@ class PreemptionPolicy:
     def advantage(
         self, victim: Sequence, candidates: list[Sequence]
     ) -> tuple[Sequence, PreemptionAdvantage] | None:
-        """The candidate that would have been next, and what it has before the victim; None if there
-        was no other."""
+        """Return the second choice, and the reason why it is spared instead of the victim.
+
+        Args:
+          victim: the sequence that is preempted.
+          candidates: all sequences that could have been preempted.
+
+        Returns:
+          None if there was no other candidate.
+        """
         others = [s for s in candidates if s is not victim]
         if not others:
             return None
@@ -93,20 +100,20 @@ class PreemptionPolicy:
         return other, next(name for name, own, its in pairs if own != its)
 
     def _cost(self, sequence: Sequence) -> float:
-        """Seconds that are lost if this sequence is preempted."""
+        """Return the seconds that preempting this sequence costs."""
         if self.is_swapped(sequence):
             return self._swap_cost(sequence)
         return self._recompute_cost(sequence)
 
     def _recompute_cost(self, sequence: Sequence) -> float:
-        # Less if the prefix cache still has some of it, which is not known beforehand.
+        # An upper bound: part of the sequence may still be in the prefix cache when it resumes.
         return sequence.num_computed * self.costs.seconds_per_token
 
     def _swap_cost(self, sequence: Sequence) -> float:
-        num_blocks = self.holdings.num_swapped(sequence.num_computed)
+        num_blocks = self.block_budget.num_swapped(sequence.num_computed)
         return 2 * num_blocks * self.costs.seconds_per_block
 
     def _fits_host(self, sequence: Sequence) -> bool:
         most = self.costs.max_swapped_blocks
-        num_blocks = self.holdings.num_swapped(sequence.num_computed)
+        num_blocks = self.block_budget.num_swapped(sequence.num_computed)
         return most is None or self.num_swapped_blocks + num_blocks <= most

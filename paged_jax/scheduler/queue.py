@@ -1,29 +1,126 @@
-"""Where each sequence is: in the waiting line, in a slot, or gone; and when its request expires."""
+"""Queue of waiting sequences, slots of running sequences, and deadlines of their requests."""
 
 import bisect
+import collections
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paged_jax.checks import ArgumentError
-from paged_jax.scheduler.holdings import Holdings
-from paged_jax.scheduler.line import Line
+from paged_jax.scheduler.block_budget import BlockBudget
+from paged_jax.scheduler.explain import NO_FACTS, WaitFacts
 from paged_jax.scheduler.outputs import WaitReason
-from paged_jax.scheduler.plan import SchedulerStats
-from paged_jax.scheduler.reasons import NO_FACTS, WaitFacts
 from paged_jax.scheduler.request import Request, Sequence
+
+# Priority, turn, arrival, index. No two sequences have the same rank.
+_Rank = tuple[int, int, int, int]
+
+
+@dataclass
+class SchedulerStats:
+    """Totals since the scheduler was made.
+
+    Attributes:
+      num_admitted: sequences that got a slot for the first time.
+      num_finished: sequences that completed.
+      num_aborted: sequences of aborted requests.
+      num_expired: sequences whose deadline passed.
+      num_recompute_preemptions: preemptions that released the blocks of a sequence.
+      num_swap_preemptions: preemptions that copied the blocks to host memory.
+      num_recomputed_tokens: tokens that were computed again after a preemption.
+      num_queried_tokens: tokens that were looked up in the prefix cache.
+      num_cached_tokens: tokens that were found in the prefix cache.
+      peak_running: maximum number of sequences that ran at the same time.
+    """
+
+    num_admitted: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_expired: int = 0
+    num_recompute_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    peak_running: int = 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of preemptions of both kinds."""
+        return self.num_recompute_preemptions + self.num_swap_preemptions
+
+
+class FairQueue:
+    """Waiting sequences, ordered so that clients take turns.
+
+    The turn of a sequence is the number of sequences of the same client that run or stand before
+    it. Lower priorities come first, then earlier turns, then earlier arrivals:
+
+        client a    runs a1 a2, waits a3 a4      turns 2, 3
+        client b    runs none, waits b1 b2       turns 0, 1        order: b1 b2 a3 a4
+
+    A free slot goes to the client with the fewest running sequences, no matter how many sequences
+    other clients have queued. A single client is served in order of arrival. No sequence waits
+    forever: its turn decreases with each sequence of its client that ends, and a new sequence
+    stands behind older sequences of the same turn.
+
+    Args:
+      running: the sequences in slots. The list may change later.
+    """
+
+    def __init__(self, running: list[Sequence]):
+        self._running = running
+        # The sequences of each client, the most senior first.
+        self._by_client: dict[str, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_client.values()))
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._by_client.get(sequence.request.client, ())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over a copy of the queue: the iteration does not see later changes."""
+        if len(self._by_client) == 1:
+            [own] = self._by_client.values()
+            return iter(own.copy())
+        num_running = collections.Counter(s.request.client for s in self._running)
+        lines = [
+            _with_ranks(own.copy(), num_running[client]) for client, own in self._by_client.items()
+        ]
+        return (sequence for _, sequence in heapq.merge(*lines))
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence."""
+        own = self._by_client.setdefault(sequence.request.client, [])
+        bisect.insort(own, sequence, key=lambda s: s.seniority)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, which must be in the queue."""
+        client = sequence.request.client
+        own = self._by_client[client]
+        own.remove(sequence)
+        if not own:
+            del self._by_client[client]
+
+
+def _with_ranks(line: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
+    """Yield the sequences of one client, each with its rank among the sequences of all clients."""
+    for turn, sequence in enumerate(line, num_running):
+        priority, arrival, index = sequence.seniority
+        yield (priority, turn, arrival, index), sequence
 
 
 @dataclass
 class Entry:
-    """What the scheduler remembers of a sequence that has not finished.
+    """State that the scheduler keeps for an unfinished sequence.
 
     Attributes:
-      siblings: samples that become forks of this one when its prompt is computed.
-      num_wanted: free blocks that it needed when it was last tried; 0 if that is not known.
-      num_lost: tokens that left the cache for good at the last preemption.
-      length_before: tokens that it had at the last preemption.
+      siblings: samples that become forks of this sequence when its prompt has been computed.
+      num_wanted: free blocks that it needed at the last attempt to admit it; 0 if unknown.
+      num_lost: tokens that the last preemption removed from the cache for good.
+      length_before: number of tokens at the last preemption.
     """
 
     siblings: list[Sequence] = field(default_factory=list)
@@ -33,14 +130,14 @@ class Entry:
 
 
 class Unfinished(NamedTuple):
-    """A request, which this keeps alive, and those of its sequences that have not finished."""
+    """A strong reference to a request, with its unfinished sequences."""
 
     request: Request
     sequences: list[Sequence]
 
 
 class Deadlines:
-    """A heap of the times at which requests expire. It may name requests that are gone."""
+    """Heap of the times at which requests expire. It may contain requests that are gone."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []
@@ -49,12 +146,12 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, request: Request) -> None:
-        """Note the deadline of a request, if it has one."""
+        """Add the deadline of a request, if it has one."""
         if request.deadline is not None:
             heapq.heappush(self._heap, (request.deadline, request.arrival, request.request_id))
 
     def is_due(self, now: float) -> bool:
-        """Whether any of the deadlines has passed."""
+        """Return whether any deadline has passed."""
         return bool(self._heap) and self._heap[0][0] <= now
 
     def pop_due(self, now: float) -> list[tuple[int, str]]:
@@ -66,40 +163,40 @@ class Deadlines:
         return due
 
     def keep_only(self, arrivals: Mapping[str, int]) -> None:
-        """Remove the deadlines of requests that are not among these ids with their arrivals."""
+        """Remove the deadlines of all requests except the given ids with their arrivals."""
         self._heap = [entry for entry in self._heap if arrivals.get(entry[2]) == entry[1]]
         heapq.heapify(self._heap)
 
 
 class Queue:
-    """The waiting line, the slots, and all sequences that have not finished.
+    """All unfinished sequences: waiting in the queue or running in a slot.
 
     Args:
-      num_slots: S, most sequences that run at once.
-      holdings: counts blocks.
-      stats: totals of the scheduler; sequences that get a slot are counted here.
+      num_slots: S, maximum number of sequences that run at a time.
+      block_budget: counts blocks.
+      stats: totals of the scheduler; the queue counts sequences that get a slot.
 
     Attributes:
-      waiting: sequences in line.
-      running: sequences with a slot, the most senior first.
-      free_slots: slots that are not taken.
-      entries: what is remembered of each unfinished sequence.
-      unfinished: the unfinished sequences of each request, with the request, by its id.
-      deadlines: when these requests expire.
-      num_swapped_blocks: blocks of waiting sequences that are in host memory.
+      waiting: the waiting sequences.
+      running: the sequences with a slot, the most senior first.
+      free_slots: the free slots.
+      entries: the state of each unfinished sequence.
+      unfinished: the unfinished sequences of each request, by request id.
+      deadlines: the deadlines of these requests.
+      num_swapped_blocks: number of blocks of waiting sequences in host memory.
     """
 
-    def __init__(self, num_slots: int, holdings: Holdings, stats: SchedulerStats):
+    def __init__(self, num_slots: int, block_budget: BlockBudget, stats: SchedulerStats):
         self._num_slots = num_slots
-        self._holdings = holdings
+        self._block_budget = block_budget
         self._stats = stats
         self.clear()
 
     def clear(self) -> None:
         """Forget all sequences."""
         self.running: list[Sequence] = []
-        self.waiting = Line(self.running)
-        # Popped from the end: slot 0 is taken first.
+        self.waiting = FairQueue(self.running)
+        # Slots are popped from the end, so slot 0 is taken first.
         self.free_slots = list(range(self._num_slots))[::-1]
         self.entries: dict[Sequence, Entry] = {}
         self.unfinished: dict[str, Unfinished] = {}
@@ -113,7 +210,14 @@ class Queue:
         return sorted(unfinished, key=lambda s: s.seniority)
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
-        """Refuse samples of a request whose id an unfinished one has. They begin alike."""
+        """Check that no unfinished request has the id of a new request.
+
+        Args:
+          sequences: the samples of the new request, all with the same tokens.
+
+        Raises:
+          ArgumentError: the id is taken.
+        """
         request, tokens = sequences[0].request, sequences[0].token_ids
         assert all(s.request is request and s.token_ids == tokens for s in sequences)
         if request.request_id in self.unfinished:
@@ -122,21 +226,22 @@ class Queue:
             )
 
     def track(self, request: Request, sequences: list[Sequence]) -> None:
-        """Count sequences of a request as unfinished. They are not in line yet."""
+        """Add sequences of a request to the unfinished sequences, without queueing them."""
         self.unfinished[request.request_id] = Unfinished(request, list(sequences))
         self.entries.update((sequence, Entry()) for sequence in sequences)
         self.deadlines.add(request)
         if len(self.deadlines) > 2 * len(self.unfinished):
-            # Deadlines of requests that are gone may lie in a far future.
+            # Finished requests may have left deadlines that are far in the future.
             self.deadlines.keep_only(
                 {name: request.arrival for name, (request, _) in self.unfinished.items()}
             )
 
     def drop(self, sequence: Sequence) -> None:
-        """Count a sequence as finished, wherever it is. Its siblings join the line."""
-        request = sequence.request  # freed at the end, if only the queue holds it
+        """Remove a finished sequence, waiting or running. Its siblings join the queue."""
+        # A strong reference: the queue may hold the last other reference to the request.
+        request = sequence.request
         if sequence.slot is not None:
-            self.give_slot(sequence)
+            self.free_slot(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         for sibling in self.entries.pop(sequence).siblings:
@@ -149,27 +254,27 @@ class Queue:
         if not left:
             del self.unfinished[request.request_id]
 
-    def due(self, now: float) -> list[Sequence]:
-        """The unfinished sequences whose deadlines have passed since the last call."""
-        due: list[Sequence] = []
+    def pop_expired(self, now: float) -> list[Sequence]:
+        """Return the unfinished sequences whose deadlines have passed since the last call."""
+        expired: list[Sequence] = []
         for arrival, request_id in self.deadlines.pop_due(now):
             unfinished = self.unfinished.get(request_id)
-            # Another request may have taken the id since.
+            # A later request may have taken the same id.
             if unfinished is not None and unfinished.request.arrival == arrival:
-                due += unfinished.sequences
-        return due
+                expired += unfinished.sequences
+        return expired
 
-    # The waiting line
+    # Waiting
 
     def join(
         self, sequence: Sequence, reason: WaitReason = "turn", *, siblings: Iterable[Sequence] = ()
     ) -> None:
-        """Put a sequence in line.
+        """Queue a sequence.
 
         Args:
           sequence: the sequence.
           reason: why it waits.
-          siblings: new sequences that wait to be forks of it.
+          siblings: new sequences that will be forks of it.
         """
         self.entries[sequence].num_wanted = 0
         for sibling in siblings:
@@ -182,7 +287,7 @@ class Queue:
             self.note_wait(sequence, reason)
 
     def note_turn(self, sequence: Sequence) -> None:
-        """Note that a sequence waits for those before it."""
+        """Record that a sequence waits for the sequences before it in the queue."""
         facts = NO_FACTS
         if sequence.history is not None:
             facts = WaitFacts({"num_ahead": list(self.waiting).index(sequence)})
@@ -191,7 +296,7 @@ class Queue:
     def note_wait(
         self, sequence: Sequence, reason: WaitReason, facts: WaitFacts = NO_FACTS
     ) -> None:
-        """Note what a sequence waits for."""
+        """Record why a sequence waits."""
         sequence.waits_for = reason
         if sequence.history is not None:
             sequence.history.wait(sequence.index, reason, facts)
@@ -204,13 +309,13 @@ class Queue:
     # Slots
 
     def take_slot(self, sequence: Sequence) -> None:
-        """Let a sequence run in a free slot. It is not in line any more."""
+        """Move a sequence that has left the waiting queue into a free slot."""
         sequence.slot = self.free_slots.pop()
         self._end_wait(sequence)
         self._stats.num_admitted += not sequence.num_preemptions
         bisect.insort(self.running, sequence, key=lambda s: s.seniority)
 
-    def give_slot(self, sequence: Sequence) -> None:
+    def free_slot(self, sequence: Sequence) -> None:
         """Free the slot of a sequence."""
         assert sequence.slot is not None
         self.running.remove(sequence)
@@ -218,8 +323,8 @@ class Queue:
         sequence.slot = None
 
     def mark_swapped(self, sequence: Sequence, is_swapped: bool) -> None:
-        """Count the blocks of a sequence as moved to host memory, or as gone from there."""
+        """Set whether the blocks of a sequence are in host memory, and count them."""
         if sequence.is_swapped != is_swapped:
-            num_blocks = self._holdings.num_swapped(sequence.num_computed)
+            num_blocks = self._block_budget.num_swapped(sequence.num_computed)
             self.num_swapped_blocks += num_blocks if is_swapped else -num_blocks
             sequence.is_swapped = is_swapped

@@ -1,4 +1,4 @@
-"""A request and its sequences, one for each sample, while they run: plain Python, no arrays."""
+"""A running request and its sequences, one for each sample. Plain Python, no arrays."""
 
 import dataclasses
 import weakref
@@ -8,8 +8,8 @@ from typing import Any
 from paged_jax.cache.sequence_blocks import PrefixChain
 from paged_jax.models.text.grammar import GrammarCursor
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduler.completion import Completion
-from paged_jax.scheduler.history import History
+from paged_jax.scheduler.completion import Completion, CompletionSnapshot
+from paged_jax.scheduler.explain import RequestHistory
 from paged_jax.scheduler.outputs import (
     CompletionOutput,
     Logprob,
@@ -23,26 +23,26 @@ from paged_jax.short_repr import short_repr
 @short_repr
 @dataclass(eq=False)
 class Request:
-    """One prompt and what is asked of it.
+    """One prompt with its parameters and samples.
 
     Attributes:
-      request_id: name of the request; unique among the requests that are not finished.
-      arrival: number of requests that came before it; ranks equal priorities.
-      prompt: the text; None if it was given as token ids.
-      prompt_token_ids: the tokens that the model reads.
+      request_id: name of the request, unique among unfinished requests.
+      arrival: number of earlier requests; orders requests of equal priority.
+      prompt: the text of the prompt; None if it was given as token ids.
+      prompt_token_ids: token ids of the prompt.
       params: sampling parameters.
-      seed: seed of its random draws.
-      max_tokens: most tokens of each sample, with the context taken into account.
+      seed: seed of the random draws.
+      max_tokens: maximum number of generated tokens per sample, limited by the context.
       metrics: times of the request.
-      priority: rank of the request; lower is served first.
-      deadline: time at which it expires, on the clock of the metrics; None for never.
-      cache_salt: salt of the prefix cache: requests share cached blocks only where it is the same.
-      client: whose request it is; clients take turns for slots.
-      sample_offset: number of its first sample among those of its seed.
-      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-      prompt_logprobs: see `RequestOutput`; grows while the prompt is computed.
-      history: waits and preemptions; None if no explanation was asked for.
-      sequences: the sequence of each sample, in their order.
+      priority: lower values are served first.
+      deadline: time at which the request expires, on the clock of `metrics`; None for never.
+      cache_salt: requests share cached blocks only if their salts are equal.
+      client: client of the request. Clients take turns for slots.
+      sample_offset: number of the first sample among the samples of the same seed.
+      num_cached_tokens: number of prompt tokens found in the prefix cache.
+      prompt_logprobs: see `RequestOutput`. The list grows while the prompt is computed.
+      history: waits and preemptions; None unless an explanation was requested.
+      sequences: the sequence of each sample, in order.
     """
 
     request_id: str
@@ -60,24 +60,29 @@ class Request:
     sample_offset: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    history: History | None = None
+    history: RequestHistory | None = None
     sequences: list["Sequence"] = field(default_factory=list, repr=False)
 
     @property
     def is_finished(self) -> bool:
         """Whether all samples have ended."""
-        for sequence in self.sequences:  # asked so often that `all` of a generator would show
+        # A loop, because this runs often and `all` with a generator is slower.
+        for sequence in self.sequences:
             if sequence.completion.finish_reason is None:
                 return False
         return True
 
     def mark(self, **times: float) -> None:
-        """Note when something happened, unless it was noted before."""
+        """Set times of `metrics` that are still None.
+
+        Args:
+          **times: seconds, by the names of `RequestMetrics`.
+        """
         new = {name: t for name, t in times.items() if getattr(self.metrics, name) is None}
         self.metrics = dataclasses.replace(self.metrics, **new)
 
     def output(self) -> RequestOutput:
-        """What is final so far."""
+        """Return the output so far, with final text only."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -96,27 +101,26 @@ class Request:
 @short_repr
 @dataclass(eq=False, init=False)
 class Sequence:
-    """One sample of a request: its tokens, how many of them are in the cache, and its text.
+    """One sample of a request: its tokens, its text, and the number of tokens in the cache.
 
     Attributes:
-      request: the request, which all of its sequences share; kept weakly: a request owns its
-        sequences, and both are freed as soon as nothing else holds the request.
+      request: the request of the sequence. The reference is weak, so that a request and its
+        sequences are freed as soon as nothing else holds the request.
       index: index of the sample.
       token_ids: prompt and generated tokens.
-      max_length: number of tokens at which it is complete; that of the prompt's or above.
-      completion: the text of the generated tokens, and why they ended.
-      chain: names the full blocks for the prefix cache; None if they are not cached.
-      grammar: where its text is in its grammar, as of the last `followed_grammar`; None if the
-        text may have any form.
-      num_computed: tokens that are in the cache, or in its copy in host memory.
-      program_start: how many there were when the last program began that added some: layers with a
-        sliding window still hold what that one read, or less.
+      max_length: maximum number of tokens; at least the length of the prompt.
+      completion: text of the generated tokens, and the reason why they ended.
+      chain: computes the digests of full blocks for the prefix cache; None if they are not cached.
+      grammar: position in the grammar, updated by `active_grammar`; None without a grammar.
+      num_computed: number of tokens in the cache, or in its copy in host memory.
+      program_start: value of `num_computed` before the last program that added tokens. Layers with
+        a sliding window may still hold the blocks that this program read.
       slot: row of the block tables; None unless the sequence runs.
       is_swapped: whether the blocks are in host memory.
-      host_blocks: what `BlockMemory` keeps there, so that it is freed with the sequence.
-      is_fork: whether the slot began as a copy of that of another sample.
-      waits_for: why the sequence does not run; empty if it does.
-      num_preemptions: times that the sequence was preempted.
+      host_blocks: blocks that `BlockMemory` keeps in host memory, freed with the sequence.
+      is_fork: whether the slot began as a copy of another sample's slot.
+      waits_for: why the sequence does not run; empty if it runs.
+      num_preemptions: number of times that the sequence was preempted.
     """
 
     index: int
@@ -154,43 +158,43 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The request, which must be held elsewhere: by the scheduler until the sequence ends."""
+        """The request. The scheduler holds it until its sequences end."""
         request = self._request()
-        assert request is not None, "its request must be held as long as the sequence is used"
+        assert request is not None, "the request must outlive its sequences"
         return request
 
     @property
     def seniority(self) -> tuple[int, int, int]:
-        """Ranks sequences: the smaller, the more senior."""
+        """Sort key of sequences; the smallest is the most senior."""
         return self.request.priority, self.request.arrival, self.index
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many of the tokens are the prompt's."""
+        """Number of tokens of the prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
     def num_generated(self) -> int:
-        """How many of the tokens were generated."""
+        """Number of generated tokens."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def num_prefill(self) -> int:
-        """How many tokens prefill still has to put into the cache."""
+        """Number of tokens that prefill still has to compute."""
         return len(self.token_ids) - 1 - self.num_computed
 
     @property
     def draws_tokens(self) -> bool:
-        """Whether tokens are to come; else it is complete once its prompt is computed."""
+        """Whether more tokens will be generated. If not, the sequence ends with its prefill."""
         return len(self.token_ids) < self.max_length
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of the full blocks of its tokens, computed when asked for."""
+        """The digests of the full blocks, computed at access; empty without `chain`."""
         return [] if self.chain is None else self.chain.digests(self.token_ids)
 
-    def followed_grammar(self) -> GrammarCursor | None:
-        """Its grammar, behind all of its tokens; None if none binds what comes next."""
+    def active_grammar(self) -> GrammarCursor | None:
+        """Return the grammar after all tokens; None if none restricts the next token."""
         grammar = self.grammar
         if grammar is None:
             return None
@@ -198,13 +202,13 @@ class Sequence:
         return None if grammar.is_over else grammar
 
     @property
-    def history(self) -> History | None:
-        """Where its waits are noted; None if no explanation was asked for."""
+    def history(self) -> RequestHistory | None:
+        """The history of the request; None unless an explanation was requested."""
         return self.request.history
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, for any reason."""
+        """Whether the sequence has ended, for any reason."""
         return self.completion.finish_reason is not None
 
     def append(
@@ -215,15 +219,15 @@ class Sequence:
         eos_token_ids: frozenset[int],
         candidates: dict[int, Logprob] | None = None,
     ) -> None:
-        """Append a generated token to tokens and text, and end the sequence if that stops it.
+        """Append a generated token and its text, and end the sequence if the token stops it.
 
-        The number of computed tokens stays; `advance` counts it.
+        `num_computed` does not change, see `advance`.
 
         Args:
           token_id: the token.
-          logprob: its log-probability, in nats.
+          logprob: log-probability of the token, in nats.
           eos_token_ids: tokens that end a sequence, unless its parameters ignore them.
-          candidates: the token and the most probable ones, where they are asked for.
+          candidates: log-probabilities of this token and of the most probable tokens, if requested.
         """
         before, num_tokens = self.completion.snapshot(), len(self.token_ids)
         try:
@@ -236,21 +240,22 @@ class Sequence:
                 eos_token_ids=eos_token_ids,
                 candidates=candidates,
             )
-        except BaseException:  # Ctrl-C: tokens and text belong together
+        except BaseException:  # on Ctrl-C, tokens and text must stay consistent
             self._undo(before, num_tokens)
             raise
 
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens at once, if surely none of them ends the sequence.
+        """Append several tokens, if none of them can end the sequence.
 
         Args:
-          token_ids, logprobs: the tokens, and their log-probabilities, in nats.
+          token_ids: the tokens.
+          logprobs: their log-probabilities, in nats.
           eos_token_ids: see `append`.
 
         Returns:
-          Whether they were appended. If not, nothing has changed: `append` them one by one.
+          Whether the tokens were appended. If not, nothing has changed: `append` each token.
         """
         before, num_tokens = self.completion.snapshot(), len(self.token_ids)
         if num_tokens + len(token_ids) >= self.max_length:
@@ -264,20 +269,24 @@ class Sequence:
             self._undo(before, num_tokens)
             raise
 
-    def _undo(self, snapshot: tuple[Any, ...], num_tokens: int) -> None:
+    def _undo(self, snapshot: CompletionSnapshot, num_tokens: int) -> None:
         del self.token_ids[num_tokens:]
         self.completion.restore(snapshot)
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens that are now in the cache: those of a chunk, or one for each that decode
-        has drawn, as each decode step puts the token before into the cache."""
+        """Add to the number of tokens in the cache.
+
+        Args:
+          num_tokens: number of tokens of a chunk, or number of tokens that decode has generated,
+            because each decode step computes the token before the one it generates.
+        """
         if num_tokens:
             self.program_start = self.num_computed
         self.num_computed += num_tokens
-        assert self.num_prefill >= 0, "the last known token is left to decode"
+        assert self.num_prefill >= 0, "prefill leaves the last known token to decode"
 
     def restart(self) -> None:
-        """Keep the tokens, and forget all that was computed of them."""
+        """Forget all cached state and keep the tokens."""
         self.num_computed = self.program_start = 0
         self.slot = None
         self.is_swapped, self.host_blocks = False, None
@@ -287,7 +296,7 @@ class Sequence:
             self.grammar.reset()
 
     def output(self) -> CompletionOutput:
-        """What is final so far."""
+        """Return the output so far, with final text only."""
         completion = self.completion
         return CompletionOutput(
             index=self.index,

@@ -1,29 +1,28 @@
-"""Decides which sequences get a slot, blocks and a share of the next step. Imports no jax.
+"""Scheduler for continuous batching. Imports no jax.
 
-The scheduler is policy. It knows requests, numbers of blocks and numbers of tokens, never arrays or
-block ids; what it decides about memory, a `BlockMemory` does at once. A step of the engine is
+The scheduler is policy. It knows requests, numbers of blocks and numbers of tokens, but no arrays
+and no block ids. A `BlockMemory` carries out its decisions about memory immediately. A step of the
+engine is:
 
     plan = scheduler.schedule(memory, now)
     run plan.chunks, then plan.forks, then plan.decodes for up to plan.num_steps steps
-    sequence.advance(...) for each chunk and each decoded row, whose tokens are appended before
-    scheduler.finish(memory, sequence) for those that stopped
+    append the generated tokens, then call sequence.advance(...) for each chunk and decoded row
+    scheduler.finish(memory, sequence) for each sequence that stopped
 
-The parts: `queue` knows where sequences are, `line` which of those that wait is the next,
-`planning` gives running ones a share of the step, `admission` lets waiting ones run, `preemption`
-chooses a victim, `reasons` says why; `lookahead` plans a step before it is known what the one
-before it has drawn.
+Modules: `queue` holds waiting and running sequences, `step_planner` fills a step, `preemption`
+chooses a victim, `block_budget` counts blocks, `explain` records reasons, and `step_plan` plans
+further steps before the tokens of the last step are known.
 
-Prefill fills the cache with all tokens of a sequence but the last, which is the first input of
-decode. So a sequence with n known tokens decodes once n - 1 of them are in the cache, whether it is
-new or comes back after a preemption, and at least one token is always computed.
+Prefill computes all tokens of a sequence except the last, which is the first input of decode. A
+sequence with n known tokens therefore decodes once n - 1 of them are in the cache. This holds for
+new and for resumed sequences, and at least one token is always computed.
 
     waiting --admit--> running: prefill --> decode --finish-->
         ^------------ preempt ---'------------'
 
-Progress: running sequences are ranked by priority, then arrival. The most senior one is never
-preempted to make room, and a sequence that could not run even alone is refused when it arrives. So
-the most senior one finishes, then the next, and so on. In the line of those that wait, clients
-take turns.
+Progress: running sequences are ranked by priority, then by arrival. The most senior sequence is
+never preempted, and a sequence that does not fit the pool alone is rejected on arrival. The most
+senior sequence therefore finishes, then the next, and so on. Waiting clients take turns.
 """
 
 from collections.abc import Sequence as Items
@@ -32,18 +31,13 @@ from typing import get_args
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.checks import ArgumentError, check_positive
 from paged_jax.models.layer_types import LayerGroup
-from paged_jax.scheduler.admission import Admission
-from paged_jax.scheduler.budget import StepBudget
-from paged_jax.scheduler.holdings import Holdings, make_holdings
-from paged_jax.scheduler.lookahead import Lookahead
-from paged_jax.scheduler.memory import BlockMemory
-from paged_jax.scheduler.plan import SchedulerStats, StepPlan
-from paged_jax.scheduler.planning import StepPlanner
+from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
+from paged_jax.scheduler.explain import PreemptionFacts
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts, PreemptionPolicy
-from paged_jax.scheduler.prefixes import SharedPrefixes
-from paged_jax.scheduler.queue import Queue
-from paged_jax.scheduler.reasons import PreemptionFacts
+from paged_jax.scheduler.queue import Queue, SchedulerStats
 from paged_jax.scheduler.request import Request, Sequence
+from paged_jax.scheduler.step_plan import Lookahead, StepPlan
+from paged_jax.scheduler.step_planner import Admission, StepPlanner
 
 
 def check_step_limits(
@@ -54,17 +48,17 @@ def check_step_limits(
     *,
     slots_name: str = "num_slots",
 ) -> None:
-    """Check what a scheduler needs to make progress: a token for each slot, and a way to preempt.
+    """Check that each slot gets a token in every step, and that the way to preempt is known.
 
     Args:
-      function: the name that messages begin with.
-      max_num_batched_tokens: most tokens in a step.
-      num_slots: S, most sequences that run at once.
-      preemption: the way to take blocks away, a value of `Preemption`.
+      function: name of the caller, for the error message.
+      max_num_batched_tokens: maximum number of tokens in a step.
+      num_slots: S, maximum number of sequences that run at a time.
+      preemption: a value of `Preemption`.
       slots_name: the caller's name of `num_slots`.
 
     Raises:
-      ArgumentError: naming the argument.
+      ArgumentError: an argument is invalid.
     """
     if max_num_batched_tokens < num_slots:
         raise ArgumentError(
@@ -83,25 +77,25 @@ class Scheduler:
     """Continuous batching with chunked prefill, prefix sharing, priorities and preemption.
 
     Args:
-      num_slots: S, most sequences that run at once.
-      num_blocks: P, blocks in the pool, of the first of several groups of layers.
-      block_size: C, tokens in a block.
-      max_num_batched_tokens: most tokens in a step: those of chunks, and one for each sequence that
-        decodes. At least num_slots.
-      max_chunk: most tokens of one sequence that a step prefills.
-      max_steps: most decode steps that are queued at once.
-      runs_ahead: whether `lookahead` is used.
-      enable_prefix_caching: whether prompts are looked up in the cache.
-      preemption: how blocks are taken away: ``"recompute"`` releases them, ``"swap"`` copies them
-        to host memory, ``"auto"`` does what costs less.
-      costs: costs of both ways; may be changed at any time.
-      groups: groups of layers that keep the same tokens, the one that keeps most first, see
-        `LlamaConfig.layer_groups`; by default all layers keep all tokens.
+      num_slots: S, maximum number of sequences that run at a time.
+      num_blocks: P, number of blocks in the pool of the first group of layers.
+      block_size: C, number of tokens in a block.
+      max_num_batched_tokens: maximum number of tokens in a step: tokens of chunks, plus one for
+        each sequence that decodes. At least `num_slots`.
+      max_chunk: maximum number of tokens that a step prefills per sequence.
+      max_steps: maximum number of decode steps on the device at a time.
+      runs_ahead: whether to plan steps ahead, see `Lookahead`.
+      enable_prefix_caching: whether prompts are looked up in the prefix cache.
+      preemption: how blocks are taken away. ``"recompute"`` releases them, ``"swap"`` copies them
+        to host memory, ``"auto"`` chooses the cheaper way.
+      costs: costs of both ways. The caller may change them at any time.
+      groups: groups of layers that keep the same tokens, see `LlamaConfig.layer_groups`. The first
+        group keeps the most tokens. By default all layers keep all tokens.
 
     Attributes:
       stats: totals since the scheduler was made.
-      holdings: counts the blocks of sequences.
-      lookahead: plans steps ahead of tokens.
+      block_budget: counts the blocks of sequences.
+      lookahead: plans steps before the tokens of the last step are known.
 
     Raises:
       ValueError: a size is not positive, or max_num_batched_tokens is below num_slots.
@@ -141,29 +135,28 @@ class Scheduler:
         self.preemption: Preemption = preemption
         self.costs = costs or PreemptionCosts()
         self.stats = SchedulerStats()
-        self.holdings = make_holdings(num_blocks, block_size, max_chunk, groups)
-        self._queue = Queue(num_slots, self.holdings, self.stats)
+        self.block_budget = make_block_budget(num_blocks, block_size, max_chunk, groups)
+        self._queue = Queue(num_slots, self.block_budget, self.stats)
         self.lookahead = Lookahead(self._queue, max_steps, is_used=runs_ahead)
-        self._prefixes = SharedPrefixes(block_size, enable_prefix_caching)
         self._admission = Admission(
             self._queue,
-            self._prefixes,
+            self.block_budget,
             self.stats,
             num_slots=num_slots,
-            holdings=self.holdings,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
         )
 
-    # Requests come and go
+    # Requests
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue the samples of a new request, which all have the same tokens so far.
+        """Queue the samples of a new request, which have the same tokens.
 
-        The request is kept until its last sequence has left: sequences hold it only weakly.
-        Only the first is admitted and prefilled; the others become forks of it.
+        The scheduler holds the request until its last sequence has left; sequences hold it only
+        weakly. Only the first sample is admitted and prefilled. The others become forks of it.
 
         Raises:
-          ValueError: as `check`. Nothing is queued then.
+          ValueError: see `check`. In this case nothing is queued.
         """
         self.check(sequences)
         self.lookahead.close()
@@ -171,23 +164,23 @@ class Scheduler:
         self._queue.join(sequences[0], siblings=sequences[1:])
 
     def check(self, sequences: list[Sequence]) -> None:
-        """See that the samples of a new request can be queued.
+        """Check that the samples of a new request can be queued.
 
         Raises:
-          ValueError: one could not run even with all blocks, or the request_id is taken.
+          ValueError: a sequence does not fit the pool, or the request_id is taken.
         """
         self._queue.check_is_new(sequences)
         for sequence in sequences:
-            _check_fits(sequence, self.holdings)
+            _check_fits(sequence, self.block_budget)
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
-        """Release a sequence that is complete, unless its request was aborted before."""
+        """Release a complete sequence, unless its request was aborted before."""
         if sequence in self._queue.entries:
             self._drop(memory, sequence)
             self.stats.num_finished += 1
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
-        """Release all unfinished sequences of a request, and return them."""
+        """Release all unfinished sequences of a request and return them."""
         unfinished = self._queue.unfinished.get(request.request_id)
         sequences = [] if unfinished is None else list(unfinished.sequences)
         for sequence in sequences:
@@ -196,9 +189,10 @@ class Scheduler:
         return sequences
 
     def restart(self, sequences: list[Sequence]) -> None:
-        """Begin again with these sequences, each with the tokens that it has, and an empty memory.
+        """Queue these sequences with their tokens, for a memory that has become empty.
 
-        All others are forgotten, and so is what was running, swapped or half planned; stats stay.
+        All other sequences are forgotten. Nothing stays running, swapped or planned. `stats` are
+        kept.
         """
         by_request: dict[Request, list[Sequence]] = {}
         for sequence in sequences:
@@ -215,7 +209,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The sequences in line, in the order in which they get slots."""
+        """The waiting sequences, in the order in which they get slots."""
         return list(self._queue.waiting)
 
     @property
@@ -225,7 +219,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not finished, the most senior first. Those with a slot run."""
+        """All unfinished sequences, the most senior first."""
         return self._queue.sequences
 
     @property
@@ -236,82 +230,82 @@ class Scheduler:
     # One step
 
     def schedule(self, memory: BlockMemory, now: float = 0.0) -> StepPlan:
-        """Decide what runs next, and bring memory into the state that it needs.
+        """Plan the next step, and bring the memory into the state that the plan needs.
 
-        Everything in the plan must be run before the next call.
+        The whole plan must be run before the next call.
 
         Args:
-          memory: gives and takes blocks at once, as is decided.
-          now: seconds, on the clock of the deadlines.
+          memory: the blocks.
+          now: current time in seconds, on the clock of the deadlines.
         """
-        memory = self.holdings.memory(memory, self.running)
+        memory = self.block_budget.planning_memory(memory, self.running)
         plan = StepPlan(expired=self._expire(memory, now))
         num_preemptions = self.stats.num_preemptions
         self._admit_urgent(memory)
         self._free_blocks_for_decode(memory)
         is_calm = self.stats.num_preemptions == num_preemptions
-        planner = StepPlanner(
-            plan,
-            self._budget(memory),
-            self._queue,
-            holdings=self.holdings,
-            max_chunk=self.max_chunk,
-        )
+        planner = self._planner(memory, plan)
         planner.add_decodes()
         planner.add_chunks()
         while self.running and planner.is_empty:
-            # All prefill, and none has a block left: the most senior gets those of another.
+            # All running sequences prefill and no block is free: preempt for the most senior one.
             self._preempt(memory, self.running[1:], PreemptionFacts("prefill"))
-            planner.budget, is_calm = self._budget(memory), False
+            planner, is_calm = self._planner(memory, plan), False
             planner.add_chunks()
-        # After a preemption none is admitted: it would take what was just made free.
+        # Admit none after a preemption: it would take the blocks that were just freed.
         may_admit_next = bool(self._queue.waiting)
         if is_calm:
-            may_admit_next = self._admission.admit(memory, planner)
+            may_admit_next = self._admission.admit(planner)
         self.lookahead.open(plan, may_admit_next)
         plan.num_steps = planner.num_steps(self.lookahead.max_steps, may_admit_next)
         plan.leave_on_stop = bool(self._queue.waiting)
         if plan.chunks:
-            self._admission.retry_refused()
+            self._admission.retry_deferred()
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         return plan
 
     def _expire(self, memory: BlockMemory, now: float) -> list[Sequence]:
-        expired = self._queue.due(now)
+        expired = self._queue.pop_expired(now)
         for sequence in expired:
             self._drop(memory, sequence)
         self.stats.num_expired += len(expired)
         return expired
 
     def _admit_urgent(self, memory: BlockMemory) -> None:
-        """Let sequences run in place of those of worse priority."""
-        queue, prefixes = self._queue, self._prefixes
-        computing = prefixes.next_blocks(queue.running)
+        """Preempt sequences of worse priority to admit waiting sequences of better priority."""
+        queue, admission = self._queue, self._admission
+        computing = admission.next_digests()
         for sequence in queue.waiting:
             priority = sequence.request.priority
             juniors = [s for s in queue.running if s.request.priority > priority]
             if not juniors:
                 return
-            if prefixes.will_be_cached(sequence, computing):
+            if admission.waits_for_prefix(sequence, computing):
                 continue
             if not self._preempt_for(memory, sequence, juniors):
                 return
-            computing |= prefixes.next_block(sequence)
+            computing |= admission.next_digest(sequence)
 
     def _preempt_for(
         self, memory: BlockMemory, sequence: Sequence, juniors: list[Sequence]
     ) -> bool:
-        """Let a sequence run at the cost of `juniors`; False if even that is not enough."""
-        holdings, request = self.holdings, sequence.request
+        """Preempt `juniors` until a sequence can start.
+
+        Returns:
+          Whether it has started. False if preempting all juniors is not enough.
+        """
+        block_budget, request = self.block_budget, sequence.request
         while True:
-            budget = self._budget(memory)
+            planner = self._planner(memory, StepPlan())
             if self._queue.free_slots:
-                if self._admission.try_to_start(memory, budget, sequence):
+                if self._admission.try_to_start(planner, sequence):
                     return True
-                # Preempting them frees what they alone hold, what they will claim, and the block
-                # that is kept back for each that grows.
-                claims = sum(holdings.num_claimed(s) + holdings.can_grow(s) for s in juniors)
-                most = budget.num_spare + memory.num_held(juniors) + claims
+                # Preempting a junior frees the blocks that only juniors hold, the blocks that it
+                # would claim, and the block reserved for its growth.
+                claims = sum(
+                    block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
+                )
+                most = planner.num_spare + memory.num_held(juniors) + claims
                 if self._queue.entries[sequence].num_wanted > most:
                     return False
             if not juniors:
@@ -320,12 +314,14 @@ class Scheduler:
             juniors.remove(self._preempt(memory, juniors, facts))
 
     def _free_blocks_for_decode(self, memory: BlockMemory) -> None:
-        """Preempt until every running sequence that decodes can do one step.
+        """Preempt sequences until all decoding sequences have blocks for one step.
 
-        Decodes go before prefill: they are nearest to giving their blocks back.
+        Decodes come before prefills, because they will free their blocks sooner.
         """
         while True:
-            claims = [self.holdings.num_growing(s) for s in self.running if not s.num_prefill]
+            claims = [
+                self.block_budget.num_for_decode(s) for s in self.running if not s.num_prefill
+            ]
             num_wanted, num_free = sum(claims), memory.num_free
             if num_wanted <= num_free:
                 return
@@ -335,7 +331,7 @@ class Scheduler:
     def _preempt(
         self, memory: BlockMemory, candidates: list[Sequence], facts: PreemptionFacts
     ) -> Sequence:
-        """Take slot and blocks from the candidate that can best spare them, and return it."""
+        """Preempt one of the candidates and return it."""
         policy = self._preemption_policy()
         sequence = policy.victim(candidates)
         is_swapped = policy.is_swapped(sequence)
@@ -358,28 +354,35 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.is_fork = False
         entry.length_before = len(sequence.token_ids)
-        self._queue.give_slot(sequence)
+        self._queue.free_slot(sequence)
         self._queue.join(sequence, "preempted")
         return sequence
 
     def _preemption_policy(self) -> PreemptionPolicy:
         queue = self._queue
         return PreemptionPolicy(
-            self.preemption, self.costs, self.holdings, queue.num_swapped_blocks, queue.entries
+            self.preemption, self.costs, self.block_budget, queue.num_swapped_blocks, queue.entries
         )
 
-    def _budget(self, memory: BlockMemory) -> StepBudget:
-        return StepBudget(self.running, self.holdings, self.max_num_batched_tokens, memory.num_free)
+    def _planner(self, memory: BlockMemory, plan: StepPlan) -> StepPlanner:
+        return StepPlanner(
+            plan,
+            self._queue,
+            memory,
+            self.block_budget,
+            num_tokens=self.max_num_batched_tokens,
+            max_chunk=self.max_chunk,
+        )
 
     def _drop(self, memory: BlockMemory, sequence: Sequence) -> None:
         if sequence.slot is not None:
             memory.release(sequence)
         self._queue.drop(sequence)
         if self._queue.waiting:
-            self.lookahead.close()  # one of them may get what this one had
+            self.lookahead.close()  # a waiting sequence may get the slot or the blocks
 
 
-def _check_fits(sequence: Sequence, holdings: Holdings) -> None:
+def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
     num_tokens = len(sequence.token_ids)
     if not 0 < num_tokens <= sequence.max_length:
         raise ArgumentError(
@@ -388,14 +391,14 @@ def _check_fits(sequence: Sequence, holdings: Holdings) -> None:
             f"{sequence.max_length}, got {num_tokens}.",
             "token_ids",
         )
-    # As many as admission asks for, where no token is drawn.
+    # With no token to generate, admission still needs blocks for all tokens.
     most = max(num_tokens, num_cached_tokens_at(sequence.max_length))
-    needed = holdings.num_required(most)
-    if needed > holdings.num_blocks:
+    needed = block_budget.num_required(most)
+    if needed > block_budget.num_blocks:
         raise ArgumentError(
             "Scheduler.add",
-            f"a sequence must fit the pool of {holdings.num_blocks} blocks of "
-            f"{holdings.block_size} tokens, got {num_tokens} prompt tokens and "
+            f"a sequence must fit the pool of {block_budget.num_blocks} blocks of "
+            f"{block_budget.block_size} tokens, got {num_tokens} prompt tokens and "
             f"{sequence.max_length - num_tokens} new ones, which need {needed}. "
             "Use fewer tokens or more blocks.",
         )

@@ -1,7 +1,7 @@
 """`explanation`: why a request waited or was preempted, without the names of other requests."""
 
+from paged_jax.scheduler.explain import describe_preemption, describe_wait, name_request
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.scheduler.reasons import describe_preemption, describe_wait, name_request
 from paged_jax.server import schemas
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paged_jax import LLM, AsyncEngine, Engine, RequestOutput, SamplingParams
-from paged_jax.scheduler.history import History
+from paged_jax.scheduler.explain import RequestHistory
 from paged_jax.scheduler.outputs import Explanation
 from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeEngine, make_request
@@ -104,7 +104,7 @@ def test_waits_last_from_arrival_to_the_first_step(tiny_model) -> None:
         waited = output.metrics.first_scheduled_time - output.metrics.arrival_time
         assert sum(wait.seconds for wait in explanation.waits) == pytest.approx(waited, abs=0.01)
         assert explanation.num_cached_tokens == output.num_cached_tokens
-    first_in_queue = "it was the first in the queue, for a step to take it in"
+    first_in_queue = "it was first in the queue and waited for the next step"
     assert reasons["second"] == [("turn", first_in_queue), ("slots", "no slot of 4 was free")]
     assert reasons["third"][0] == ("turn", "1 sample stood before it in the queue")
     assert reasons["third"][-1][0] == "same prefix"
@@ -150,7 +150,7 @@ def scheduled(requests: list[tuple[int, int]], num_slots: int = 4, **options) ->
     engine, histories = FakeEngine(scheduler, num_slots, eos=None), []
     for number, (length, priority) in enumerate(requests):
         prompt = [1 + (number + 3 * i) % 20 for i in range(length)]
-        histories.append(History(0.0))
+        histories.append(RequestHistory(0.0))
         request = make_request(
             number, prompt, max_tokens=9, priority=priority, history=histories[-1]
         )
@@ -167,7 +167,7 @@ def test_waits_for_blocks_count_them() -> None:
     _, second = scheduled([(18, 0), (22, 0)])
     assert [wait.reason for wait in second.waits] == ["turn", "blocks"]
     assert second.waits[1].detail == (
-        "it wanted 6 blocks, 5 were free, 1 of these kept for the samples that run"
+        "it needed 6 blocks, 5 were free, 1 of these reserved for running samples"
     )
 
 
@@ -175,7 +175,7 @@ def test_waits_for_blocks_that_nobody_counted_are_bounded() -> None:
     # All blocks but one are held, and that one is kept for the two that will want more.
     third = scheduled([(17, 0), (13, 0), (8, 0)])[2]
     assert third.waits[1].detail == (
-        "it wanted up to 2 blocks, 1 were free, 1 of these kept for the samples that run"
+        "it needed up to 2 blocks, 1 were free, 1 of these reserved for running samples"
     )
 
 
@@ -196,7 +196,8 @@ def test_preemption_notes_say_what_was_lost_and_why(kind) -> None:
     assert notes == explanations[1].preemptions, "the most senior one stays"
     assert [(note.kind, note.num_tokens) for note in notes] == [(kind, 16)]
     assert notes[0].detail == (
-        "the next tokens of 2 samples wanted 1 more block, 0 were free; no other could give way"
+        "the next tokens of 2 samples needed 1 more block, 0 were free; "
+        "no other sample could be preempted"
     )
     reasons = [wait.reason for wait in explanations[1].waits]
     assert "preempted" in reasons[1:]
@@ -204,21 +205,22 @@ def test_preemption_notes_say_what_was_lost_and_why(kind) -> None:
 
 def test_preemption_notes_say_why_this_one() -> None:
     low, lower, _ = scheduled([(9, 1), (5, 2), (29, 0)])
-    cause = "request 2 came with the better priority 0; "
+    cause = "request 2 arrived with the better priority 0; "
     assert [note.detail for note in lower.preemptions] == [
-        f"{cause}it gave way before request 0 because it had the worse priority"
+        f"{cause}it was preempted before request 0 because it had the worse priority"
     ]
-    assert [note.detail for note in low.preemptions] == [f"{cause}no other could give way"]
+    alone = f"{cause}no other sample could be preempted"
+    assert [note.detail for note in low.preemptions] == [alone]
 
 
 def test_preemption_notes_compare_with_the_next_in_line() -> None:
     requests = [(5, 1), (7, 1), (13, 1), (60, 0)]
     least, next_one, *_ = scheduled(requests, num_blocks=20, preemption="recompute")
     assert least.preemptions[0].detail == (
-        "request 3 came with the better priority 0; "
-        "it gave way before request 1 because it had less to lose"
+        "request 3 arrived with the better priority 0; "
+        "it was preempted before request 1 because it had less to lose"
     )
-    assert "it gave way before request 2" in next_one.preemptions[0].detail
+    assert "it was preempted before request 2" in next_one.preemptions[0].detail
 
 
 # The ways in

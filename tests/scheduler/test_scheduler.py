@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.models.layer_types import LayerGroup
-from paged_jax.scheduler.plan import StepPlan
 from paged_jax.scheduler.preemption import PreemptionCosts
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 from tests.support.fake_memory import (
     VOCABULARY,
     FakeEngine,
@@ -357,8 +357,8 @@ def test_groups_of_layers_are_swapped_with_what_each_keeps():
     """Of 20 tokens, one of four layers has 5 blocks, the others 2 each: 11 / 4, rounded up."""
     groups = (LayerGroup(None, (3,)), LayerGroup(9, (0, 1, 2)))
     scheduler = Scheduler(1, 20, C, max_num_batched_tokens=9, max_chunk=9, groups=groups)
-    assert [scheduler.holdings.num_swapped(n) for n in (20, 8)] == [3, 2]
-    assert scheduler.holdings.num_wanted(20) == scheduler.holdings.num_required(20) == 5
+    assert [scheduler.block_budget.num_swapped(n) for n in (20, 8)] == [3, 2]
+    assert scheduler.block_budget.num_wanted(20) == scheduler.block_budget.num_required(20) == 5
 
 
 def test_a_large_request_is_not_overtaken():
@@ -1046,12 +1046,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def rows_are_bounded(self):
         """A row is what the scheduler counts, and no longer than a window and a program are."""
-        memory, holdings = self.engine.memory, self.scheduler.holdings
+        memory, block_budget = self.engine.memory, self.scheduler.block_budget
         most_tokens = max(self.scheduler.max_chunk, self.scheduler.max_steps)
         most, total = max_blocks_in_window(self.window, most_tokens, C), 0
         for sequence in self.scheduler.running:
             num_held = len(memory._held(sequence.slot))
-            counted = holdings.num_in_row(sequence.num_computed, sequence.program_start)
+            counted = block_budget.num_in_row(sequence.num_computed, sequence.program_start)
             assert num_held == counted <= most
             total += counted
         if self.scheduler.max_steps == 1:  # else those of several steps may share some

@@ -32,7 +32,9 @@ def test_explanation_names_no_other_request() -> None:
     assert got is not None and OTHER not in repr(got)
     assert got["waits"][0]["detail"] == "another request was computing the same prefix"
     detail = got["preemptions"][0]["detail"]
-    assert detail.startswith("another request came") and f"before request {MINE} because" in detail
+    assert (
+        detail.startswith("another request arrived") and f"before request {MINE} because" in detail
+    )
 
 
 def test_explanation_has_the_fields_of_the_published_schema() -> None:

@@ -9,11 +9,11 @@ import collections
 from paged_jax.cache.sequence_blocks import PrefixChain, first_kept_column, root_digest
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.completion import Completion
-from paged_jax.scheduler.history import History
+from paged_jax.scheduler.explain import RequestHistory
 from paged_jax.scheduler.outputs import RequestMetrics
-from paged_jax.scheduler.plan import StepPlan
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 
 EOS = 0
 NO_BLOCK = -1
@@ -32,7 +32,7 @@ def make_request(
     priority: int = 0,
     deadline: float | None = None,
     request_id: str | None = None,
-    history: History | None = None,
+    history: RequestHistory | None = None,
 ) -> Request:
     """A request that arrives as the one of this number, with a sequence for each sample."""
     params = SamplingParams(n=num_samples)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paged_jax.scheduler.plan import StepPlan
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 from tests.support.fake_memory import FakeMemory, append, make_request
 
 

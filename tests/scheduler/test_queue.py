@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 
-from paged_jax.scheduler.line import Line
+from paged_jax.scheduler.queue import FairQueue
 from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeEngine, make_request
 
 
 def test_clients_take_turns() -> None:
     running = make_request(0, [1], max_tokens=4, client="a")
-    line = Line(running.sequences)
+    queue = FairQueue(running.sequences)
     requests = [
         make_request(number, [1], max_tokens=4, client=client, priority=priority)
         for number, (client, priority) in enumerate(
@@ -21,15 +21,15 @@ def test_clients_take_turns() -> None:
     ]
     first, second, third, fourth, fifth, sixth, last = (r.sequences[0] for r in requests)
     for request in requests[::-1]:
-        line.add(request.sequences[0])
+        queue.add(request.sequences[0])
     # Turns: a has one that runs, and its sixth stands before its first.
-    assert list(line) == [sixth, third, fourth, first, last, second, fifth]
-    line.remove(fourth)
-    assert fourth not in line and third in line and len(line) == 6
-    assert list(line) == [sixth, third, last, first, second, fifth]
-    for sequence in list(line):
-        line.remove(sequence)
-    assert not line and list(line) == []
+    assert list(queue) == [sixth, third, fourth, first, last, second, fifth]
+    queue.remove(fourth)
+    assert fourth not in queue and third in queue and len(queue) == 6
+    assert list(queue) == [sixth, third, last, first, second, fifth]
+    for sequence in list(queue):
+        queue.remove(sequence)
+    assert not queue and list(queue) == []
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,0 +1,338 @@
+"""Number of KV blocks that sequences hold and will need, and the cache as the scheduler sees it.
+
+Layers with the same kind of attention form a group with its own blocks. The scheduler counts only
+the first group, which keeps the most tokens, because no other group can run out of blocks earlier.
+If the first group has P blocks, another group has ``min(P, S * w)``, where w is the maximum number
+of its blocks that one slot holds. ``S * w`` blocks suffice for all slots. P blocks suffice as well:
+a slot holds no more blocks there than in the first group, and slots that share blocks in the first
+group share them in the others, because blocks that are found together were published together.
+
+`BlockBudget` counts for models with a group that keeps all tokens. If all layers have a sliding
+window, `WindowBlockBudget` counts the blocks of the largest window.
+"""
+
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from paged_jax.cache.sequence_blocks import (
+    first_kept_column,
+    length_with_cached_tokens,
+    max_blocks_in_window,
+    num_blocks_needed,
+    num_cached_tokens_at,
+    num_kept_blocks,
+)
+from paged_jax.models.layer_types import LayerGroup
+from paged_jax.scheduler.request import Sequence
+
+
+class BlockMemory(Protocol):
+    """The cache as the scheduler uses it, without arrays and block ids.
+
+    Each call takes effect immediately.
+    """
+
+    @property
+    def num_free(self) -> int:
+        """Number of free blocks, including blocks that only the prefix cache holds."""
+        ...
+
+    def attach(self, sequence: Sequence) -> int:
+        """Fill the empty slot of a sequence with the longest cached prefix of its tokens.
+
+        Only full blocks of the tokens before the last are looked up: ``(len(token_ids) - 1) // C``.
+
+        Returns:
+          Number of tokens found.
+        """
+        ...
+
+    def num_held(self, sequences: list[Sequence]) -> int:
+        """Return the number of blocks that releasing these running sequences would free."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the blocks of the sequence's slot. Full blocks stay in the prefix cache."""
+        ...
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Copy the blocks of a sequence to host memory and release its slot."""
+        ...
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Fill the empty slot of a sequence with its ``num_computed`` tokens from host memory."""
+        ...
+
+
+def make_block_budget(
+    num_blocks: int, block_size: int, max_chunk: int, groups: Items[LayerGroup]
+) -> "BlockBudget":
+    """Return the block budget of a model.
+
+    Args:
+      num_blocks: P, number of blocks of the first group.
+      block_size: C, number of tokens in a block.
+      max_chunk: maximum number of tokens that a step prefills per sequence.
+      groups: the groups of layers. The first group keeps the most tokens.
+    """
+    window = groups[0].window
+    if window is None:
+        return BlockBudget(num_blocks, block_size, groups)
+    return WindowBlockBudget(num_blocks, block_size, groups, window=window, max_chunk=max_chunk)
+
+
+def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGroup]) -> int:
+    """Return the number of blocks that swapping a sequence copies, in blocks of all layers.
+
+    Groups with a window copy only the blocks inside the window. The sum is rounded up.
+
+    Example:
+      >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
+      >>> num_swapped_blocks(64, 16, groups[:1]), num_swapped_blocks(64, 16, groups)
+      (4, 2)
+    """
+    if len(groups) == 1:
+        return num_kept_blocks(num_tokens, groups[0].window, block_size)
+    kept = [num_kept_blocks(num_tokens, group.window, block_size) for group in groups]
+    num_layers = [len(group.layers) for group in groups]
+    total = sum(n * num_blocks for n, num_blocks in zip(num_layers, kept, strict=True))
+    return -(-total // sum(num_layers))
+
+
+class BlockBudget:
+    """Block counts of sequences in a model where some layers keep all tokens.
+
+    The number of blocks of a sequence follows from its length. The cache reports the free blocks.
+
+    Args:
+      num_blocks: P, number of blocks of the first group.
+      block_size: C, number of tokens in a block.
+      groups: the groups of layers. The first group keeps the most tokens.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, groups: Items[LayerGroup]):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._groups = groups
+
+    # One sequence alone
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum number of tokens of a sequence that fits the pool; None if unlimited."""
+        return length_with_cached_tokens(self.num_blocks * self.block_size)
+
+    def num_required(self, num_tokens: int) -> int:
+        """Return the minimum number of blocks for a sequence to reach `num_tokens` tokens."""
+        return num_blocks_needed(num_tokens, self.block_size)
+
+    def num_wanted(self, num_tokens: int) -> int:
+        """Return the number of blocks to reach `num_tokens` tokens with chunks of full size."""
+        return num_blocks_needed(num_tokens, self.block_size)
+
+    def num_shared(self, num_tokens: int) -> int:
+        """Return the number of blocks that slots with `num_tokens` equal first tokens share."""
+        return num_tokens // self.block_size
+
+    def num_in_row(self, num_tokens: int, program_start: int) -> int:
+        """Return the number of blocks in the block-table row of a slot with `num_tokens` tokens.
+
+        Args:
+          num_tokens: number of tokens in the slot.
+          program_start: see `Sequence.program_start`.
+        """
+        return num_blocks_needed(num_tokens, self.block_size)
+
+    def num_swapped(self, num_tokens: int) -> int:
+        """Return the number of blocks that swapping a sequence copies."""
+        return num_swapped_blocks(num_tokens, self.block_size, self._groups)
+
+    # Sequences while a step is planned
+
+    def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
+        """Return the memory with free blocks counted as the scheduler needs for planning.
+
+        Args:
+          memory: the memory.
+          running: the sequences with a slot. The list may change later.
+        """
+        return memory
+
+    def num_for_admission(self, num_tokens: int) -> int:
+        """Return the number of blocks promised to a sequence of `num_tokens` that gets a slot."""
+        return self.num_wanted(num_tokens)
+
+    def num_freed_next(self, sequence: Sequence) -> int:
+        """Return the number of blocks that the sequence's next program frees first."""
+        return 0
+
+    def num_claimed(self, sequence: Sequence) -> int:
+        """Return the number of blocks that a running sequence still takes to decode once."""
+        size = self.block_size  # a local name: this runs for every sequence in every step
+        num_blocks = num_blocks_needed(len(sequence.token_ids), size)
+        return num_blocks - num_blocks_needed(sequence.num_computed, size)
+
+    num_for_decode = num_claimed
+    """Number of blocks that the sequence's next decode step adds; negative if it frees more."""
+
+    def num_for_fork(self, leader: Sequence) -> int:
+        """Return the number of blocks that a fork takes in the step that creates it."""
+        return 1
+
+    def can_grow(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may need more blocks than for its known tokens."""
+        most = num_blocks_needed(num_cached_tokens_at(sequence.max_length), self.block_size)
+        return most > num_blocks_needed(len(sequence.token_ids), self.block_size)
+
+
+class WindowBlockBudget(BlockBudget):
+    """Block counts of sequences in a model where every layer has a sliding window.
+
+    A sequence holds a bounded number of blocks, so a long prompt runs in few blocks. Each program
+    of a sequence first frees the blocks that have left the window. A shared block becomes free only
+    when all of its sequences free it, which the host does not know. The budget therefore counts the
+    row of each sequence as if no block was shared. The pool never uses more blocks than that, so a
+    plan within P blocks always fits. The cost: sequences that share a prompt wait for as many
+    blocks as other sequences, at most w each.
+
+    Counting shared blocks would need the reference counts of the device: either a copy on the host
+    that follows forks, block copies and prefix hits, or waiting for the device in every step. The
+    gain would be short. After W generated tokens no window reaches the prompt, each sample holds a
+    row alone, and the samples admitted because of shared blocks would be preempted.
+
+    Args:
+      num_blocks: see `BlockBudget`.
+      block_size: see `BlockBudget`.
+      groups: see `BlockBudget`.
+      window: W, the largest window of the model, which is the window of the first group.
+      max_chunk: maximum number of tokens that a step prefills per sequence.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Items[LayerGroup],
+        *,
+        window: int,
+        max_chunk: int,
+    ):
+        super().__init__(num_blocks, block_size, groups)
+        self._window = window
+        self._most_decoding = max_blocks_in_window(window, 1, block_size)
+        self._most = max_blocks_in_window(window, max_chunk, block_size)
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum number of tokens of a sequence; None if a whole window fits the pool."""
+        return None if self.num_blocks >= self._most_decoding else super().max_length
+
+    def num_required(self, num_tokens: int) -> int:
+        """Return at most the blocks of a window: a prompt can be read one token at a time."""
+        return min(self._most_decoding, super().num_required(num_tokens))
+
+    def num_wanted(self, num_tokens: int) -> int:
+        """Return at most the blocks of a window and a chunk."""
+        return min(self._most, super().num_wanted(num_tokens))
+
+    def num_shared(self, num_tokens: int) -> int:
+        """Return 0: a shared block is freed once the windows of all slots have moved past it."""
+        return 0
+
+    def num_in_row(self, num_tokens: int, program_start: int) -> int:
+        """Return the number of blocks from the first that was kept when the last program began."""
+        num_blocks = num_blocks_needed(num_tokens, self.block_size)
+        return num_blocks - self._first_kept(program_start)
+
+    def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
+        """Return the memory with all rows counted as if no block was shared."""
+        return UnsharedMemory(memory, self, running)
+
+    def num_for_admission(self, num_tokens: int) -> int:
+        """Return `num_wanted`, at most P. With fewer blocks the chunks are smaller."""
+        return min(self.num_blocks, self.num_wanted(num_tokens))
+
+    def num_freed_next(self, sequence: Sequence) -> int:
+        """Return the number of blocks that have left the window since the last program began."""
+        return self._first_kept(sequence.num_computed) - self._first_kept(sequence.program_start)
+
+    def num_for_decode(self, sequence: Sequence) -> int:
+        """Return the number of blocks that the next decode step adds; negative if it frees more."""
+        return super().num_claimed(sequence) - self.num_freed_next(sequence)
+
+    def num_claimed(self, sequence: Sequence) -> int:
+        """Return the number of blocks that a running sequence still takes to decode once."""
+        if not sequence.num_prefill:
+            return max(0, self.num_for_decode(sequence))
+        num_held = self.num_in_row(sequence.num_computed, sequence.program_start)
+        return max(0, self.num_for_admission(len(sequence.token_ids)) - num_held)
+
+    def num_for_fork(self, leader: Sequence) -> int:
+        """Return the number of blocks of the whole row after the first decode step."""
+        length = len(leader.token_ids)
+        return self.num_in_row(length, num_cached_tokens_at(length))
+
+    def can_grow(self, sequence: Sequence) -> bool:
+        """Return whether a sequence holds less than a window and may need more blocks."""
+        length = len(sequence.token_ids)
+        most = self.num_required(num_cached_tokens_at(sequence.max_length))
+        return most > self.num_in_row(length, num_cached_tokens_at(length))
+
+    def _first_kept(self, num_tokens: int) -> int:
+        return first_kept_column(num_tokens, self._window, self.block_size)
+
+
+class UnsharedMemory(BlockMemory):
+    """Memory that counts the row of each sequence as if no block was shared.
+
+    It reports at most as many free blocks as there are.
+
+    Args:
+      memory: the memory.
+      block_budget: counts the blocks of each row.
+      running: the sequences with a slot. The list may change later.
+    """
+
+    def __init__(
+        self, memory: BlockMemory, block_budget: WindowBlockBudget, running: list[Sequence]
+    ):
+        self._memory = memory
+        self._block_budget = block_budget
+        self._running = running
+        # A sequence that holds blocks already and is not in `running` yet.
+        self._newcomer: Sequence | None = None
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks in no row. Negative if rows that share blocks exceed the pool."""
+        num_held, newcomer = self.num_held(self._running), self._newcomer
+        if newcomer is not None and newcomer not in self._running:
+            num_held += self.num_held([newcomer])
+        return self._block_budget.num_blocks - num_held
+
+    def num_held(self, sequences: list[Sequence]) -> int:
+        """Return the number of blocks in the rows of these sequences."""
+        row = self._block_budget.num_in_row
+        return sum(row(s.num_computed, s.program_start) for s in sequences)
+
+    def attach(self, sequence: Sequence) -> int:
+        """Fill an empty slot with the cached blocks inside the window; return the tokens found."""
+        num_tokens = self._memory.attach(sequence)
+        sequence.num_computed = sequence.program_start = num_tokens
+        self._newcomer = sequence
+        return num_tokens
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the row of a sequence."""
+        self._memory.release(sequence)
+        self._newcomer = None
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Copy the blocks inside the window to host memory and free the row."""
+        self._memory.swap_out(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Fill an empty slot with the blocks inside the window from host memory."""
+        self._memory.swap_in(sequence)
+        sequence.program_start = sequence.num_computed
+        self._newcomer = sequence

@@ -1,0 +1,265 @@
+"""Record of why a request waited or was preempted, and sentences that describe the reasons.
+
+The scheduler records facts: a reason, numbers and ids of other requests. They become English when
+an output is made. The server makes the sentences again if it must hide the ids of other requests.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from paged_jax.scheduler.outputs import (
+    Explanation,
+    PreemptionAdvantage,
+    PreemptionNote,
+    PreemptionReason,
+    Wait,
+    WaitReason,
+)
+
+
+class WaitFacts(NamedTuple):
+    """Facts at the start of a wait.
+
+    Attributes:
+      numbers: numbers for the sentence, see `Wait`.
+      other_request: see `Wait`.
+    """
+
+    numbers: Mapping[str, int] = {}
+    other_request: str | None = None
+
+
+NO_FACTS = WaitFacts()
+
+
+class PreemptionFacts(NamedTuple):
+    """Facts at a preemption. `PreemptionNote` describes the attributes."""
+
+    reason: PreemptionReason
+    numbers: Mapping[str, int] = {}
+    other_request: str | None = None
+    spared_request: str | None = None
+    advantage: PreemptionAdvantage | None = None
+
+
+class RequestHistory:
+    """Waits and preemptions of the samples of a request, recorded as they happen.
+
+    Args:
+      arrival_time: seconds, on the clock of ``time.perf_counter()``.
+
+    Attributes:
+      prefix_match: see `Explanation`.
+
+    Example:
+      >>> history = RequestHistory(time.perf_counter())
+      >>> history.wait(0, "slots", WaitFacts({"num_slots": 4}))
+      >>> history.run(0)
+      >>> [wait.detail for wait in history.explanation(num_cached_tokens=0).waits]
+      ['no slot of 4 was free']
+    """
+
+    def __init__(self, arrival_time: float):
+        self.prefix_match: str | None = None
+        self._arrival_time = arrival_time
+        self._waits: list[Wait] = []
+        self._preemptions: list[PreemptionNote] = []
+        # For each sample that waits, the index of its current wait in `_waits`.
+        self._open: dict[int, int] = {}
+        self._known_samples: set[int] = set()
+
+    def wait(self, sample: int, reason: WaitReason, facts: WaitFacts = NO_FACTS) -> None:
+        """Record that a sample waits, unless it already waits for the same reason."""
+        if sample in self._open and self._waits[self._open[sample]].reason == reason:
+            return
+        now = self._now()
+        self._close(sample, now)
+        # The first wait began when the request arrived, before the scheduler saw it.
+        start = now if sample in self._known_samples else 0.0
+        self._known_samples.add(sample)
+        self._open[sample] = len(self._waits)
+        self._waits.append(
+            Wait(
+                reason,
+                start,
+                0.0,
+                sample=sample,
+                numbers=dict(facts.numbers),
+                other_request=facts.other_request,
+            )
+        )
+
+    def run(self, sample: int) -> None:
+        """Record that a sample no longer waits, because it got a slot or ended."""
+        self._close(sample, self._now())
+
+    def preempt(
+        self,
+        sample: int,
+        kind: Literal["recompute", "swap"],
+        num_tokens: int,
+        facts: PreemptionFacts,
+    ) -> None:
+        """Record that a sample loses its slot and blocks."""
+        self._preemptions.append(
+            PreemptionNote(
+                self._now(),
+                kind,
+                num_tokens,
+                sample=sample,
+                reason=facts.reason,
+                numbers=dict(facts.numbers),
+                other_request=facts.other_request,
+                spared_request=facts.spared_request,
+                advantage=facts.advantage,
+            )
+        )
+
+    def explanation(self, num_cached_tokens: int) -> Explanation:
+        """Return everything recorded so far, with sentences."""
+        now, still_open = self._now(), set(self._open.values())
+        waits = [
+            _until(wait, now) if index in still_open else wait
+            for index, wait in enumerate(self._waits)
+        ]
+        return Explanation(
+            waits=[dataclasses.replace(wait, detail=describe_wait(wait)) for wait in waits],
+            preemptions=[
+                dataclasses.replace(note, detail=describe_preemption(note))
+                for note in self._preemptions
+            ],
+            num_cached_tokens=num_cached_tokens,
+            prefix_match=self.prefix_match,
+        )
+
+    def _close(self, sample: int, now: float) -> None:
+        if sample in self._open:
+            index = self._open.pop(sample)
+            self._waits[index] = _until(self._waits[index], now)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._arrival_time
+
+
+def _until(wait: Wait, now: float) -> Wait:
+    return dataclasses.replace(wait, seconds=now - wait.start)
+
+
+def name_request(request_id: str) -> str:
+    """Return the name of a request for a sentence, made of its id."""
+    return f"request {request_id}"
+
+
+def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
+    """Return a sentence that describes a wait.
+
+    Args:
+      wait: the wait. Its `detail` is ignored.
+      name: function that names another request, given its id.
+
+    Example:
+      >>> describe_wait(Wait("turn", 0.0, 0.0, numbers={"num_ahead": 2}))
+      '2 samples stood before it in the queue'
+    """
+    numbers = wait.numbers
+    match wait.reason:
+        case "turn":
+            if not numbers["num_ahead"]:
+                return "it was first in the queue and waited for the next step"
+            return f"{_count(numbers['num_ahead'], 'sample')} stood before it in the queue"
+        case "slots":
+            return f"no slot of {numbers['num_slots']} was free"
+        case "budget":
+            return f"a step had no tokens left of {numbers['max_num_batched_tokens']}"
+        case "blocks":
+            if "num_wanted" in numbers:
+                wanted = _count(numbers["num_wanted"], "block")
+            else:
+                wanted = f"up to {_count(numbers['most_wanted'], 'block')}"
+            return (
+                f"it needed {wanted}, {numbers['num_free']} were free, {numbers['num_kept']} of "
+                "these reserved for running samples"
+            )
+        case "same prefix":
+            if wait.other_request is None:
+                return "another sample of the request was computing the same prefix"
+            return f"{name(wait.other_request)} was computing the same prefix"
+        case "fork":
+            return "another sample of the request was computing the prompt for all of them"
+        case _:
+            return "it was preempted and waited to resume"
+
+
+def describe_preemption(note: PreemptionNote, name: Callable[[str], str] = name_request) -> str:
+    """Return a sentence about a preemption: its cause, and the reason for choosing this sample.
+
+    Args:
+      note: the preemption. Its `detail` is ignored.
+      name: function that names another request, given its id.
+    """
+    return f"{_describe_cause(note, name)}; {_describe_choice(note, name)}"
+
+
+def _describe_cause(note: PreemptionNote, name: Callable[[str], str]) -> str:
+    numbers = note.numbers
+    match note.reason:
+        case "decode":
+            return (
+                f"the next tokens of {_count(numbers['num_samples'], 'sample')} needed "
+                f"{_count(numbers['num_wanted'], 'more block')}, {numbers['num_free']} were free"
+            )
+        case "prefill":
+            return "no block was free for any of the prompts that were being computed"
+        case "priority":
+            assert note.other_request is not None
+            other, priority = name(note.other_request), numbers["priority"]
+            return f"{other} arrived with the better priority {priority}"
+
+
+def _describe_choice(note: PreemptionNote, name: Callable[[str], str]) -> str:
+    if note.spared_request is None or note.advantage is None:
+        return "no other sample could be preempted"
+    why = {
+        "priority": "had the worse priority",
+        "progress": "had made progress since it last resumed",
+        "cost": "had less to lose",
+        "arrival": "was newer",
+        "index": "was the later sample",
+    }[note.advantage]
+    return f"it was preempted before {name(note.spared_request)} because it {why}"
+
+
+def describe_match(num_tokens: int, num_cached_tokens: int, block_size: int) -> str:
+    """Return a sentence that says where the match in the prefix cache ended, and why.
+
+    Args:
+      num_tokens: number of tokens of the prompt.
+      num_cached_tokens: number of tokens that were found.
+      block_size: C, number of tokens in a block.
+
+    Example:
+      >>> describe_match(40, 16, block_size=16)  # doctest: +ELLIPSIS
+      'block 1 (tokens 16..31) was not in the cache: ...'
+    """
+    num_blocks, num_found = (num_tokens - 1) // block_size, num_cached_tokens // block_size
+    if not num_blocks:
+        return (
+            f"nothing was looked up: only full blocks of {block_size} tokens are cached, the last "
+            f"token is always computed, and the prompt has {num_tokens}"
+        )
+    if num_found == num_blocks:
+        return (
+            "every full block before the last token, which is always computed, was in the cache: "
+            f"{num_cached_tokens} of {num_tokens} tokens"
+        )
+    return (
+        f"block {num_found} (tokens {num_cached_tokens}..{num_cached_tokens + block_size - 1}) was "
+        "not in the cache: no request has computed the prompt up to there with this cache_salt "
+        "and these weights, or the cache has evicted the block since"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -1,0 +1,108 @@
+"""Plan of an engine step, and plans made before the tokens of the last step are known."""
+
+from dataclasses import dataclass, field
+
+from paged_jax.scheduler.queue import Queue
+from paged_jax.scheduler.request import Sequence
+
+
+@dataclass
+class StepPlan:
+    """Work of an engine step. The engine runs chunks, then forks, then decodes.
+
+    Attributes:
+      expired: sequences whose deadline has passed. The scheduler has already released them and no
+        longer holds their requests.
+      chunks: sequences to prefill, each with its number of tokens. The engine publishes the blocks
+        that a chunk fills before the next plan, because other sequences may wait for them.
+      computed: sequences that generate no tokens and are complete after their chunk.
+      forks: pairs of a sequence and the sequences whose empty slots become copies of its slot.
+      decodes: sequences that decode. There are enough free blocks for the first decode step,
+        including copies of shared blocks.
+      num_steps: maximum number of decode steps; 0 if no sequence decodes.
+      leave_on_stop: whether to stop as soon as one sequence is complete, because others wait.
+      is_ahead: whether the plan was made before the tokens of the previous plan were known. Its
+        sequences may already be complete, and free blocks may not suffice; then nothing is drawn.
+    """
+
+    expired: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    computed: list[Sequence] = field(default_factory=list)
+    forks: list[tuple[Sequence, list[Sequence]]] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    num_steps: int = 0
+    leave_on_stop: bool = False
+    is_ahead: bool = False
+
+
+class Lookahead:
+    """Plans of further decode steps while the device still runs the previous plan.
+
+    The device knows the last token of each sequence and stops sequences itself. It can therefore
+    run a second plan of decode steps without waiting until the host has read the tokens of the
+    first. If a sequence ends in the first plan, its row draws nothing in the second, or draws
+    tokens that the host drops.
+
+    Lookahead stops when a request arrives or expires, when a sequence ends while others wait, when
+    blocks run out, and while a sequence follows a grammar. Then the host reads all tokens, and the
+    scheduler makes the next plan.
+
+    Args:
+      queue: the waiting sequences and the slots.
+      max_steps: maximum number of decode steps on the device at a time. With lookahead, each of
+        two plans has half of them, so a new request waits no longer than without lookahead.
+      is_used: whether to plan ahead.
+    """
+
+    def __init__(self, queue: Queue, max_steps: int, *, is_used: bool):
+        self._queue = queue
+        self._max_steps = max_steps
+        self._is_used = is_used
+        self._is_open = False
+
+    @property
+    def max_steps(self) -> int:
+        """Maximum number of decode steps in the next plan."""
+        return -(-self._max_steps // 2) if self._is_open else self._max_steps
+
+    def open(self, plan: StepPlan, may_admit_next: bool) -> None:
+        """Start to plan ahead, if all running sequences decode in a plan and none can join them.
+
+        Args:
+          plan: the plan that the scheduler has just made.
+          may_admit_next: whether the next step may admit a sequence.
+        """
+        queue = self._queue
+        is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
+        # The host needs the tokens of a sequence to compute its next grammar mask.
+        is_free = all(sequence.active_grammar() is None for sequence in plan.decodes)
+        # A chunk may fill prefix blocks that let a waiting sequence run with fewer new blocks.
+        may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
+        self._is_open = self._is_used and is_full and is_free and not may_admit_next
+
+    def close(self) -> None:
+        """Plan nothing further ahead until the scheduler has made a plan."""
+        self._is_open = False
+
+    def next_plan(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:
+        """Return the plan that follows a running plan whose tokens are not known yet.
+
+        Args:
+          plan: the last plan.
+          now: current time in seconds, on the clock of the deadlines.
+
+        Returns:
+          A plan of more decode steps. None if the scheduler must plan first, or if all sequences
+          will be complete.
+        """
+        if not self._is_open or self._queue.deadlines.is_due(now):
+            return None
+        decodes = [sequence for sequence in plan.decodes if sequence.slot is not None]
+        longest = max((s.max_length - len(s.token_ids) for s in decodes), default=0)
+        num_steps = min(self.max_steps, longest - plan.num_steps)
+        if num_steps <= 0:
+            return None
+        leave_on_stop = bool(self._queue.waiting)
+        return StepPlan(
+            decodes=decodes, num_steps=num_steps, leave_on_stop=leave_on_stop, is_ahead=True
+        )

@@ -1,0 +1,387 @@
+"""Planning of an engine step: running sequences share it, then waiting sequences start."""
+
+from paged_jax.cache.sequence_blocks import num_blocks_needed
+from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory
+from paged_jax.scheduler.explain import NO_FACTS, WaitFacts
+from paged_jax.scheduler.outputs import WaitReason
+from paged_jax.scheduler.queue import Queue, SchedulerStats
+from paged_jax.scheduler.request import Sequence
+from paged_jax.scheduler.step_plan import StepPlan
+
+
+class StepPlanner:
+    """A step plan under construction, with the tokens and blocks that are left for it.
+
+    Each running sequence is promised the blocks of its remaining prefill and of its first decode.
+
+    Args:
+      plan: the plan to fill.
+      queue: the waiting sequences and the slots. Forks get slots or join the queue.
+      memory: the blocks.
+      block_budget: counts blocks.
+      num_tokens: maximum number of tokens in the step.
+      max_chunk: maximum number of tokens that a step prefills per sequence.
+
+    Attributes:
+      plan: the plan.
+      memory: the blocks.
+      num_tokens: number of tokens left.
+      num_free: number of free blocks left.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        queue: Queue,
+        memory: BlockMemory,
+        block_budget: BlockBudget,
+        *,
+        num_tokens: int,
+        max_chunk: int,
+    ):
+        self.plan = plan
+        self.memory = memory
+        self.num_tokens = num_tokens
+        self.num_free = memory.num_free
+        self._queue = queue
+        self._block_budget = block_budget
+        self._block_size = block_budget.block_size
+        self._max_chunk = max_chunk
+        self._num_promised = self._num_growing = 0
+        for sequence in queue.running:
+            self.promise(sequence)
+
+    @property
+    def num_spare(self) -> int:
+        """Number of blocks that a new sequence may claim; negative if too many are promised.
+
+        One block is reserved for each running sequence that may grow. The sequence needs it within
+        C decode steps, so without the reserve the new sequence would soon be preempted.
+        """
+        return self.num_free - self._num_promised - self._num_growing
+
+    def promise(self, sequence: Sequence) -> None:
+        """Promise a running sequence the blocks that it will take."""
+        self._num_promised += self._block_budget.num_claimed(sequence)
+        self._num_growing += self._block_budget.can_grow(sequence)
+
+    def _take(self, num_tokens: int, num_blocks: int) -> None:
+        """Use tokens, and blocks that were promised."""
+        self.num_tokens -= num_tokens
+        self.num_free -= num_blocks
+        self._num_promised -= num_blocks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the plan runs nothing."""
+        return not (self.plan.decodes or self.plan.chunks or self.plan.computed)
+
+    def num_steps(self, max_steps: int, may_admit_next: bool) -> int:
+        """Return the number of decode steps of the plan.
+
+        It is 1 if the next step may do anything but decode the same sequences. Otherwise it is
+        `max_steps`, limited by the longest sequence and by the tokens that grammars force.
+
+        Args:
+          max_steps: maximum number of decode steps in one plan.
+          may_admit_next: whether the next step may admit a sequence.
+        """
+        decodes = self.plan.decodes
+        if not decodes:
+            return 0
+        if may_admit_next or len(decodes) < len(self._queue.running):
+            return 1
+        longest = max(s.max_length - len(s.token_ids) for s in decodes)
+        grammars = filter(None, (s.active_grammar() for s in decodes))
+        # One token is drawn after the forced tokens. Then the host must compute the next mask,
+        # unless the forced tokens end the text.
+        known = [len(grammar.forced) + 1 for grammar in grammars if not grammar.ends]
+        return min(max_steps, longest, *known)
+
+    def add_decodes(self) -> None:
+        """Decode all running sequences whose prompts have been computed."""
+        ready = [s for s in self._queue.running if not s.num_prefill and s.draws_tokens]
+        for sequence in ready:
+            self._take(1, self._block_budget.num_claimed(sequence))
+        self.plan.decodes += ready
+        for sequence in ready:
+            self._add_forks(sequence)
+
+    def add_chunks(self) -> None:
+        """Prefill all other running sequences, the most senior first."""
+        for sequence in self._queue.running:
+            if sequence.num_prefill or not sequence.draws_tokens:
+                self.add_chunk(sequence)
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """Prefill as many tokens of a sequence as blocks and budget allow.
+
+        If this completes the prefill, the sequence also decodes, or is complete if it generates no
+        tokens.
+        """
+        start = sequence.num_computed
+        # Blocks that the program frees can be used again, so they count as held.
+        num_before = num_blocks_needed(start, self._block_size)
+        num_known = num_before + self._block_budget.num_freed_next(sequence)
+        fits = max(0, (num_known + self.num_free) * self._block_size - start)
+        num_tokens = min(sequence.num_prefill, self._max_chunk, self.num_tokens, fits)
+        if num_tokens:
+            self.plan.chunks.append((sequence, num_tokens))
+            num_blocks = num_blocks_needed(start + num_tokens, self._block_size)
+            self._take(num_tokens, max(0, num_blocks - num_known))
+        if num_tokens == sequence.num_prefill:
+            if sequence.draws_tokens:
+                self._add_first_decode(sequence)
+            else:
+                self.plan.computed.append(sequence)
+
+    def _add_first_decode(self, sequence: Sequence) -> None:
+        """Decode in the step that completes the prefill, if tokens and blocks are left.
+
+        Otherwise the next step decodes it before any sequence prefills.
+        """
+        length = len(sequence.token_ids)
+        num_new = num_blocks_needed(length, self._block_size)
+        num_new -= num_blocks_needed(length - 1, self._block_size)
+        siblings = self._queue.entries[sequence].siblings
+        num_children = min(len(siblings), len(self._queue.free_slots))
+        if self.num_tokens > num_children and self.num_free >= num_new:
+            self._take(1, num_new)
+            self.plan.decodes.append(sequence)
+            self._add_forks(sequence)
+
+    def _add_forks(self, leader: Sequence) -> None:
+        """Start the other samples of a prompt just before the leader generates its first token.
+
+        Each fork takes one block in this step: for its token, or for its copy of the block that
+        all samples write to. (The last sample need not copy that block. The leader counts as this
+        sample.) All samples write in this step, so no partly filled block stays shared. A sample
+        without a slot or blocks joins the queue and will find the prompt in the prefix cache. If
+        the block budget does not count sharing, a fork takes a whole row.
+        """
+        entry = self._queue.entries[leader]
+        if not entry.siblings:
+            return
+        children: list[Sequence] = []
+        num_blocks = self._block_budget.num_for_fork(leader)
+        for sibling in entry.siblings:
+            if self._queue.free_slots and self.num_spare >= num_blocks:
+                sibling.num_computed = len(leader.token_ids) - 1
+                sibling.program_start = leader.program_start
+                sibling.is_fork = True
+                self._queue.take_slot(sibling)
+                self._num_growing += self._block_budget.can_grow(sibling)
+                self.num_tokens -= 1
+                self.num_free -= num_blocks
+                children.append(sibling)
+            else:
+                self._queue.join(sibling)
+        entry.siblings = []
+        if children:
+            self.plan.forks.append((leader, children))
+            self.plan.decodes += children
+
+
+class Admission:
+    """Gives slots to waiting sequences, in the order of the queue.
+
+    A sequence waits while a running sequence computes a prefix that it can share. Comparing one
+    block is enough: its digest covers its position and all blocks before it, so sequences that
+    share any later block share this block as well.
+
+    Args:
+      queue: the waiting sequences and the slots.
+      block_budget: counts blocks.
+      stats: totals of the scheduler; look-ups in the prefix cache are counted here.
+      num_slots: S, maximum number of sequences that run at a time.
+      max_num_batched_tokens: maximum number of tokens in a step.
+      enable_prefix_caching: whether prompts are looked up in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        block_budget: BlockBudget,
+        stats: SchedulerStats,
+        *,
+        num_slots: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+    ):
+        self._queue = queue
+        self._block_budget = block_budget
+        self._stats = stats
+        self._num_slots = num_slots
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._enable_prefix_caching = enable_prefix_caching
+        # Sequences that the last call of `admit` deferred.
+        self._deferred: list[Sequence] = []
+
+    def clear(self) -> None:
+        """Forget the deferred sequences."""
+        self._deferred = []
+
+    def admit(self, planner: StepPlanner) -> bool:
+        """Admit waiting sequences and plan their first chunks, until one does not fit.
+
+        No sequence overtakes a sequence that does not fit; otherwise a large sequence might wait
+        forever. Only sequences that wait for a prefix of a running sequence are passed over.
+
+        Returns:
+          Whether the next step may admit more sequences, even if none ends in this step.
+        """
+        queue = self._queue
+        deferred, self._deferred = self._deferred, []
+        computing = self.next_digests()
+        for sequence in queue.waiting:
+            reason = self._reason_to_wait(planner, sequence, computing)
+            if not reason and not self.try_to_start(planner, sequence):
+                reason = "blocks"
+            if not reason:
+                planner.add_chunk(sequence)
+                computing |= self.next_digest(sequence)
+                continue
+            self._defer(planner, sequence, reason)
+            if reason != "same prefix":
+                break
+        still_deferred = set(self._deferred)
+        for sequence in deferred:
+            if sequence.waits_for and sequence not in still_deferred:
+                queue.note_turn(sequence)
+        is_brief = any(s.waits_for in ("budget", "same prefix") for s in self._deferred)
+        return is_brief and bool(queue.free_slots)
+
+    def try_to_start(self, planner: StepPlanner, sequence: Sequence) -> bool:
+        """Let a sequence run if there are blocks for its whole prefill and first decode.
+
+        Its cached prefix is known only after it was attached. To avoid attaching a waiting sequence
+        in every step, the number of blocks that it needed is kept. It is tried again when that many
+        blocks are free, when other sequences have prefilled, or when no sequence runs.
+
+        Returns:
+          Whether the sequence runs. If not, nothing has changed.
+        """
+        queue, memory, entry = self._queue, planner.memory, self._queue.entries[sequence]
+        num_spare = planner.num_spare
+        if queue.running and entry.num_wanted > num_spare:
+            return False
+        num_free = memory.num_free
+        sequence.slot = queue.free_slots[-1]
+        is_looked_up = self._num_cacheable(sequence) > 0 and not sequence.is_swapped
+        if is_looked_up:
+            sequence.num_computed = memory.attach(sequence)
+        num_attached = num_free - memory.num_free
+        num_needed = self._block_budget.num_for_admission(len(sequence.token_ids))
+        if not sequence.is_swapped:
+            start = sequence.num_computed
+            num_needed -= self._block_budget.num_in_row(start, start)
+        entry.num_wanted = num_attached + num_needed
+        if entry.num_wanted > num_spare:
+            if is_looked_up:
+                memory.release(sequence)
+                sequence.num_computed = 0
+            sequence.slot = None
+            return False
+        if sequence.is_swapped:
+            memory.swap_in(sequence)
+            queue.mark_swapped(sequence, False)
+            num_attached = num_free - memory.num_free
+        else:
+            self._count_lookup(sequence, is_looked_up)
+        planner.num_free -= num_attached
+        planner.promise(sequence)
+        queue.waiting.remove(sequence)
+        queue.take_slot(sequence)
+        return True
+
+    def retry_deferred(self) -> None:
+        """Retry deferred sequences in the next step.
+
+        Their prefix may be cached by then, because other sequences prefill in this step.
+        """
+        for sequence in self._deferred:
+            if sequence in self._queue.entries:
+                self._queue.entries[sequence].num_wanted = 0
+
+    def next_digest(self, sequence: Sequence) -> set[bytes]:
+        """Return the digest of the prompt block that a running sequence computes next.
+
+        The set is empty if no other sequence can use the block.
+        """
+        column = sequence.num_computed // self._block_budget.block_size
+        if column >= self._num_cacheable(sequence):
+            return set()
+        return {sequence.digests[column]}
+
+    def next_digests(self) -> set[bytes]:
+        """Return the digests of the prompt blocks that all running sequences compute next."""
+        return set().union(*map(self.next_digest, self._queue.running))
+
+    def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:
+        """Return whether one of the blocks being computed is part of the sequence's prefix."""
+        if not computing or sequence.is_swapped:
+            return False
+        return not computing.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])
+
+    def _num_cacheable(self, sequence: Sequence) -> int:
+        """Return the number of full blocks before the last token, which the cache may have."""
+        if not self._enable_prefix_caching or sequence.chain is None:
+            return 0
+        return (len(sequence.token_ids) - 1) // self._block_budget.block_size
+
+    def _reason_to_wait(
+        self, planner: StepPlanner, sequence: Sequence, computing: set[bytes]
+    ) -> WaitReason:
+        """Return why a sequence cannot start even if blocks are free; empty if it can."""
+        if self.waits_for_prefix(sequence, computing):
+            return "same prefix"
+        if not self._queue.free_slots:
+            return "slots"
+        if not planner.num_tokens:
+            return "budget"
+        return ""
+
+    def _defer(self, planner: StepPlanner, sequence: Sequence, reason: WaitReason) -> None:
+        self._deferred.append(sequence)
+        facts = NO_FACTS
+        if sequence.history is not None:
+            facts = self._facts(planner, sequence, reason)
+        self._queue.note_wait(sequence, reason, facts)
+
+    def _facts(self, planner: StepPlanner, sequence: Sequence, reason: WaitReason) -> WaitFacts:
+        """Return the numbers behind a reason to wait."""
+        match reason:
+            case "slots":
+                return WaitFacts({"num_slots": self._num_slots})
+            case "budget":
+                return WaitFacts({"max_num_batched_tokens": self._max_num_batched_tokens})
+            case "blocks":
+                num_free = planner.num_free
+                numbers = {
+                    "num_free": num_free,
+                    "num_kept": min(num_free, num_free - planner.num_spare),
+                }
+                num_wanted = self._queue.entries[sequence].num_wanted
+                if num_wanted:
+                    return WaitFacts({"num_wanted": num_wanted, **numbers})
+                # Without a spare block the prefix was not looked up, so this is an upper bound.
+                most = self._block_budget.num_for_admission(len(sequence.token_ids))
+                return WaitFacts({"most_wanted": most, **numbers})
+            case "same prefix":
+                owner = next(
+                    running.request
+                    for running in self._queue.running
+                    if self.waits_for_prefix(sequence, self.next_digest(running))
+                )
+                is_own = owner is sequence.request
+                return WaitFacts(other_request=None if is_own else owner.request_id)
+            case _:
+                return NO_FACTS
+
+    def _count_lookup(self, sequence: Sequence, is_looked_up: bool) -> None:
+        if is_looked_up:
+            self._stats.num_queried_tokens += len(sequence.token_ids) - 1
+            self._stats.num_cached_tokens += sequence.num_computed
+        num_lost = self._queue.entries[sequence].num_lost
+        num_found = min(sequence.num_computed, num_lost)
+        self._stats.num_recomputed_tokens += num_lost - num_found
