@@ -11,7 +11,7 @@ import jax
 
 from paged_jax import distributed
 from paged_jax.argument_names import suggest
-from paged_jax.engine.footprint import KV_DTYPES
+from paged_jax.engine.config import KV_DTYPES
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder

@@ -254,7 +254,7 @@ def test_memory_fraction_that_leaves_no_block_is_refused_with_numbers(monkeypatc
     [
         ({"memory_fraction": 0.0}, "memory_fraction must be above 0 and at most 1, got 0.0"),
         ({"memory_fraction": 1.5}, "memory_fraction must be above 0 and at most 1, got 1.5"),
-        (SIZES | {"memory_fraction": 0.5}, "must be None where num_blocks is given"),
+        (SIZES | {"memory_fraction": 0.5}, "must be None if num_blocks is given"),
     ],
 )
 def test_memory_fraction_out_of_bounds_is_refused(options, match) -> None:

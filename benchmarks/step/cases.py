@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from benchmarks.common.shapes import SHAPES
 from paged_jax.engine import footprint
+from paged_jax.engine.config import resolve_kv_dtype
 from paged_jax.models.config import LlamaConfig
 
 # Tokens of a prompt chunk.
@@ -89,7 +90,7 @@ class Case:
           platform: which decides the type of ``kv_dtype="auto"``.
           num_steps: decode steps, each a token longer than the one before.
         """
-        kv_dtype = footprint.resolve_kv_dtype(self.kv_dtype, self.dtype, platform)
+        kv_dtype = resolve_kv_dtype(self.kv_dtype, self.dtype, platform)
         token = footprint.block_bytes(self.config, 1, kv_dtype, platform)
         if self.chunk:
             return (self.context + self.chunk) * token

@@ -22,6 +22,7 @@ from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
 from paged_jax.cache import paged_cache
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
+from paged_jax.engine.config import resolve_kv_dtype
 from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.kernels import rope, triton
 from paged_jax.kernels.quantisation import QUANTISED
@@ -155,7 +156,7 @@ class Bench:
             max_stop_ids=16,
         )
         self._platform = jax.default_backend()
-        kv_dtype = footprint.resolve_kv_dtype(case.kv_dtype, case.dtype, self._platform)
+        kv_dtype = resolve_kv_dtype(case.kv_dtype, case.dtype, self._platform)
         self._num_top = min(MAX_LOGPROBS, case.config.vocab_size)
         self._weights = Weights(model)
         self._executor = Executor(

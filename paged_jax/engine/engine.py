@@ -36,45 +36,7 @@ class Engine(Upkeep):
     `AsyncEngine` takes requests from many tasks.
 
     Args:
-      model: folder of a checkpoint (Hugging Face or Orbax), a `Llama`, or None for the small
-        bundled model.
-      tokenizer: a `Tokenizer` or a folder that holds one; by default that of the model's folder.
-        Without one, prompts must be token ids and outputs have no text.
-      dtype: type of the weights: ``"auto"`` (as saved), ``"float32"``, ``"bfloat16"``,
-        ``"float16"``, or ``"int8"``, which rounds their matrices, see `Llama`.
-      kv_dtype: type of K and V in the cache: ``"auto"`` (float32 on CPU, else as the weights),
-        ``"float32"``, ``"bfloat16"``, ``"float16"``, or quantised ``"int8"``, ``"fp8"``.
-      block_size: tokens in a block of KV memory.
-      num_blocks: blocks in the pool; by default what the slots can use, within the free memory.
-      memory_fraction: fraction of the device's memory that the engine may take in all, above 0 to
-        1, in place of `num_blocks`. The pool gets what weights and steps leave of it, as
-        ``python -m paged_jax.plan`` says beforehand, but no more than the slots can use.
-      max_num_seqs: samples that run at once, each in a slot.
-      max_model_len: longest sequence in tokens, prompt included; by default the model's context.
-      max_chunk: most prompt tokens of a sequence that one step reads.
-      max_num_batched_tokens: most tokens in a step, one for each sequence that decodes included.
-      steps_per_dispatch: most tokens of a sequence that are decoded before a request that arrives
-        can join: in one step, or in two where the second is queued before the tokens of the first
-        are read. More keep the host out of the way, fewer let the tokens of a stream come more
-        evenly.
-      enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
-      preemption: what happens to a sequence that must leave for lack of blocks: ``"recompute"``,
-        ``"swap"`` (to host memory), or ``"auto"``, the one that costs less.
-      swap_space: GiB of host memory for swapped blocks.
-      num_speculative_tokens: most tokens that are guessed from earlier text and verified in one
-        pass; 0 guesses none. Outputs are the same.
-      cascade_attention: whether decoding reads blocks that all running sequences begin with once
-        for all of them; by default on CPUs, with prefix caching, for models without a sliding
-        window.
-      seed: seed of the draws of requests without one.
-      backend: name of the attention's backend, see `paged_attention`.
-      mesh: the devices that compute the model together, by tensor parallelism: each has an equal
-        part of the weights and K and V of its KV heads. All devices of the mesh, whatever its axes.
-      tensor_parallel_size: number of devices, the first that JAX finds, in place of `mesh`.
-      check_replicas: whether each program of several devices compares the tokens and tables that
-        all of them compute, and the engine raises `ReplicaError` where they differ. For debugging:
-        the host then waits for every program.
-      on_compile: function that is called with one line before a program is compiled.
+      config: options, given as keyword arguments; `EngineConfig` describes them.
 
     Raises:
       ValueError: an argument is out of bounds; the message names it.

@@ -49,7 +49,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
@@ -63,15 +62,6 @@ from paged_jax.models.part import Part
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.state import SlotSampling
-
-# Types of K and V; "auto" is float32 on CPU and the type of the weights elsewhere.
-KV_DTYPES = {
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-    "int8": jnp.int8,
-    "fp8": jnp.float8_e4m3fn,
-}
 
 # What the tiles of attention take, see above.
 _TILE_BYTES = 4 << 20
@@ -355,19 +345,6 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
     tables = sum(4 * (1 + sizes.max_blocks_per_slot + (window is not None)) for window in windows)
     queues = 4 * 2 * len(windows)  # of free blocks: where they begin, and how many there are
     return sizes.num_slots * (sampling + tokens + tables) + queues
-
-
-def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
-    """The dtype that ``"auto"`` or a name in `KV_DTYPES` stands for.
-
-    Example:
-      >>> resolve_kv_dtype("auto", "bfloat16", "gpu").name
-      'bfloat16'
-    """
-    if kv_dtype != "auto":
-        return jnp.dtype(KV_DTYPES[kv_dtype])
-    # XLA's CPU backend scatters into a bfloat16 pool through a float32 copy of all of it.
-    return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
 
 
 def _step_bytes(

@@ -5,14 +5,15 @@ chooses the size of its pool.
 """
 
 import dataclasses
+from typing import Any
 
+from paged_jax.argument_names import refuse_unknown
 from paged_jax.cache.sequence_blocks import num_blocks_needed
-from paged_jax.engine.arguments import check_arguments, program_sizes
+from paged_jax.engine.config import EngineConfig, check_options, option_specs, resolve_kv_dtype
 from paged_jax.engine.footprint import (
     Footprint,
     footprint,
     num_parameters,
-    resolve_kv_dtype,
     weight_bytes,
 )
 from paged_jax.models.config import LlamaConfig
@@ -121,15 +122,7 @@ def make_plan(
     config: LlamaConfig,
     memory_bytes: int,
     platform: str,
-    *,
-    dtype: str = "auto",
-    kv_dtype: str = "auto",
-    block_size: int = 16,
-    max_num_seqs: int = 16,
-    max_model_len: int | None = None,
-    max_chunk: int = 512,
-    num_speculative_tokens: int = 0,
-    tensor_parallel_size: int = 1,
+    **options: Any,
 ) -> MemoryPlan:
     """Compute what fits in so many bytes.
 
@@ -137,9 +130,7 @@ def make_plan(
       config: the configuration of the model.
       memory_bytes: bytes that the engine may take in all, of each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      dtype, kv_dtype, block_size, max_num_seqs, max_model_len, max_chunk, num_speculative_tokens:
-        as for `Engine`.
-      tensor_parallel_size: devices that compute the model together.
+      **options: fields of `EngineConfig` that decide how much memory an engine takes.
 
     Raises:
       ValueError: an argument is out of bounds, the model cannot be divided so, or not even one
@@ -152,33 +143,21 @@ def make_plan(
       >>> plan.num_parameters, plan.token_bytes, plan.num_blocks > 20_000
       (292800, 1280, True)
     """
-    check_arguments(
-        "plan",
-        kv_dtype=kv_dtype,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs,  # no part of a plan: the least there can be
-        max_model_len=max_model_len,
-        max_chunk=max_chunk,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    weights_dtype = resolve_dtype("plan", dtype, config)
-    pool_dtype = resolve_kv_dtype(kv_dtype, float_type(weights_dtype, config), platform)
-    sizes = program_sizes(
-        "plan",
-        config,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_chunk=max_chunk,
-        num_speculative_tokens=num_speculative_tokens,
-        num_eos_token_ids=len(config.eos_token_ids),
-    )
-    shard = shard_config("plan", config, tensor_parallel_size)
+    known = [each.name for each in option_specs() if each.decides_memory]
+    refuse_unknown("plan", known, [name for name in options if name not in known])
+    check_options("plan", options)
+    num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
+    # The plan is the same for any max_num_batched_tokens; this one suits all numbers of slots.
+    options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
+    engine = EngineConfig(**options)
+    weights_dtype = resolve_dtype("plan", engine.dtype, config)
+    pool_dtype = resolve_kv_dtype(engine.kv_dtype, float_type(weights_dtype, config), platform)
+    sizes = engine.program_sizes("plan", config, num_eos_token_ids=len(config.eos_token_ids))
+    shard = shard_config("plan", config, engine.tensor_parallel_size)
     taken = footprint(
         config,
         sizes,
-        weights=weight_bytes(shard, weights_dtype, tensor_parallel_size),
+        weights=weight_bytes(shard, weights_dtype, engine.tensor_parallel_size),
         dtype=weights_dtype,
         kv_dtype=pool_dtype,
         platform=platform,
@@ -187,7 +166,7 @@ def make_plan(
     taken.check_fits("plan: memory", memory_bytes)
     return MemoryPlan(
         config=config,
-        num_devices=tensor_parallel_size,
+        num_devices=engine.tensor_parallel_size,
         shard=shard,
         dtype=weights_dtype.name,
         kv_dtype=pool_dtype.name,

@@ -3,30 +3,16 @@
 `EngineParts.__init__` is long because it passes each argument to the part that uses it.
 """
 
-from collections.abc import Callable
-from inspect import signature
-from pathlib import Path
-from typing import Never
-
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from paged_jax.argument_names import refuse_unknown
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.engine.arguments import (
-    check_arguments,
-    check_engine_numbers,
-    check_function,
-    check_switches,
-    choose_cascade,
-    preemption_over_processes,
-    program_sizes,
-)
+from paged_jax.checks import ArgumentError
+from paged_jax.engine.config import EngineConfig, resolve_kv_dtype, takes_options
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter
-from paged_jax.engine.footprint import footprint, resolve_kv_dtype
+from paged_jax.engine.footprint import footprint
 from paged_jax.engine.inputs import Inputs
 from paged_jax.engine.loading import (
     find_eos_token_ids,
@@ -48,16 +34,29 @@ from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.kernels import check_backend_runs_on
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.grammar import Grammars
-from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.channel import channel_between, least_of_processes
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.runner.sizes import MAX_NUM_BATCHED_TOKENS
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
 
 # Speed of copies between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10
+
+
+def preemption_over_processes(preemption: Preemption) -> Preemption:
+    """Return the way of preemption for an engine over several processes: recomputing.
+
+    Raises:
+      ValueError: ``"swap"`` is asked for, but each process has only a part of a block.
+    """
+    if preemption == "swap":
+        raise ArgumentError(
+            "Engine",
+            "must be 'recompute' or 'auto' over several processes, got 'swap'.",
+            "preemption",
+        )
+    return "recompute"
 
 
 class EngineParts:
@@ -77,90 +76,34 @@ class EngineParts:
       delivery: hands on requests that have made progress.
     """
 
+    @takes_options(EngineConfig)
     @own_transfers()
-    def __init__(
-        self,
-        model: str | Path | PagedModel | None = None,
-        *,
-        tokenizer: str | Path | Tokenizer | None = None,
-        dtype: str = "auto",
-        kv_dtype: str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory_fraction: float | None = None,
-        max_num_seqs: int = 16,
-        max_model_len: int | None = None,
-        max_chunk: int = 512,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
-        steps_per_dispatch: int = 8,
-        enable_prefix_caching: bool = True,
-        preemption: Preemption = "auto",
-        swap_space: float = 4.0,
-        num_speculative_tokens: int = 0,
-        cascade_attention: bool | None = None,
-        seed: int = 0,
-        backend: str | None = None,
-        mesh: Mesh | None = None,
-        tensor_parallel_size: int = 1,
-        check_replicas: bool = False,
-        on_compile: Callable[[str], None] | None = None,
-        **unknown: Never,
-    ):
-        refuse_unknown("Engine", signature(EngineParts).parameters, unknown)
-        check_arguments(
-            "Engine",
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_fraction=memory_fraction,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_chunk=max_chunk,
-            max_num_batched_tokens=max_num_batched_tokens,
-            steps_per_dispatch=steps_per_dispatch,
-            preemption=preemption,
-            num_speculative_tokens=num_speculative_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        check_switches(
-            "Engine",
-            enable_prefix_caching=enable_prefix_caching,
-            cascade_attention=cascade_attention,
-            check_replicas=check_replicas,
-        )
-        check_engine_numbers("Engine", seed=seed, swap_space=swap_space)
-        check_function("Engine", on_compile=on_compile)
-        self.tokenizer = load_tokenizer(model, tokenizer)
-        generation = self.generation_config = load_generation_config(model, self.tokenizer)
+    def __init__(self, config: EngineConfig):
+        self.tokenizer = load_tokenizer(config.model, config.tokenizer)
+        generation = self.generation_config = load_generation_config(config.model, self.tokenizer)
         weights, parallel = load_model(
-            model,
-            dtype=dtype,
-            backend=backend,
-            mesh=find_mesh(mesh, tensor_parallel_size),
-            check_replicas=check_replicas,
+            config.model,
+            dtype=config.dtype,
+            backend=config.backend,
+            mesh=find_mesh(config.mesh, config.tensor_parallel_size),
+            check_replicas=config.check_replicas,
         )
         self.config = weights.layout_model.config
-        self.block_size, self.max_num_seqs = block_size, max_num_seqs
-        self.enable_prefix_caching = enable_prefix_caching
+        self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
+        self.enable_prefix_caching = config.enable_prefix_caching
         self._eos_token_ids = find_eos_token_ids(self.config, self.tokenizer, generation)
         self.token_bias = generation.token_bias(self._eos_token_ids, self.config.vocab_size)
-        sizes = program_sizes(
+        sizes = config.program_sizes(
             "Engine",
             self.config,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_chunk=max_chunk,
-            max_num_batched_tokens=max_num_batched_tokens,
-            steps_per_dispatch=steps_per_dispatch,
-            num_speculative_tokens=num_speculative_tokens,
             num_eos_token_ids=len(self._eos_token_ids),
             num_token_biases=len(self.token_bias.all_ids),
         )
         self.max_model_len = sizes.max_model_len
         device = weights.device
-        check_backend_runs_on("Engine", backend, device.platform)
-        cache_dtype = resolve_kv_dtype(kv_dtype, weights.layout_model.float_dtype, device.platform)
+        check_backend_runs_on("Engine", config.backend, device.platform)
+        float_dtype = weights.layout_model.float_dtype
+        cache_dtype = resolve_kv_dtype(config.kv_dtype, float_dtype, device.platform)
         taken = footprint(
             self.config,
             sizes,
@@ -171,13 +114,18 @@ class EngineParts:
             shard=None if parallel is None else parallel.shard,
         )
         self.num_blocks = choose_num_blocks(
-            device, sizes, taken, num_blocks=num_blocks, memory_fraction=memory_fraction
+            device,
+            sizes,
+            taken,
+            num_blocks=config.num_blocks,
+            memory_fraction=config.memory_fraction,
         )
         channel = channel_between(weights.arrays[0].devices())
         self._is_over_processes = channel is not None
         self._is_leader = not self._is_over_processes or jax.process_index() == 0
+        preemption = config.preemption
         if self._is_over_processes:
-            preemption = preemption_over_processes("Engine", preemption)
+            preemption = preemption_over_processes(preemption)
             self.num_blocks = least_of_processes(self.num_blocks)
         self._group_sizes = taken.group_sizes(self.num_blocks)
         self.grammars = Grammars(self.tokenizer, self.config.vocab_size, self._eos_token_ids)
@@ -186,32 +134,27 @@ class EngineParts:
             sizes,
             self.num_blocks,
             cache_dtype=cache_dtype,
-            cascade=choose_cascade(
-                cascade_attention,
-                self.config,
-                device.platform,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
-            backend=backend,
+            cascade=config.uses_cascade(self.config, device.platform),
+            backend=config.backend,
             eos_token_ids=self._eos_token_ids,
             token_bias=self.token_bias,
-            on_compile=on_compile,
+            on_compile=config.on_compile,
             channel=channel,
             is_leader=self._is_leader,
         )
         self._scheduler = Scheduler(
-            max_num_seqs,
+            config.max_num_seqs,
             self.num_blocks,
-            block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
+            config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_chunk=sizes.max_chunk,
-            max_steps=steps_per_dispatch,
-            runs_ahead=not num_speculative_tokens,  # guesses are made from the tokens before
-            enable_prefix_caching=enable_prefix_caching,
+            max_steps=config.steps_per_dispatch,
+            runs_ahead=not config.num_speculative_tokens,  # guesses are made from the tokens before
+            enable_prefix_caching=config.enable_prefix_caching,
             preemption=preemption,
             costs=PreemptionCosts(
                 seconds_per_block=taken.block / HOST_BYTES_PER_SECOND,
-                max_swapped_blocks=int(swap_space * 2**30) // taken.block,
+                max_swapped_blocks=int(config.swap_space * 2**30) // taken.block,
             ),
             groups=self.config.layer_groups,
         )
@@ -222,11 +165,11 @@ class EngineParts:
             vocab_size=self.config.vocab_size,
             max_model_len=self.max_model_len,
             max_length=self.max_length,
-            seed=seed,
+            seed=config.seed,
             grammars=self.grammars,
         )
-        is_shared = isinstance(model, PagedModel)
-        self._connect(Drafter(num_speculative_tokens), are_weights_shared=is_shared)
+        is_shared = isinstance(config.model, PagedModel)
+        self._connect(Drafter(config.num_speculative_tokens), are_weights_shared=is_shared)
 
     def _connect(self, drafter: Drafter, *, are_weights_shared: bool) -> None:
         """Make the parts of a step, around the runner and the scheduler."""

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 
-# Most tokens in an engine step, unless the user says otherwise.
-MAX_NUM_BATCHED_TOKENS = 2048
 # Prompt tokens that one call scores: rarely asked for, so one program must do.
 SCORE_WIDTH = 128
 # Blocks that one call moves to or from the host: a call for each would cost more than the padding.

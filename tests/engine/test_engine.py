@@ -474,7 +474,7 @@ def test_automatic_ids_step_aside(engine) -> None:
             {"num_speculative_tokens": None},
             "num_speculative_tokens must be .* at least 0, got None",
         ),
-        ({"preemption": "drop"}, "preemption must be auto, recompute or swap, got 'drop'"),
+        ({"preemption": "drop"}, "preemption must be one of auto, recompute, swap, got 'drop'"),
         ({"seed": -1}, "seed must be an integer in 0..2\\*\\*63 - 1, got -1"),
         ({"seed": 1.5}, "seed must be an integer"),
         ({"swap_space": "4"}, "swap_space must be a finite number of GiB, at least 0, got '4'"),

@@ -1,0 +1,496 @@
+"""`EngineConfig`: every option of an engine, described once.
+
+Each field carries its help text, bounds, command-line flag and vLLM's name as metadata.
+`option_specs` reads it. Argument checks, command-line flags, the memory planner and the table in
+the documentation are derived from it, so a new option is a field here and the code that uses it.
+"""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from paged_jax.argument_names import refuse_unknown
+from paged_jax.checks import ArgumentError, check_positive, is_int, is_real
+from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from paged_jax.kernels import BACKENDS
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.runner.sizes import Sizes
+from paged_jax.scheduler.preemption import Preemption
+
+# Values of the option `kv_dtype` besides "auto".
+KV_DTYPES = {
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+}
+
+P = ParamSpec("P")
+C = TypeVar("C")
+
+
+def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
+    """Return the dtype of K and V in the cache that an option `kv_dtype` stands for.
+
+    Args:
+      kv_dtype: ``"auto"`` or a name in `KV_DTYPES`.
+      weights_dtype: the floating-point type of the weights, used by ``"auto"``.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Example:
+      >>> resolve_kv_dtype("auto", "bfloat16", "gpu").name
+      'bfloat16'
+    """
+    if kv_dtype != "auto":
+        return jnp.dtype(KV_DTYPES[kv_dtype])
+    # XLA's CPU backend scatters into a bfloat16 pool through a float32 copy of all of it.
+    return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
+
+
+class Bounds(NamedTuple):
+    """Values that an option accepts, besides a default of None.
+
+    Attributes:
+      words: the rule, as it continues "must be".
+      contains: function that returns whether a value is accepted.
+      choices: the accepted names; empty if the values are not names.
+    """
+
+    words: str
+    contains: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()
+
+    def check(self, function: str, name: str, value: Any) -> None:
+        """Raise an `ArgumentError` for a value outside the bounds."""
+        if self is POSITIVE:
+            check_positive(function, **{name: value})
+        elif not self.contains(value):
+            raise ArgumentError(function, f"must be {self.words}, got {value!r}.", name)
+
+
+def one_of(*choices: str) -> Bounds:
+    """Return the bounds of an option with named values."""
+    return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
+
+
+POSITIVE = Bounds("a positive integer", lambda value: is_int(value) and value >= 1)
+NOT_NEGATIVE = Bounds("an integer, at least 0", lambda value: is_int(value) and value >= 0)
+SEED = Bounds("an integer in 0..2**63 - 1", lambda value: is_int(value) and 0 <= value < 2**63)
+FRACTION = Bounds("above 0 and at most 1", lambda value: is_real(value) and 0 < value <= 1)
+GIB = Bounds("a finite number of GiB, at least 0", lambda value: is_real(value) and value >= 0)
+SWITCH = Bounds("True or False", lambda value: isinstance(value, bool))
+FUNCTION = Bounds("a function or None", callable)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    default_help: str | None = None,
+    bounds: Bounds | None = None,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+    flag: str | None = "",
+    vllm: str | None = None,
+    decides_memory: bool = False,
+) -> Any:
+    """Declare a field of `EngineConfig`.
+
+    The arguments become the attributes of an `OptionSpec`. By default the help shows `default`
+    itself, `choices` are those of the bounds, and the flag is the name of the field with dashes.
+    """
+    metadata = {
+        "help": help,
+        "default_help": default_help,
+        "bounds": bounds,
+        "choices": choices or (bounds.choices if bounds else ()),
+        "metavar": metavar,
+        "flag": flag,
+        "vllm": vllm,
+        "decides_memory": decides_memory,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Options of an `Engine`, checked when they are set.
+
+    Raises:
+      ValueError: an option is out of bounds. The message names it and the bound.
+      TypeError: there is no such option. The message suggests a name.
+
+    Example:
+      >>> EngineConfig(max_num_seqs=4).block_size
+      16
+      >>> EngineConfig(swap_space=-1)
+      Traceback (most recent call last):
+      ...
+      paged_jax.checks.ArgumentError: Engine: swap_space must be a finite number of GiB, ...
+    """
+
+    model: str | Path | PagedModel | None = option(
+        None,
+        "checkpoint folder (Hugging Face or Orbax); in Python also a model",
+        default_help="the small bundled model",
+        metavar="DIR",
+        vllm="model",
+    )
+    _: dataclasses.KW_ONLY
+    tokenizer: str | Path | Tokenizer | None = option(
+        None,
+        "folder with a tokenizer.json; in Python also a Tokenizer; without one, prompts must be "
+        "token ids and outputs have no text",
+        default_help="the tokenizer in the model's folder",
+        metavar="DIR",
+        vllm="tokenizer",
+    )
+    dtype: str = option(
+        "auto",
+        "type of the weights: auto, float32, bfloat16, float16 or int8, which quantises matrices "
+        "with one scale per row",
+        default_help="auto, as saved in the checkpoint",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        vllm="dtype",
+        decides_memory=True,
+    )
+    kv_dtype: str = option(
+        "auto",
+        "type of the KV cache; int8 and fp8 quantise it",
+        default_help="auto, which is float32 on CPUs and the type of the weights elsewhere",
+        bounds=one_of("auto", *KV_DTYPES),
+        vllm="kv_cache_dtype",
+        decides_memory=True,
+    )
+    block_size: int = option(
+        16, "tokens in a block", bounds=POSITIVE, vllm="block_size", decides_memory=True
+    )
+    num_blocks: int | None = option(
+        None,
+        "blocks in the pool",
+        default_help="as many as the batch can use and the free memory holds",
+        bounds=POSITIVE,
+        vllm="num_gpu_blocks_override",
+    )
+    memory_fraction: float | None = option(
+        None,
+        "fraction of the device's memory for weights, steps and pool together, instead of "
+        "num_blocks; python -m paged_jax.plan shows what fits",
+        default_help="num_blocks decides",
+        bounds=FRACTION,
+        vllm="gpu_memory_utilization",
+    )
+    max_num_seqs: int = option(
+        16,
+        "maximum number of samples that run at once, each in a slot",
+        bounds=POSITIVE,
+        vllm="max_num_seqs",
+        decides_memory=True,
+    )
+    max_model_len: int | None = option(
+        None,
+        "maximum number of tokens in a sequence, prompt included",
+        default_help="the model's context",
+        bounds=POSITIVE,
+        vllm="max_model_len",
+        decides_memory=True,
+    )
+    max_chunk: int = option(
+        512,
+        "maximum number of prompt tokens of one sequence that a step processes",
+        bounds=POSITIVE,
+        vllm="long_prefill_token_threshold",
+        decides_memory=True,
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        "maximum number of tokens in a step, including one for each sequence that decodes; at "
+        "least max_num_seqs",
+        bounds=POSITIVE,
+        vllm="max_num_batched_tokens",
+    )
+    steps_per_dispatch: int = option(
+        8,
+        "maximum number of decode steps that the device runs before it reports their tokens; fewer "
+        "let streams come evenly and new requests join sooner, more leave the host more time",
+        bounds=POSITIVE,
+        vllm="num_scheduler_steps",
+    )
+    enable_prefix_caching: bool = option(
+        True,
+        "whether requests share the cached blocks of prompts that begin with the same tokens",
+        bounds=SWITCH,
+        flag="--no-prefix-caching",
+        vllm="enable_prefix_caching",
+    )
+    preemption: Preemption = option(
+        "auto",
+        "what happens to the blocks of a preempted sequence: recompute them, swap them to host "
+        "memory, or choose the cheaper of the two (auto)",
+        bounds=one_of(*get_args(Preemption)),
+        vllm="preemption_mode",
+    )
+    swap_space: float = option(
+        4.0,
+        "host memory for swapped blocks, in GiB",
+        bounds=GIB,
+        metavar="GIB",
+        vllm="swap_space",
+    )
+    num_speculative_tokens: int = option(
+        0,
+        "maximum number of tokens drafted by n-gram lookup and verified in one step; outputs stay "
+        "the same",
+        bounds=NOT_NEGATIVE,
+        vllm="speculative_config",
+        decides_memory=True,
+    )
+    cascade_attention: bool | None = option(
+        None,
+        "whether decoding reads the blocks that all running sequences begin with once for all of "
+        "them",
+        default_help="on CPUs, with prefix caching, for models with full attention",
+        bounds=SWITCH,
+        vllm="disable_cascade_attn",
+    )
+    seed: int = option(0, "seed for requests without one", bounds=SEED, flag=None, vllm="seed")
+    backend: str | None = option(
+        None,
+        "backend of the kernels",
+        default_help="the best for the device",
+        choices=tuple(BACKENDS),
+        vllm="attention_backend",
+    )
+    mesh: Mesh | None = option(
+        None,
+        "devices that compute the model together by tensor parallelism: all devices of the mesh, "
+        "whatever its axes",
+        default_help="tensor_parallel_size decides",
+        flag=None,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "number of devices that compute the model together, the first that JAX finds; each holds "
+        "a part of the weights and of the KV cache",
+        bounds=POSITIVE,
+        vllm="tensor_parallel_size",
+        decides_memory=True,
+    )
+    check_replicas: bool = option(
+        False,
+        "whether to compare the tokens and tables that several devices each compute, and to raise "
+        "ReplicaError if they differ; slower, for debugging",
+        bounds=SWITCH,
+    )
+    on_compile: Callable[[str], None] | None = option(
+        None,
+        "function that is called with one line before a program is compiled",
+        bounds=FUNCTION,
+        flag=None,
+    )
+
+    def __post_init__(self) -> None:
+        check_options("Engine", vars(self), type(self))
+        if self.memory_fraction is not None and self.num_blocks is not None:
+            raise ArgumentError(
+                "Engine",
+                f"must be None if num_blocks is given, got {self.memory_fraction} and "
+                f"{self.num_blocks}. Give one of them.",
+                "memory_fraction",
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ArgumentError(
+                "Engine",
+                f"must be at least max_num_seqs = {self.max_num_seqs}, so that all sequences can "
+                f"decode, got {self.max_num_batched_tokens}. Use more tokens or fewer slots.",
+                "max_num_batched_tokens",
+            )
+
+    def program_sizes(
+        self,
+        function: str,
+        model_config: LlamaConfig,
+        *,
+        num_eos_token_ids: int,
+        num_token_biases: int = 0,
+    ) -> Sizes:
+        """Return the sizes that shape the compiled programs of an engine.
+
+        Args:
+          function: the name that errors begin with.
+          model_config: the configuration of the model.
+          num_eos_token_ids: number of tokens that end the model's sequences.
+          num_token_biases: number of biases that apply to every request, see `TokenBias`.
+
+        Raises:
+          ValueError: max_model_len exceeds the model's context.
+        """
+        context = model_config.max_position_embeddings
+        max_model_len = context if self.max_model_len is None else self.max_model_len
+        if max_model_len > context:
+            raise ValueError(
+                f"{function}: max_model_len must be at most the model's context of {context}, got "
+                f"{max_model_len}."
+            )
+        return Sizes(
+            block_size=self.block_size,
+            num_slots=self.max_num_seqs,
+            max_model_len=max_model_len,
+            max_chunk=min(self.max_chunk, self.max_num_batched_tokens, max_model_len),
+            max_steps=self.steps_per_dispatch,
+            num_drafts=self.num_speculative_tokens,
+            max_logit_bias=MAX_LOGIT_BIAS + num_token_biases,
+            # Rounded up, so that models with slightly different end tokens share programs.
+            max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
+        )
+
+    def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:
+        """Return whether decoding reads the common blocks of all sequences once.
+
+        Args:
+          model_config: the configuration of the model.
+          platform: the platform that the engine runs on.
+
+        Raises:
+          ValueError: it is asked for, but all layers of the model have a sliding window.
+        """
+        has_window = None not in model_config.windows
+        if self.cascade_attention and has_window:
+            raise ValueError(
+                "Engine: cascade_attention must be False if all layers have a sliding window."
+            )
+        if self.cascade_attention is None:
+            return platform == "cpu" and self.enable_prefix_caching and not has_window
+        return self.cascade_attention
+
+
+class OptionSpec(NamedTuple):
+    """One field of `EngineConfig` with its metadata.
+
+    Attributes:
+      name: the name of the field.
+      type: the type of its values, without None: int, float, bool, str or another class.
+      default: the default value.
+      default_help: words for the default.
+      help: a sentence about the option.
+      bounds: the accepted values; None if the engine does not check them beforehand.
+      choices: the accepted names; empty if the values are not names.
+      flag: the command-line flag, such as ``--block-size``; None if there is none. The flag of a
+        bool takes no value and sets the opposite of the default.
+      metavar: placeholder of the value in the help of a command line.
+      vllm: the name of the same option in vLLM; None if vLLM has none.
+      decides_memory: whether the option is an argument of the memory planner.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    default_help: str
+    help: str
+    bounds: Bounds | None
+    choices: tuple[str, ...]
+    flag: str | None
+    metavar: str | None
+    vllm: str | None
+    decides_memory: bool
+
+
+@functools.cache
+def option_specs(config: type[EngineConfig] = EngineConfig) -> tuple[OptionSpec, ...]:
+    """Return all options of an engine, in the order of their fields."""
+    return tuple(_read_option(field) for field in dataclasses.fields(config))
+
+
+def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
+    metadata = dict(field.metadata)
+    value_type = field.type
+    if isinstance(value_type, types.UnionType):
+        [value_type, *_] = [each for each in get_args(value_type) if each is not types.NoneType]
+    choices = metadata.pop("choices")
+    if get_origin(value_type) is Literal:
+        value_type = str
+    flag, metavar = metadata.pop("flag"), metadata.pop("metavar")
+    if metavar is None and not choices:
+        metavar = {int: "N", float: "X"}.get(value_type)
+    default_help = metadata.pop("default_help")
+    return OptionSpec(
+        name=field.name,
+        type=value_type,
+        default=field.default,
+        default_help=f"{field.default}" if default_help is None else default_help,
+        choices=choices,
+        flag=f"--{field.name.replace('_', '-')}" if flag == "" else flag,
+        metavar=metavar,
+        **metadata,
+    )
+
+
+def check_options(
+    function: str, options: Mapping[str, Any], config: type[EngineConfig] = EngineConfig
+) -> None:
+    """Check the value of each option by itself, before a model is loaded.
+
+    Args:
+      function: the name that errors begin with.
+      options: values by the names of the fields; a missing one is the default.
+      config: the class with the fields.
+
+    Raises:
+      ArgumentError: a value is out of bounds.
+    """
+    for each in option_specs(config):
+        value = options.get(each.name, each.default)
+        if each.bounds is not None and not (value is None and each.default is None):
+            each.bounds.check(function, each.name, value)
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a command line sets: those whose attribute of `args` is not None."""
+    values = {each.name: getattr(args, each.name, None) for each in option_specs()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def takes_options(
+    config: Callable[P, C],
+) -> Callable[[Callable[[Any, C], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate an ``__init__(self, config)``, so that callers pass the fields of the config.
+
+    Editors and type checkers show the fields as the arguments of the constructor.
+
+    Args:
+      config: `EngineConfig`.
+    """
+
+    def decorate(init: Callable[[Any, C], None]) -> Callable[Concatenate[Any, P], None]:
+        fields = inspect.signature(config).parameters
+
+        @functools.wraps(init)
+        def init_from_options(self: Any, *args: P.args, **options: P.kwargs) -> None:
+            refuse_unknown("Engine", fields, [name for name in options if name not in fields])
+            init(self, config(*args, **options))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        init_from_options.__signature__ = inspect.Signature([own, *fields.values()])  # type: ignore[attr-defined]
+        return init_from_options
+
+    return decorate
+
+
+# The docstring lists the options, for `help` and IPython.
+EngineConfig.__doc__ = "\n".join(
+    [inspect.cleandoc(EngineConfig.__doc__ or ""), "", "Attributes:"]
+    + [f"  {each.name}: {each.help}; default: {each.default_help}." for each in option_specs()]
+)

@@ -1,0 +1,115 @@
+"""`EngineConfig`: every option is declared once, and the rest is derived from it."""
+
+import argparse
+import dataclasses
+import inspect
+
+import pytest
+
+from paged_jax import LLM, Engine
+from paged_jax.checks import ArgumentError
+from paged_jax.engine import config as config_module
+from paged_jax.engine.config import (
+    NOT_NEGATIVE,
+    EngineConfig,
+    check_options,
+    given_options,
+    option,
+    option_specs,
+)
+
+OPTIONS = {each.name: each for each in option_specs()}
+WRONG = {
+    "kv_dtype": "int4",
+    "block_size": 0,
+    "num_blocks": 0,
+    "memory_fraction": 1.5,
+    "max_num_seqs": True,
+    "max_model_len": -1,
+    "max_chunk": 2.5,
+    "max_num_batched_tokens": 0,
+    "steps_per_dispatch": "8",
+    "enable_prefix_caching": "no",
+    "preemption": "kill",
+    "swap_space": float("inf"),
+    "num_speculative_tokens": -1,
+    "cascade_attention": 1,
+    "seed": 2**63,
+    "tensor_parallel_size": 0,
+    "check_replicas": None,
+    "on_compile": "print",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.bounds])
+def test_engine_config_names_the_option_that_is_out_of_bounds(name) -> None:
+    with pytest.raises(ArgumentError, match=f"^Engine: {name} must be ") as error:
+        EngineConfig(**{name: WRONG[name]})
+    assert error.value.field == name
+    with pytest.raises(ArgumentError, match=f"^plan: {name} must be "):
+        check_options("plan", {name: WRONG[name]})
+
+
+def test_engine_config_checks_options_that_depend_on_each_other() -> None:
+    with pytest.raises(ArgumentError, match="memory_fraction must be None if num_blocks is given"):
+        EngineConfig(memory_fraction=0.5, num_blocks=3)
+    with pytest.raises(ArgumentError, match="max_num_batched_tokens must be at least max_num_seqs"):
+        EngineConfig(max_num_seqs=9, max_num_batched_tokens=8)
+
+
+def test_engine_config_is_frozen_and_accepts_its_defaults() -> None:
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 8  # type: ignore[misc]
+    assert {name: getattr(config, name) for name in OPTIONS} == {
+        name: each.default for name, each in OPTIONS.items()
+    }
+
+
+@pytest.mark.parametrize("engine", [Engine, LLM])
+def test_an_engine_takes_the_fields_of_the_config(engine) -> None:
+    parameters = inspect.signature(engine).parameters
+    assert list(parameters) == list(OPTIONS)
+    assert {name: each.default for name, each in parameters.items()} == {
+        name: each.default for name, each in OPTIONS.items()
+    }
+    with pytest.raises(TypeError, match="gpu_memory_utilization is no argument. Did you mean"):
+        engine(gpu_memory_utilization=0.9)
+    with pytest.raises(ArgumentError, match="Engine: max_chunk must be a positive integer"):
+        engine(max_chunk=0)
+
+
+def test_every_option_is_documented() -> None:
+    for name, each in OPTIONS.items():
+        assert each.help and each.help[-1] not in ".;" and each.default_help
+        assert f"  {name}: {each.help}" in (EngineConfig.__doc__ or "")
+
+
+def test_given_options_are_those_that_a_command_line_sets() -> None:
+    args = argparse.Namespace(block_size=8, dtype=None, prompt="x", check_replicas=True)
+    assert given_options(args) == {"block_size": 8, "check_replicas": True}
+
+
+def test_a_new_option_needs_one_field(monkeypatch) -> None:
+    """Checks, signature and metadata follow from the field alone."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Extended(EngineConfig):
+        """With an option more."""
+
+        num_spare_blocks: int = option(3, "blocks kept free", bounds=NOT_NEGATIVE, vllm="spare")
+
+    added = option_specs(Extended)[-1]
+    assert added.name == "num_spare_blocks" and added.flag == "--num-spare-blocks"
+    assert (added.type, added.metavar, added.default_help) == (int, "N", "3")
+    with pytest.raises(ArgumentError, match="Engine: num_spare_blocks must be an integer, at lea"):
+        Extended(num_spare_blocks=-1)
+    seen = []
+
+    class Holder:
+        @config_module.takes_options(Extended)
+        def __init__(self, config: Extended):
+            seen.append(config.num_spare_blocks)
+
+    Holder(num_spare_blocks=5)
+    assert seen == [5] and "num_spare_blocks" in inspect.signature(Holder).parameters
