@@ -4,11 +4,11 @@ import functools
 import logging
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
 import jax
+from platformdirs import user_cache_path
 
 _logger = logging.getLogger(__name__)
 
@@ -16,19 +16,19 @@ _logger = logging.getLogger(__name__)
 def cache_folder(*names: str) -> Path | None:
     """Return a cache folder that only this user can write to; create it if it is missing.
 
-    The folder is ``paged_jax`` in ``$XDG_CACHE_HOME``. The default is ``~/.cache``
-    (``~/Library/Caches`` on macOS); it is also used if the variable is a relative path, as the XDG
-    specification demands. The content is loaded as machine code. So a folder of another user, or
-    one that others may write to, is not used. One warning says so.
+    The folder is ``paged_jax`` in the user's cache folder: ``$XDG_CACHE_HOME`` if that is an
+    absolute path, otherwise the platform's default (``~/.cache`` on Linux). The content is loaded
+    as machine code, so a folder of another user, or one that others may write to, is not used. A
+    warning is logged once for each reason.
 
     Args:
-      *names: folders below it.
+      *names: names of nested folders below it.
 
     Returns:
       The folder; None if it cannot be created or used.
     """
     try:
-        folder = _caches() / "paged_jax"
+        folder = user_cache_path("paged_jax", appauthor=False)
         for each in (folder, *(folder.joinpath(*names[: i + 1]) for i in range(len(names)))):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_own(each):
@@ -38,14 +38,6 @@ def cache_folder(*names: str) -> Path | None:
         _warn(str(error))
         return None
     return folder.joinpath(*names)
-
-
-def _caches() -> Path:
-    """Return the folder with the caches of all programs of this user."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", "")).expanduser()
-    if named.is_absolute():
-        return named
-    return Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
 
 
 @functools.cache
@@ -67,7 +59,11 @@ def _is_own(path: Path) -> bool:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content of a file of `write`; None if it is missing or not only this user's."""
+    """Return the content of a file; None if it is missing or others may have written it.
+
+    Args:
+      path: a file that `write` wrote.
+    """
     try:
         return path.read_bytes() if _is_own(path) else None
     except OSError:
@@ -75,29 +71,29 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: other processes see all of it or nothing.
+    """Write a file atomically: other processes see the old content or all of the new one.
 
-    A failure is only logged, because a cache is not needed for correct results.
+    A failure is only logged, because results do not depend on the cache.
 
     Args:
-      path: file in a `cache_folder`.
+      path: a file in a `cache_folder`.
       content: the new content.
     """
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            whole = Path(folder) / path.name
-            whole.touch(mode=0o600)  # `read` rejects files that a group may write to
-            whole.write_bytes(content)
-            os.replace(whole, path)
-    except OSError as error:  # a disk that is full, or read-only
-        _logger.info("%s is not kept: %s", path.name, error)
+            temporary = Path(folder) / path.name
+            temporary.touch(mode=0o600)  # `read` rejects files that a group may write to
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+    except OSError as error:  # a full or read-only disk
+        _logger.info("%s is not cached: %s", path.name, error)
 
 
 def keep_compiled_programs() -> None:
-    """Let the next process find the programs that this one compiles, as JAX would if told to.
+    """Turn on JAX's compilation cache, in the user's cache folder.
 
-    Nothing changes where JAX has been told: by the variable JAX_COMPILATION_CACHE_DIR, or by
-    JAX_ENABLE_COMPILATION_CACHE=false.
+    The cache is left as it is if the user has set a folder (JAX_COMPILATION_CACHE_DIR) or has
+    turned it off (JAX_ENABLE_COMPILATION_CACHE=false).
     """
     config = jax.config
     is_off = not getattr(config, "jax_enable_compilation_cache", True)
@@ -107,18 +103,21 @@ def keep_compiled_programs() -> None:
     if folder is None:
         return
     config.update("jax_compilation_cache_dir", str(folder))
-    # However small a program is: there are dozens of them, and each costs the time of loading.
+    # By default JAX skips programs that compile within a second. An engine has dozens of them.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def folder_beside_programs(name: str) -> Path | None:
-    """A `cache_folder` for what belongs to the programs that `keep_compiled_programs` keeps.
+    """Return a `cache_folder` for data that belongs to the compiled programs.
+
+    Args:
+      name: name of the folder.
 
     Returns:
-      The folder; None where JAX keeps nothing, or what it has been told elsewhere.
+      The folder; None if JAX's compilation cache is off or is not in the user's cache folder.
     """
-    kept_in = jax.config.jax_compilation_cache_dir  # pyright: ignore
-    if kept_in is None or not getattr(jax.config, "jax_enable_compilation_cache", True):
+    programs = jax.config.jax_compilation_cache_dir  # pyright: ignore
+    if programs is None or not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
-    return cache_folder(name) if kept_in == str(cache_folder("programs")) else None
+    return cache_folder(name) if programs == str(cache_folder("programs")) else None
