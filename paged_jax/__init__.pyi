@@ -14,7 +14,7 @@ from .engine.stats import EngineStats as EngineStats
 from .kernels.attention import paged_attention as paged_attention
 from .kernels.attention import paged_prefill_attention as paged_prefill_attention
 from .kernels.cascade import cascade_attention as cascade_attention
-from .kernels.merge import merge_attention as merge_attention
+from .kernels.cascade import merge_attention as merge_attention
 from .kernels.ragged import ragged_paged_attention as ragged_paged_attention
 from .kernels.writing import copy_blocks as copy_blocks
 from .kernels.writing import paged_rope_write as paged_rope_write

@@ -29,7 +29,10 @@ LONG = {
 
 
 def undocumented(source: str) -> list[str]:
-    """Public names of a module that have no docstring; "" is the module itself."""
+    """Public names of a module that have no docstring; "" is the module itself.
+
+    An ``@overload`` is documented by its implementation.
+    """
     return list(_undocumented(ast.parse(source), ""))
 
 
@@ -42,7 +45,8 @@ def _undocumented(
         return  # names inside a function are its own
     for each in node.body:
         if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if not each.name.startswith("_"):
+            is_overload = any(ast.unparse(x) == "overload" for x in each.decorator_list)
+            if not each.name.startswith("_") and not is_overload:
                 yield from _undocumented(each, f"{name}.{each.name}".removeprefix("."))
 
 

@@ -4,6 +4,7 @@ from .attention import paged_attention as paged_attention
 from .attention import paged_prefill_attention as paged_prefill_attention
 from .backend import Pools as Pools
 from .cascade import cascade_attention as cascade_attention
+from .cascade import merge_attention as merge_attention
 from .cascade import num_shared_blocks as num_shared_blocks
 from .cpu import load_cpu_kernels as load_cpu_kernels
 from .dispatch import BACKENDS as BACKENDS
@@ -12,7 +13,6 @@ from .dispatch import check_backend_runs_on as check_backend_runs_on
 from .dispatch import choose_backend as choose_backend
 from .grouped import grouped_linear as grouped_linear
 from .layout import padded_head_dim as padded_head_dim
-from .merge import merge_attention as merge_attention
 from .quantisation import quantise as quantise
 from .ragged import ragged_paged_attention as ragged_paged_attention
 from .writing import copy_blocks as copy_blocks

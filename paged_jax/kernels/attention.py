@@ -15,14 +15,14 @@ sequence. A traced layer that the pools do not have holds no tokens, and writes 
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax import dims
 from paged_jax.argument_names import names_arguments
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem, attend
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -33,6 +33,46 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import attend_differentiably
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Optional arguments of the attention ops, see `paged_attention`."""
+
+    layer: int | jax.Array
+    scale: float | None
+    sliding_window: int | None
+    soft_cap: float | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    sinks: jax.Array | None
+    backend: str | None
+    interpret: Interpret
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 @names_arguments
@@ -52,8 +92,8 @@ def paged_attention(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    interpret: Any = False,
-) -> Any:
+    interpret: Interpret = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with one query token per sequence over its blocks (decode).
 
     Differentiable in `q`, `sinks` and floating-point pools, once and in reverse (`jax.grad`).
@@ -105,9 +145,44 @@ def paged_attention(
     """
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
     args = AttentionArgs(q, pools, block_tables, context_lens, None, sinks, layer)
-    call = _Call("paged_attention", "decode", backend, interpret)
-    out, lse = _attend(call, args, scale, sliding_window, soft_cap)
+    out, lse = attend(
+        "paged_attention",
+        args,
+        scale,
+        sliding_window,
+        soft_cap,
+        backend=backend,
+        interpret=interpret,
+    )
     return (out, lse) if return_lse else out
+
+
+@overload
+def paged_prefill_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array: ...
+
+
+@overload
+def paged_prefill_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 @names_arguments
@@ -128,8 +203,8 @@ def paged_prefill_attention(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    interpret: Any = False,
-) -> Any:
+    interpret: Interpret = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with a chunk of prompt tokens per sequence, causally, over context and chunk.
 
     The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
@@ -162,60 +237,68 @@ def paged_prefill_attention(
       >>> out.shape
       (1, 3, 4, 16)
     """
+    # Checked here: `attend` takes None for a decode.
+    lens = as_arrays("paged_prefill_attention", query_lens=query_lens)["query_lens"]
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
-    args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
-    call = _Call("paged_prefill_attention", "prefill", backend, interpret)
-    out, lse = _attend(call, args, scale, sliding_window, soft_cap)
+    args = AttentionArgs(q, pools, block_tables, context_lens, lens, sinks, layer)
+    out, lse = attend(
+        "paged_prefill_attention",
+        args,
+        scale,
+        sliding_window,
+        soft_cap,
+        backend=backend,
+        interpret=interpret,
+    )
     return (out, lse) if return_lse else out
 
 
-class _Call(NamedTuple):
-    """Which of the two ops is called, and how it is run."""
-
-    function: str
-    op: Literal["decode", "prefill"]
-    backend: str | None
-    interpret: Interpret
-
-
-# Letters of the arguments, but for those of the pools.
-_LETTERS = {
-    "decode": {"q": "BHD", "block_tables": "BM", "context_lens": "B"},
-    "prefill": {"q": "BTHD", "block_tables": "BM", "context_lens": "B", "query_lens": "B"},
-}
-
-
-def _attend(
-    call: _Call,
+def attend(
+    function: str,
     args: AttentionArgs,
     scale: float | None,
     sliding_window: int | None,
     soft_cap: float | None,
+    *,
+    backend: str | None,
+    interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
-    """Check the arguments of either op, choose the backend and run it."""
-    args, sizes = _checked(call, args)
+    """Check the arguments of an attention op, choose a backend and run it.
+
+    Args:
+      function: name of the op, for error messages.
+      args: arrays as the user passed them; a decode if `query_lens` is None.
+      scale, sliding_window, soft_cap, backend, interpret: see `paged_attention`.
+
+    Returns:
+      ``(out, lse)``.
+    """
+    args, sizes = _checked(function, args)
     default_scale: float = sizes["D"] ** -0.5
     options = checked_options(
-        call.function, default_scale if scale is None else scale, sliding_window, soft_cap
+        function, default_scale if scale is None else scale, sliding_window, soft_cap
     )
     args = _bounded(args, sizes)
 
     has_sinks = args.sinks is not None
-    problem = Problem.of(call.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
-    ops = Dispatch(call.function, problem, call.backend, call.interpret)
-    if not call.interpret:
-        check_arrays_are_on_its_device(call.function, call.backend, args.q)
+    problem = Problem.of(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
+    ops = Dispatch(function, problem, backend, interpret)
+    if not interpret:
+        check_arrays_are_on_its_device(function, backend, args.q)
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args)
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
-    if call.backend == "reference":  # JAX differentiates it by itself, to any order and either way
-        return attend(ops, args, options)
+    if backend == "reference":  # JAX differentiates it to any order, in forward and reverse mode
+        return ops.attend(args, options)
     return attend_differentiably(ops, args, options)
 
 
-def _checked(call: _Call, args: AttentionArgs) -> tuple[AttentionArgs, dict[str, int]]:
-    """The arguments as arrays, integers as int32, and the sizes of their letters."""
-    function, letters = call.function, _LETTERS[call.op]
+def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[str, int]]:
+    """Return the arguments as arrays, integers as int32, and the size of each dimension letter."""
+    is_decode = args.query_lens is None
+    letters = {"q": "BHD" if is_decode else "BTHD", "block_tables": "BM", "context_lens": "B"}
+    if not is_decode:
+        letters["query_lens"] = "B"
     named = as_arrays(function, **{name: getattr(args, name) for name in letters})
     pools = jax.tree.map(jnp.asarray, args.pools)
     sinks = None if args.sinks is None else jnp.asarray(args.sinks)

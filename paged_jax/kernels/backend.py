@@ -12,13 +12,26 @@ interpreted is a property of the backend: see `PallasBackend`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.short_repr import short_repr
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.tpu import InterpretParams
 
 Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 
@@ -27,8 +40,8 @@ ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
 # Keys or values.
 Half = Literal["k", "v"]
 
-# False, True, or the `jax.experimental.pallas.tpu.InterpretParams` of the TPU backend.
-Interpret = Any
+# Whether to run a Pallas kernel in Pallas' interpreter; for kernels for TPUs also with parameters.
+Interpret: TypeAlias = "bool | InterpretParams"
 
 
 @short_repr
@@ -155,6 +168,15 @@ class AttentionArgs(NamedTuple):
     query_lens: jax.Array | None
     sinks: jax.Array | None
     layer: int | jax.Array
+
+    @property
+    def op(self) -> Literal["decode", "prefill"]:
+        """The op that these arrays are for."""
+        return "decode" if self.query_lens is None else "prefill"
+
+    def as_prefill(self) -> "AttentionArgs":
+        """Return the arguments of a decode as a prefill with chunks of one token."""
+        return self._replace(q=self.q[:, None], query_lens=jnp.ones_like(self.context_lens))
 
 
 class RaggedArgs(NamedTuple):
@@ -343,16 +365,17 @@ class Backend(Protocol):
 class AttentionOps(Protocol):
     """The ops of a backend that attends."""
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Attend with one query for each sequence: ``(out, lse)``, as `paged_attention`."""
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Return ``(out, lse)`` of `paged_attention`, or of `paged_prefill_attention`.
+
+        It is a decode if ``args.query_lens`` is None, else a prefill.
+        """
         ...
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Attend with a chunk of queries: ``(out, lse)``, as `paged_prefill_attention`."""
-        ...
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """Attend with chunks of any lengths: ``(out, lse)``, as `ragged_paged_attention`."""
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return ``(out, lse)`` of `ragged_paged_attention`."""
         ...
 
 
@@ -414,10 +437,3 @@ class CompiledBackend(Backend, Protocol):
 def has_op(backend: Backend, op: Op) -> bool:
     """Whether a backend has an op."""
     return isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
-
-
-def attend(ops: AttentionOps, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Run the op that the arguments are for."""
-    if args.query_lens is None:
-        return ops.decode(args, options)
-    return ops.prefill(args, options)

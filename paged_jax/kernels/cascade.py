@@ -6,70 +6,31 @@ heads, a product of matrices; what follows is read by each sequence for itself; 
 are merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.argument_names import names_arguments
 from paged_jax.dims import bind
-from paged_jax.kernels.attention import paged_attention
-from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.attention import attend
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
 from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
-from paged_jax.kernels.merge import merge_attention
+from paged_jax.kernels.quantisation import wider_dtype
 
 # Tokens whose reading must be spared before the shared blocks get a pass of their own, which costs
 # about 0.06 ms. From 2 cores.
 _WORTHWHILE = 512
 
 
-def choose_decode_attention(
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    block_size: int,
-    *,
-    cascade: bool,
-    sliding_window: int | None = None,
-    backend: str | None = None,
-) -> Callable[..., jax.Array]:
-    """Choose how the layers of a decode step attend; shared blocks are counted once for all.
+def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
+    """Return whether block tables of this size can hold enough tokens to be worth sharing.
 
     Args:
-      block_tables: integer ``[B, M]``, as for `paged_attention`.
-      context_lens: integer ``[B]``.
-      block_size: C, tokens in a block.
-      cascade: whether blocks that all sequences begin with are read once for all of them, where
-        tables of this size can make that worthwhile. Without a sliding window only.
-      sliding_window, backend: see `paged_attention`.
-
-    Returns:
-      A function of queries ``[B, H, D]``, pools and layer: the attention, ``[B, H, D]``. It takes
-      `scale`, `soft_cap` and `sinks` of `paged_attention`.
+      batch: number of sequences (B).
+      max_blocks: blocks in a row of the table (M).
+      block_size: tokens in a block (C).
     """
-    attention = functools.partial(paged_attention, sliding_window=sliding_window)
-    B, M = block_tables.shape
-    if cascade and (B - 1) * M * block_size >= _WORTHWHILE:
-        num_shared = num_shared_blocks(block_tables, context_lens, block_size)
-        attention = functools.partial(cascade_attention, num_shared=num_shared)
-
-    def attend(q: jax.Array, pools: Pools, layer: int | jax.Array, **scores: Any) -> jax.Array:
-        return attention(
-            q,
-            pools.k,
-            pools.v,
-            block_tables,
-            context_lens,
-            layer=layer,
-            k_scale=pools.k_scale,
-            v_scale=pools.v_scale,
-            backend=backend,
-            **scores,
-        )
-
-    return attend
+    return (batch - 1) * max_blocks * block_size >= _WORTHWHILE
 
 
 def num_shared_blocks(
@@ -117,7 +78,7 @@ def cascade_attention(
     v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
     backend: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> jax.Array:
     """As `paged_attention`, reading the first `num_shared` blocks once for all sequences.
 
@@ -163,15 +124,12 @@ def cascade_attention(
     )  # fmt: skip
     C, M = sizes["C"], sizes["M"]
     context_lens = jnp.clip(context_lens, 0, M * C)
-    attend = functools.partial(
-        _attend,
-        pools=pools,
-        layer=layer,
-        scale=scale,
-        soft_cap=soft_cap,
-        backend=backend,
-        interpret=interpret,
-    )
+
+    def run(q, tables, lens, sinks=None):
+        args = AttentionArgs(q, pools, tables, lens, None, sinks, layer)
+        return attend(
+            "cascade_attention", args, scale, None, soft_cap, backend=backend, interpret=interpret
+        )
 
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
@@ -180,11 +138,12 @@ def cascade_attention(
     columns = jnp.clip(num_shared + jnp.arange(M, dtype=jnp.int32), 0, M - 1)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
     num_own_tokens = jnp.where(is_used, context_lens - num_shared_tokens, 0)
-    own_out, own_lse = attend(q, rest, num_own_tokens, sinks=sinks)
+    own_out, own_lse = run(q, rest, num_own_tokens, sinks)
 
-    def with_shared(own_out, own_lse):
+    def with_shared(own_out: jax.Array, own_lse: jax.Array) -> jax.Array:
         table = block_tables[jnp.argmax(is_used)]
-        out, lse = _attend_to_shared(attend, q, table, num_shared_tokens, sizes["K"])
+        out, lse = run(_as_one_sequence(q, sizes["K"]), table[None], num_shared_tokens[None])
+        out, lse = _as_batch(out, q.shape, sizes["K"]), _as_batch(lse, q.shape[:2], sizes["K"])
         out = jnp.where(is_used[:, None, None], out, 0)
         lse = jnp.where(is_used[:, None], lse, -jnp.inf)
         return merge_attention(out, lse, own_out, own_lse)[0]
@@ -193,36 +152,65 @@ def cascade_attention(
     return lax.cond(num_shared > 0, with_shared, lambda out, lse: out, own_out, own_lse)
 
 
-def _attend(
-    q: jax.Array, tables: jax.Array, lens: jax.Array, *, pools: Pools, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    return paged_attention(
-        q,
-        pools.k,
-        pools.v,
-        tables,
-        lens,
-        k_scale=pools.k_scale,
-        v_scale=pools.v_scale,
-        return_lse=True,
-        **options,
-    )
+def _as_one_sequence(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Reshape queries ``[B, H, D]`` to those of one sequence, ``[1, B * H, D]``.
 
-
-def _attend_to_shared(
-    attend: Callable[..., tuple[jax.Array, jax.Array]],
-    q: jax.Array,
-    table: jax.Array,
-    num_tokens: jax.Array,
-    num_kv_heads: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend with all queries to the first tokens of one table: ``[B, H, D]`` and ``[B, H]``.
-
-    All queries that read a KV head are the query heads of that one head, of one sequence.
+    All queries that read a KV head become one group of query heads.
     """
     (B, H, D), K = q.shape, num_kv_heads
     q_1BKGD = q.reshape(1, B, K, H // K, D)
-    q_1HD = q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
-    out, lse = attend(q_1HD, table[None], num_tokens[None])
-    out = out.reshape(K, B, H // K, D).transpose(1, 0, 2, 3).reshape(B, H, D)
-    return out, lse.reshape(K, B, H // K).transpose(1, 0, 2).reshape(B, H)
+    return q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
+
+
+def _as_batch(x: jax.Array, shape: tuple[int, ...], num_kv_heads: int) -> jax.Array:
+    """Undo `_as_one_sequence` for an output ``[1, B * H, ...]``; `shape` is ``[B, H, ...]``."""
+    B, H, *rest = shape
+    x = x.reshape(num_kv_heads, B, H // num_kv_heads, *rest)
+    return jnp.swapaxes(x, 0, 1).reshape(shape)
+
+
+@names_arguments
+def merge_attention(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Merge attention over some keys with attention of the same queries over other keys.
+
+    The result is that of one softmax over both sets of keys (Dao et al., 2023, "Flash-Decoding").
+    So sequences that share a long prefix can read it once for all their queries, and what follows
+    it each for itself. Pass `sinks` to one of the two parts only. Differentiable.
+
+    Args:
+      out_a: ``[..., D]``, the first result.
+      lse_a: f32 ``[...]``, its log-sum-exp; -inf where it saw no key.
+      out_b: ``[..., D]``, the second result.
+      lse_b: f32 ``[...]``.
+
+    Returns:
+      ``(out, lse)``: ``[..., D]`` in the dtype of `out_a`, and f32 ``[...]``.
+
+    Raises:
+      ValueError: the shapes do not fit together.
+
+    Example:
+      >>> ones, zeros, lse = jnp.ones((1, 4)), jnp.zeros((1, 4)), jnp.zeros(1)
+      >>> out, lse = merge_attention(ones, lse, zeros, lse)
+      >>> out.tolist(), round(float(lse[0]), 4)
+      ([[0.5, 0.5, 0.5, 0.5]], 0.6931)
+    """
+    out_a, lse_a, out_b, lse_b = map(jnp.asarray, (out_a, lse_a, out_b, lse_b))
+    if not (out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1]):
+        raise ValueError(
+            "merge_attention: out_a, lse_a, out_b and lse_b must have shapes [..., D], [...], "
+            f"[..., D] and [...], got {list(out_a.shape)}, {list(lse_a.shape)}, "
+            f"{list(out_b.shape)} and {list(lse_b.shape)}."
+        )
+    dtype = wider_dtype(out_a.dtype, jnp.float32)
+    peak = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    weight_a, weight_b = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)
+    total = weight_a + weight_b
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    out = (weight_a / total)[..., None] * out_a.astype(dtype)
+    out += (weight_b / total)[..., None] * out_b.astype(dtype)
+    return out.astype(out_a.dtype), jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))

@@ -202,17 +202,17 @@ class Dispatch:
         if why_not is not None:
             raise NotImplementedError(f"{self.function}: {self.backend} cannot: {why_not}")
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Decode on the backend, or on that of the platform."""
-        return self._run(lambda each: partial(_attention(each).decode, options=options), args)
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Run a decode or prefill, see `AttentionOps`."""
+        return self._run(lambda each: partial(_attention(each).attend, options=options), args)
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Prefill on the backend, or on that of the platform."""
-        return self._run(lambda each: partial(_attention(each).prefill, options=options), args)
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """A ragged batch on the backend, or on that of the platform."""
-        return self._run(lambda each: partial(_attention(each).ragged, options=options), args)
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run a ragged batch, see `AttentionOps`."""
+        return self._run(
+            lambda each: partial(_attention(each).attend_ragged, options=options), args
+        )
 
     def write(self, args: WriteArgs) -> Pools:
         """Write on the backend, or on that of the platform."""

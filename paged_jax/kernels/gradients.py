@@ -38,7 +38,6 @@ from paged_jax.kernels.backend import (
     Options,
     Pages,
     Pools,
-    attend,
 )
 from paged_jax.kernels.quantisation import wider_dtype
 from paged_jax.opaque import without_index_checks
@@ -66,31 +65,27 @@ class Gradients(NamedTuple):
     sinks: jax.Array | None
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def attend_differentiably(
     ops: AttentionOps, args: AttentionArgs, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """Run a backend's decode or prefill so that `jax.grad` goes through it.
+    """Run the attention of a backend so that `jax.grad` can differentiate it.
 
-    Differentiable, once and in reverse, in q, sinks and floating-point pools, and through both
-    results. Quantised pools have no gradient.
+    The first reverse-mode derivative exists in `q`, `sinks` and floating-point pools, through both
+    results.
 
     Args:
-      ops: the backend; hashable, since it is static.
-      args: the arrays, as in `paged_jax.kernels.backend`; `query_lens` is None in decode.
-      options: the options of attention.
+      ops: the backend, a static argument.
+      args: arrays of the call.
+      options: options of the call.
 
     Returns:
-      ``(out, lse)``, as the backend returns them.
+      ``(out, lse)`` of the backend.
 
     Raises:
-      NotImplementedError: a gradient is asked for in a quantised pool or its scales.
+      NotImplementedError: a gradient in a quantised pool or its scales is requested.
     """
-    return _attend(ops, options, args)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(ops: AttentionOps, options: Options, args: AttentionArgs):
-    return attend(ops, args, options)
+    return ops.attend(args, options)
 
 
 @functools.partial(
@@ -116,13 +111,13 @@ class _Residuals:
     num_layers: int | None
 
 
-def _forward(ops: AttentionOps, options: Options, primals: AttentionArgs):
+def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
     has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(primals.pools)]
     args: AttentionArgs = custom_vjp_primal_tree_values(primals)
     args = differentiable_once("paged attention", args)
     pools, layer = args.pools, args.layer
     assert isinstance(pools, Pools)
-    out, lse = attend(ops, args, options)
+    out, lse = ops.attend(args, options)
     if not any(has_gradient):
         return (out, lse), _Residuals(args, out, lse, layer, None)
     if pools.is_quantised:
@@ -145,8 +140,7 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
         for primal, bar in zip((residuals.out, residuals.lse), bars, strict=True)
     )
     args, num_layers = residuals.args, residuals.num_layers
-    backward = decode_backward if args.query_lens is None else prefill_backward
-    gradients = backward(
+    gradients = attention_gradients(
         args, options, residuals.out, residuals.lse, out_bar, lse_bar,
         wants_pools=num_layers is not None,
     )  # fmt: skip
@@ -172,7 +166,7 @@ def _only_layer(
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
 
-_attend.defvjp(_forward, _backward, symbolic_zeros=True)
+attend_differentiably.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -217,7 +211,9 @@ def differentiable_once(function: str, values: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def decode_backward(
+@functools.partial(without_index_checks, static_argnums=(1,))
+@functools.partial(jax.jit, static_argnames=("options", "wants_pools"))
+def attention_gradients(
     args: AttentionArgs,
     options: Options,
     out: jax.Array,
@@ -227,35 +223,35 @@ def decode_backward(
     *,
     wants_pools: bool,
 ) -> Gradients:
-    """The gradients of a decode: of a chunk of one token, as `prefill_backward`."""
-    args = args._replace(q=args.q[:, None], query_lens=jnp.minimum(args.context_lens, 1))
-    gradients = prefill_backward(
-        args, options, out[:, None], lse[:, None], out_bar[:, None], lse_bar[:, None],
-        wants_pools=wants_pools,
-    )  # fmt: skip
+    """Compute the gradients in the arguments of a decode or prefill.
+
+    Args:
+      args: arrays of the forward pass.
+      options: options of the forward pass.
+      out: output of the forward pass.
+      lse: log-sum-exp of the forward pass.
+      out_bar: gradient in `out`; not read in rows that see no token.
+      lse_bar: gradient in `lse`; not read in rows that see no token.
+      wants_pools: whether to compute the gradients in the pools.
+    """
+    if args.query_lens is not None:
+        return _prefill_gradients(args, options, out, lse, out_bar, lse_bar, wants_pools)
+    # Empty sequences get no query here: its q may be NaN.
+    chunks = args.as_prefill()._replace(query_lens=jnp.minimum(args.context_lens, 1))
+    out, lse, out_bar, lse_bar = (x[:, None] for x in (out, lse, out_bar, lse_bar))
+    gradients = _prefill_gradients(chunks, options, out, lse, out_bar, lse_bar, wants_pools)
     return gradients._replace(q=gradients.q[:, 0])
 
 
-@functools.partial(without_index_checks, static_argnums=(1,))
-@functools.partial(jax.jit, static_argnames=("options", "wants_pools"))
-def prefill_backward(
+def _prefill_gradients(
     args: AttentionArgs,
     options: Options,
     out: jax.Array,
     lse: jax.Array,
     out_bar: jax.Array,
     lse_bar: jax.Array,
-    *,
     wants_pools: bool,
 ) -> Gradients:
-    """The gradients of a prefill.
-
-    Args:
-      args, options: arguments of the forward pass.
-      out, lse: results of the forward pass.
-      out_bar, lse_bar: the gradients in them. Where a row sees nothing they are not read.
-      wants_pools: whether to build the gradients in the pools too.
-    """
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     assert query_lens is not None
     B, T, H, D = q.shape

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from paged_jax import dims
 from paged_jax.argument_names import names_arguments
 from paged_jax.kernels import xla
-from paged_jax.kernels.backend import Pages, Problem, RaggedArgs, RaggedOptions
+from paged_jax.kernels.backend import Interpret, Pages, Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -28,12 +28,57 @@ from paged_jax.kernels.checks import (
     static,
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
-from paged_jax.kernels.gradients import differentiable_once, prefill_backward
+from paged_jax.kernels.gradients import attention_gradients, differentiable_once
 from paged_jax.kernels.quantisation import wider_dtype
 from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
 from paged_jax.opaque import put_or_drop, take_or_fill
 
 _FUNCTION = "ragged_paged_attention"
+
+
+class RaggedAttentionOptions(TypedDict, total=False):
+    """Optional arguments of `ragged_paged_attention`."""
+
+    sm_scale: float | jax.Array
+    sliding_window: int | None
+    soft_cap: float | None
+    mask_value: float | None
+    k_scale: float | jax.Array | None
+    v_scale: float | jax.Array | None
+    sinks: jax.Array | None
+    num_kv_pages_per_block: int | None
+    num_queries_per_block: int | None
+    vmem_limit_bytes: int | None
+    backend: str | None
+    interpret: Interpret
+
+
+@overload
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RaggedAttentionOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RaggedAttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 @names_arguments
@@ -57,8 +102,8 @@ def ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
     backend: str | None = None,
-    interpret: Any = False,
-) -> Any:
+    interpret: Interpret = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally with chunks of one or more tokens in one flat batch.
 
     This op takes the arguments of ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which
@@ -228,7 +273,7 @@ def _checked(sinks: Any, **arrays: Any) -> tuple[RaggedArgs, dict[str, int]]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(ops: Dispatch, options: RaggedOptions, args: RaggedArgs):
-    return ops.ragged(args, options)
+    return ops.attend_ragged(args, options)
 
 
 @functools.partial(
@@ -251,7 +296,7 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
             f"{_FUNCTION}: kv_pages must have 16 bits or more for a gradient in them, got "
             f"{args.pages.dtype}. Stop it with jax.lax.stop_gradient."
         )
-    return ops.ragged(args, options), _Residuals(args, wants_pages)
+    return ops.attend_ragged(args, options), _Residuals(args, wants_pages)
 
 
 def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars: Any):
@@ -274,8 +319,8 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
     lse_bar_BTH = take_or_fill(lse_bar, rows_BT)
-    out, lse = xla.prefill(tiles, unscaled)
-    gradients = prefill_backward(
+    out, lse = xla.Xla().attend(tiles, unscaled)
+    gradients = attention_gradients(
         tiles, unscaled, out, lse, bar_BTHD, lse_bar_BTH, wants_pools=residuals.wants_pages
     )
     q_bar = put_or_drop(jnp.zeros_like(args.q), rows_BT, gradients.q)

@@ -35,21 +35,19 @@ class Reference:
         del problem
         return None
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """One query for each sequence."""
-        return decode(args, options)
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Decode or prefill."""
+        return attend(args, options)
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """A chunk of queries for each sequence."""
-        return prefill(args, options)
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
         """Attend with chunks of any lengths."""
-        return ragged(args, options)
+        return attend_ragged(args, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+def attend_ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Attend with chunks of any lengths: decode each query as the last token of a sequence."""
     chunks = find_chunks(args)
     rows = find_rows(args, chunks)
@@ -57,25 +55,19 @@ def ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
     tables = args.block_tables[rows.sequence]
     flat = AttentionArgs(args.q, args.pages, tables, context_lens, None, args.sinks, 0)
-    return rows.mask(*decode(flat, options))
+    return rows.mask(*attend(flat, options))
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """One query for each sequence: a chunk of one token, its last."""
-    query_lens = jnp.minimum(args.context_lens, 1)
-    out, lse = prefill(args._replace(q=args.q[:, None], query_lens=query_lens), options)
-    if args.sinks is not None:
-        # Even an empty sequence has a query, whose softmax holds the sink; a padding row of a chunk
-        # is no query.
-        sinks = args.sinks.astype(lse.dtype)[None, None]
-        lse = jnp.where(args.context_lens[:, None, None] > 0, lse, sinks)
+def attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Decode or prefill. A decode is a prefill with chunks of one token."""
+    if args.query_lens is not None:
+        return _prefill(args, options)
+    out, lse = _prefill(args.as_prefill(), options)
     return out[:, 0], lse[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries for each sequence, causal."""
+def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     assert query_lens is not None
     B, T, H, D = q.shape

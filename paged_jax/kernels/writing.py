@@ -15,6 +15,7 @@ from paged_jax import dims
 from paged_jax.argument_names import names_arguments
 from paged_jax.kernels.backend import (
     CopyArgs,
+    Interpret,
     Options,
     Pools,
     Problem,
@@ -52,7 +53,7 @@ def paged_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     backend: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Pools:
     """Write one layer's K and V of N tokens to their places; in place if the pools are donated.
 
@@ -131,7 +132,7 @@ def paged_rope_write(
     k_norm: jax.Array | None = None,
     norm_eps: float = 1e-6,
     backend: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> tuple[jax.Array, Pools]:
     """Rotate the queries and keys of a projection, and write its keys and values to their places.
 
@@ -206,7 +207,7 @@ def copy_blocks(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     backend: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Pools:
     """Copy blocks to other blocks, in all layers; in place if the pools are donated.
 

@@ -233,7 +233,8 @@ class Llama(PagedModel):
                 )
             return x, carry
         cos, sin = angles[ropes[0]]
-        graphdef, stacked = nnx.split(self.layers)
+        stack = self.layers
+        graphdef, stacked = nnx.split(stack)
 
         # The pools are the carry. As scanned input and output they would be copied.
         def body(
@@ -249,7 +250,7 @@ class Llama(PagedModel):
                 attend=attend,
                 carry=carry,
                 is_token=is_token,
-                stack=self.layers,
+                stack=stack,
                 backend=backend,
             )
             return state, None

@@ -12,11 +12,14 @@ from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache
 from paged_jax.kernels import (
     Pools,
     backend_for,
+    cascade_attention,
+    num_shared_blocks,
+    paged_attention,
     paged_prefill_attention,
     paged_rope_write,
     paged_write,
 )
-from paged_jax.kernels.cascade import choose_decode_attention
+from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.quantisation import query_dtype
 from paged_jax.models.layer import Attend, Heads, Projection, window_of
 from paged_jax.opaque import put_or_drop, take_or_fill
@@ -218,26 +221,33 @@ def decode_attention(
     rows: PagedRows, windows: Sequence[int | None], *, cascade: bool, backend: str | None
 ) -> Attend:
     """Attention of one new token a row; the pools are the carry. See `PagedModel.decode`."""
-    kinds = dict.fromkeys((rows.group_of(i), window) for i, window in enumerate(windows))
-    attentions = {
-        (group, window): choose_decode_attention(
-            rows.places[group].block_tables,
-            rows.lengths,
-            rows.block_size,
-            cascade=cascade and window is None,
-            sliding_window=window,
-            backend=backend,
-        )
-        for group, window in kinds
-    }
+    # The blocks that all sequences share, for each group of layers without a window: counted once,
+    # not in each layer.
+    num_shared: dict[int, jax.Array] = {}
+    for group in dict.fromkeys(rows.group_of(i) for i, w in enumerate(windows) if w is None):
+        tables = rows.places[group].block_tables
+        B, M = tables.shape
+        if cascade and is_sharing_possible(B, M, rows.block_size):
+            num_shared[group] = num_shared_blocks(tables, rows.lengths, rows.block_size)
 
     def attend(layer, heads, carry):
-        attention = attentions[rows.group_of(layer), window_of(windows, layer)]
-        scores = {"scale": heads.sm_scale, "soft_cap": heads.soft_cap, "sinks": heads.sinks}
+        window, group = window_of(windows, layer), rows.group_of(layer)
 
         def compute(places, pools, number):
             q, pools = rows.write(places, pools, heads, number, backend)
-            return attention(q, pools, number, **scores), pools
+            arrays = q, pools.k, pools.v, places.block_tables, rows.lengths
+            options: dict[str, Any] = {
+                "layer": number,
+                "scale": heads.sm_scale,
+                "soft_cap": heads.soft_cap,
+                "sinks": heads.sinks,
+                "k_scale": pools.k_scale,
+                "v_scale": pools.v_scale,
+                "backend": backend,
+            }
+            if window is None and group in num_shared:
+                return cascade_attention(*arrays, num_shared[group], **options), pools
+            return paged_attention(*arrays, sliding_window=window, **options), pools
 
         return rows.in_layer(layer, carry, compute)
 

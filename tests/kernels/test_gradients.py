@@ -14,8 +14,8 @@ import pytest
 from jax.test_util import check_grads
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pools, WriteArgs
+from paged_jax.kernels.cascade import merge_attention
 from paged_jax.kernels.gradients import attend_differentiably
-from paged_jax.kernels.merge import merge_attention
 from paged_jax.kernels.quantisation import quantise
 from paged_jax.kernels.reference import Reference
 from paged_jax.kernels.xla import Xla

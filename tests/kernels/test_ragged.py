@@ -358,8 +358,10 @@ def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
         value_scale=options.get("v_scale", 1.0),
     )
     with jax.disable_jit():
-        out, _ = on_tpu.ragged(args, ours)
-        nothing, _ = on_tpu.ragged(args._replace(cu_query_lens=jnp.zeros(10, jnp.int32)), ours)
+        out, _ = on_tpu.attend_ragged(args, ours)
+        nothing, _ = on_tpu.attend_ragged(
+            args._replace(cu_query_lens=jnp.zeros(10, jnp.int32)), ours
+        )
     np.testing.assert_allclose(out, batch.expected(**options), atol=1e-5)
     assert not nothing.any()
 

@@ -21,7 +21,6 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
-    attend,
 )
 from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.quantisation import is_quantised
@@ -108,8 +107,8 @@ class Case:
             if self.op == "copy_blocks":
                 return ops.copy_blocks(CopyArgs(*arrays))
             if self.op == "ragged":
-                return ops.ragged(RaggedArgs(*arrays), options)[0]  # as without `return_lse`
-            return attend(ops, AttentionArgs(*arrays), options)
+                return ops.attend_ragged(RaggedArgs(*arrays), options)[0]  # as without `return_lse`
+            return ops.attend(AttentionArgs(*arrays), options)
 
         op.__name__ = self.op
         return op

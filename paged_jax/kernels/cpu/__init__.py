@@ -61,18 +61,16 @@ class Cpu:
         """Why the kernel cannot be had on this machine; it is compiled now if it can."""
         return attention.unavailable(problem)
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """One query for each sequence."""
-        return attention.decode(args, options)
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Decode or prefill."""
+        return attention.attend(args, options)
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """A chunk of queries for each sequence."""
-        return attention.prefill(args, options)
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-        """Single queries by the kernel, chunks by XLA."""
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend with single queries by the kernel, with chunks by XLA."""
         return attend_in_parts(
-            functools.partial(self.decode, options=options),
+            functools.partial(attention.attend, options=options),
             functools.partial(xla.attend_to_chunks, options=options),
             args,
         )

@@ -35,20 +35,8 @@ def unavailable(problem: Problem) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Attend with one query for each sequence."""
-    return _attend("decode", args, options)
-
-
-@functools.partial(jax.jit, static_argnames="options")
-def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Attend with a chunk of queries for each sequence, causally."""
-    return _attend("prefill", args, options)
-
-
-def _attend(
-    op: Literal["decode", "prefill"], args: AttentionArgs, options: Options
-) -> tuple[jax.Array, jax.Array]:
+def attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Decode or prefill."""
     pools, sinks = args.pools, args.sinks
     # Of pages, keys and values are one array.
     arrays = (pools.kv, pools.kv) if isinstance(pools, Pages) else (pools.k, pools.v)
@@ -61,8 +49,8 @@ def _attend(
     if args.query_lens is not None:
         operands.append(args.query_lens)
     is_interleaved = isinstance(pools, Pages)
-    plain = _Plain(op, options, pools.is_quantised, sinks is not None, is_interleaved)
-    out, lse = call(Kernel(op, pools.dtype), plain, tuple(operands), plain.attributes())
+    plain = _Plain(args.op, options, pools.is_quantised, sinks is not None, is_interleaved)
+    out, lse = call(Kernel(args.op, pools.dtype), plain, tuple(operands), plain.attributes())
     return (out * options.value_scale).astype(args.q.dtype), lse
 
 
@@ -95,5 +83,4 @@ class _Plain:
         query_lens = rest.pop(0) if self.op == "prefill" else None
         pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
         args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
-        attend = xla.decode if self.op == "decode" else xla.prefill
-        return attend(args, dataclasses.replace(self.options, value_scale=1.0))
+        return xla.Xla().attend(args, dataclasses.replace(self.options, value_scale=1.0))

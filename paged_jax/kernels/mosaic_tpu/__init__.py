@@ -42,9 +42,9 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.mosaic_tpu import ragged
-from paged_jax.kernels.mosaic_tpu.attention import decode, device_refusal, prefill, refusal
+from paged_jax.kernels.mosaic_tpu.attention import attend, device_refusal, refusal
 
-__all__ = ["MosaicTpu", "decode", "prefill", "refusal"]
+__all__ = ["MosaicTpu", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,17 @@ class MosaicTpu:
         """The same backend, with its kernel interpreted."""
         return MosaicTpu(interpret)
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """One query for each sequence."""
-        return decode(args, options, self.interpret)
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Decode or prefill."""
+        return attend(args, options, self.interpret)
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """A chunk of queries for each sequence."""
-        return prefill(args, options, self.interpret)
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
         """Attend with chunks of any lengths, by JAX's own kernel."""
         if self.interpret:
             raise NotImplementedError(
                 "ragged_paged_attention: mosaic_tpu cannot be interpreted: JAX's interpreter lacks "
                 "what JAX's own kernel does. Interpret 'triton', or compile for a TPU."
             )
-        return ragged.ragged(args, options)
+        return ragged.attend_ragged(args, options)

@@ -80,38 +80,36 @@ def refusal(problem: Problem) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def decode(
+def attend(
     args: AttentionArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """One query for each sequence."""
-    # A chunk of one token, its last. That an empty sequence has a query too shows in its sink.
-    query_lens = jnp.ones_like(args.context_lens)
-    args = args._replace(q=args.q[:, None], query_lens=query_lens)
-    out, lse = prefill(args, options, interpret)
+    """Decode or prefill. A decode is a prefill with chunks of one token."""
+    if args.query_lens is not None:
+        return _prefill(args, options, interpret)
+    out, lse = _prefill(args.as_prefill(), options, interpret)
     return out[:, 0], lse[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def prefill(
-    args: AttentionArgs, options: Options, interpret: Interpret = False
+def _prefill(
+    args: AttentionArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """A chunk of queries for each sequence, causal; in parts where its tables are too many."""
+    """Call the kernel; several times if the block tables exceed scalar memory."""
     B, M = args.block_tables.shape
     step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # a row has its two lengths there too
     if B <= step:
-        return _attend(args, options, interpret)
+        return _call_kernel(args, options, interpret)
     parts = []
     for b in range(0, B, step):
         rows = {
             name: getattr(args, name)[b : b + step]
             for name in ("q", "block_tables", "context_lens", "query_lens")
         }
-        parts.append(_attend(args._replace(**rows), options, interpret))
+        parts.append(_call_kernel(args._replace(**rows), options, interpret))
     outs, lses = zip(*parts, strict=True)
     return jnp.concatenate(outs), jnp.concatenate(lses)
 
 
-def _attend(
+def _call_kernel(
     args: AttentionArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args

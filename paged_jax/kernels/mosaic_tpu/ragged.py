@@ -68,7 +68,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
     """Attend with chunks of any lengths. The log-sum-exp is NaN: see `refusal`."""
     chunks = find_chunks(args)
     # Those behind the last sequence with queries are left out, and none is without tokens.

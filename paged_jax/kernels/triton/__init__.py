@@ -56,18 +56,17 @@ class Triton:
         """The same backend, with its kernels interpreted."""
         return Triton(interpret)
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """One query for each sequence, in one launch."""
-        return decode(args, options, interpret=self.interpret)
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Decode or prefill, in one launch."""
+        kernel = decode if args.query_lens is None else prefill
+        return kernel(args, options, interpret=self.interpret)
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """A chunk of queries for each sequence, in one launch."""
-        return prefill(args, options, interpret=self.interpret)
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
         """Attend with single queries by the decode kernel, with chunks by the prefill kernel."""
         return attend_in_parts(
-            functools.partial(self.decode, options=options),
+            functools.partial(decode, options=options, interpret=self.interpret),
             functools.partial(attend_to_chunks, options=options, interpret=self.interpret),
             args,
         )

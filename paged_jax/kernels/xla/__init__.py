@@ -39,15 +39,13 @@ class Xla:
         del problem
         return None
 
-    def decode(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """One query for each sequence."""
-        return decode(args, options)
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Decode or prefill."""
+        return (decode if args.query_lens is None else prefill)(args, options)
 
-    def prefill(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """A chunk of queries for each sequence."""
-        return prefill(args, options)
-
-    def ragged(self, args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
         """Attend with chunks of any lengths."""
         return attend_in_parts(
             functools.partial(decode, options=options),
