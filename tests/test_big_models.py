@@ -81,7 +81,7 @@ def test_what_is_compiled_is_what_is_planned() -> None:
 
 def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
     models = {"gemma-3-27b": GEMMA_3_27B, "gpt-oss-20b": GPT_OSS_20B}
-    rows = table("Layers that differ")
+    rows = table("Layers with different windows")
     assert {cells[0] for cells in rows} == set(models)
     for model, devices, slots, weights, *sizes, part, exchanges in rows:
         plan = plan_of(models[model], devices, max_num_seqs=int(slots), max_model_len=131072)
@@ -100,7 +100,7 @@ def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
 
 
 def test_figures_of_devices_are_those_of_the_planner() -> None:
-    rows = {cells[0]: cells[1:] for cells in table("What bounds a decode step")}
+    rows = {cells[0]: cells[1:] for cells in table("The bound of a decode step")}
     assert set(rows) == set(DEVICES)
     for name, device in DEVICES.items():
         numbers = [float(re.split(" ", cell)[0]) for cell in rows[name][:4]]
