@@ -149,7 +149,7 @@ def rollout(
     model = jax.tree.map(lax.stop_gradient, model)
     num_tokens = jnp.clip(num_tokens, 1, T)
     num_rows = B * num_samples
-    most_at_once = _most_at_once(model.config.windows, max(T - 1, max_tokens))
+    most_at_once = _most_at_once(model.config.sliding_windows, max(T - 1, max_tokens))
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
     most_in_row = _most_in_row(model, T + max_tokens, most_at_once, block_size)
     cache = model.create_cache(
@@ -221,7 +221,7 @@ def _decode(
 
 def _most_in_row(model: PagedModel, length: int, most_at_once: int, block_size: int) -> int:
     """Most blocks that a row of so many tokens can hold of the layers that keep most."""
-    window, num_cached = model.config.layer_groups[0].window, num_cached_tokens_at(length)
+    window, num_cached = model.config.layer_groups[0].sliding_window, num_cached_tokens_at(length)
     return max_blocks_in_slot(window, num_cached, most_at_once, block_size)
 
 

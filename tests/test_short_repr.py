@@ -26,7 +26,7 @@ from paged_jax import (
     StructuredOutputsParams,
 )  # fmt: skip
 from paged_jax.cache import reserve
-from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.models.rope import RopeScaling
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import BeamTokens, Scores

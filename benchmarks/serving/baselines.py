@@ -119,7 +119,7 @@ def prefill(
       The most probable next tokens, i32 ``[B]``, and K and V of each layer, ``[B, K, N, D]``.
     """
     B, T = token_ids.shape
-    windows = model.config.windows
+    windows = model.config.sliding_windows
 
     def attend(layer, projection, cache):
         q, k, v = projection.split()
@@ -150,7 +150,7 @@ def decode(
       The three, one token later.
     """
     rows = jnp.arange(tokens.shape[0])
-    windows = model.config.windows
+    windows = model.config.sliding_windows
 
     def attend(layer, projection, cache):
         q, k, v = projection.split()

@@ -367,7 +367,7 @@ class EngineConfig:
         Raises:
           ValueError: it is asked for, but all layers of the model have a sliding window.
         """
-        has_window = None not in model_config.windows
+        has_window = None not in model_config.sliding_windows
         if self.cascade_attention and has_window:
             raise ValueError(
                 "Engine: cascade_attention must be False if all layers have a sliding window."

@@ -273,7 +273,7 @@ class EngineParts:
         free = [self.num_blocks - num_used, *counted.others_free]
         groups, sizes = self.config.layer_groups, self._group_sizes
         return [
-            GroupUse(group.window, len(group.layers), size, size - num_free)
+            GroupUse(group.sliding_window, len(group.layers), size, size - num_free)
             for group, size, num_free in zip(groups, sizes, free, strict=True)
         ]
 

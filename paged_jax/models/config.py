@@ -1,4 +1,4 @@
-"""The sizes and switches of a Llama-family model, in memory and as a ``config.json``."""
+"""Configuration of a Llama-family model, in memory and as a Hugging Face ``config.json``."""
 
 import dataclasses
 import functools
@@ -9,10 +9,9 @@ from typing import Any
 
 from paged_jax.argument_names import names_arguments
 from paged_jax.checks import check_positive
-from paged_jax.models.config_json import read_fields
-from paged_jax.models.config_writing import write_fields
+from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.layer_types import (
+from paged_jax.models.layer_groups import (
     FULL,
     LAYER_TYPES,
     SLIDING,
@@ -21,10 +20,9 @@ from paged_jax.models.layer_types import (
     group_layers,
 )
 from paged_jax.models.model_folder import read_config_json
-from paged_jax.models.rope import Rope
-from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.models.rope import Rope, RopeScaling
 
-# The values of fields that name a kind.
+# Allowed values of fields that are names.
 _CHOICES = {
     "qk_norm_scope": ("head", "projection"),
     "norm_placement": ("pre", "sandwich", "post", "parallel"),
@@ -50,7 +48,7 @@ _OPTIONAL = (
     "final_logit_softcapping",
     "swiglu_limit",
 )
-_MAX_HEAD_DIM = 1 << 16  # far above any model: a typing error must not fill the memory
+_MAX_HEAD_DIM = 1 << 16  # far above any model, so that a typing error does not exhaust the memory
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -66,45 +64,63 @@ _SIZES = (
 @names_arguments
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes and switches of one Llama-family decoder.
+    """Sizes and switches of a Llama-family decoder.
 
-    Field names are those of Hugging Face's ``config.json`` where it has one. ``head_dim`` is in
-    elements, ``max_position_embeddings`` and ``sliding_window`` in tokens. ``dtype`` is that of
-    the weights in the files that the config lies beside.
+    Fields have the names of Hugging Face's ``config.json`` where it has them.
 
-    ``layer_types`` names, for each layer, ``"full_attention"`` or ``"sliding_attention"``, those
-    with the `sliding_window`; empty where all layers attend alike, and then the window, if there is
-    one, is that of all.
-
-    `rope_theta` and `rope_scaling` are those of all layers, but for those with a window where
-    `rope_local_base_freq` is set: that is their base, and nothing scales their frequencies.
-    ``rope_layers`` says of each layer whether it rotates; empty where all do. Of each head the
-    first `partial_rotary_factor` rotates, in pairs that lie in a checkpoint half of it apart or,
-    if `rope_interleaved`, side by side. See `ropes`.
-
-    Switches, of which the defaults are Llama's:
-
-    - ``norm_placement``: ``"pre"``, before attention and the MLP; ``"sandwich"``, after each too;
-      ``"post"``, only after; ``"parallel"``, one for both, side by side. ``norm_type``: ``"rms"``
-      or ``"layer"``, and a norm multiplies by ``norm_offset + weight``.
-    - ``qk_norm``: queries and keys are normed, over a ``"head"`` or the whole ``"projection"``
-      (``qk_norm_scope``).
-    - ``hidden_act``: that of the gate, ``"silu"``, ``"gelu"`` or ``"gelu_pytorch_tanh"``.
-    - ``embedding_multiplier`` (rounded to the type of the weights), ``residual_multiplier`` (of
-      what attention and MLP add) and ``logit_scale`` are factors; ``attention_multiplier`` is that
-      of the scores, by default ``head_dim ** -0.5``.
-    - ``attn_logit_softcapping``, ``final_logit_softcapping``: scores and logits become
-      ``cap * tanh(x / cap)``. ``attention_sinks``: each head has a score that takes weight and
-      gives nothing.
-    - ``num_experts`` (0: the MLP is dense) with ``moe_intermediate_size`` features each, of which a
-      token passes through ``num_experts_per_tok``, weighed by a softmax over all or, with
-      ``norm_topk_prob``, over those; ``shared_expert_intermediate_size``, if not 0, is that of one
-      that all tokens pass through, behind a gate. ``expert_bias``: router and experts have biases.
-      ``swiglu_limit``: they have the activation of gpt-oss with this limit and ``swiglu_alpha``,
-      see `experts.clamped_swiglu`.
+    Attributes:
+      vocab_size: vocabulary size (V).
+      hidden_size: width of the residual stream.
+      intermediate_size: features of the dense MLP.
+      num_hidden_layers: number of layers (L).
+      num_attention_heads: number of query heads (H).
+      num_key_value_heads: number of KV heads (K).
+      head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
+      max_position_embeddings: maximum length of a sequence in tokens.
+      rms_norm_eps: constant added to the mean square (or variance) in norms.
+      rope_theta, rope_scaling: base and scaling of the rotary frequencies.
+      rope_local_base_freq: base for layers with a sliding window, whose frequencies are then not
+        scaled; None if they rotate like the other layers.
+      rope_layers: whether each layer rotates queries and keys; empty if all do.
+      partial_rotary_factor: part of each head that rotates: its first elements.
+      rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
+        Otherwise their distance is half of the rotated part.
+      tie_word_embeddings: whether the embedding table is also the output head.
+      qkv_bias, o_bias: whether the attention projections have biases.
+      qk_norm: whether queries and keys are normalised.
+      qk_norm_scope: what each of these norms covers: a ``"head"`` or the whole ``"projection"``.
+      norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
+        after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
+      norm_type: ``"rms"`` or ``"layer"``.
+      norm_offset: norms multiply by ``norm_offset + weight``.
+      hidden_act: activation of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_pytorch_tanh"``.
+      embedding_multiplier: factor of the embeddings, rounded to the dtype of the weights.
+      attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
+      residual_multiplier: factor of the outputs of attention and the MLP.
+      logit_scale: factor of the logits.
+      attn_logit_softcapping, final_logit_softcapping: scores and logits become
+        ``cap * tanh(x / cap)``; None for no cap.
+      attention_sinks: whether each head has a learned score that takes part in the softmax but
+        contributes no value.
+      num_experts: number of experts; 0 for a dense MLP.
+      num_experts_per_tok: number of experts per token.
+      moe_intermediate_size: features of each expert.
+      shared_expert_intermediate_size: features of a gated expert for all tokens; 0 for none.
+      norm_topk_prob: whether expert weights are a softmax over the chosen experts only.
+      expert_bias: whether router and experts have biases.
+      swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see
+        `experts.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
+      sliding_window: number of last tokens that a query attends to in layers with a window; None
+        for all tokens.
+      layer_types: ``"full_attention"`` or ``"sliding_attention"`` for each layer; empty if all
+        layers are equal, with `sliding_window` for all of them if it is set.
+      initializer_range: standard deviation of initial weights.
+      bos_token_id, eos_token_ids: special tokens.
+      model_type: key of the family in `families.FAMILIES`.
+      dtype: dtype of the weights in the files: float32, bfloat16 or float16.
 
     Raises:
-      ValueError: sizes that do not fit together.
+      ValueError: sizes do not fit together.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -119,7 +135,7 @@ class LlamaConfig:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int = 0  # 0: hidden_size // num_attention_heads
+    head_dim: int = 0
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -218,7 +234,7 @@ class LlamaConfig:
                 f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r},"
                 " got null."
             )
-        # One form of each model, so that equal models have equal configs.
+        # Normalise uniform layers, so that equal models have equal configs.
         if len(set(self.layer_types)) == 1:
             if FULL in self.layer_types:
                 object.__setattr__(self, "sliding_window", None)
@@ -227,12 +243,12 @@ class LlamaConfig:
     def _check_ropes(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
             raise ValueError(
-                f"LlamaConfig: rope_layers must speak of {self.num_hidden_layers} layers, got "
+                f"LlamaConfig: rope_layers must list {self.num_hidden_layers} layers, got "
                 f"{len(self.rope_layers)}."
             )
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
-        _ = self.ropes  # which refuse what does not fit
+        _ = self.ropes  # `Rope` checks the sizes
 
     def _check_experts(self) -> None:
         sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -253,12 +269,11 @@ class LlamaConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         """Read the content of a Hugging Face ``config.json``, of transformers 4 or 5.
 
-        A missing optional key takes the value that transformers gives it in that family.
+        Missing optional keys have the defaults of transformers for that family.
 
         Raises:
-          UnsupportedConfigError: the config asks for something that this library does not build:
-            it is named, never ignored.
-          ValueError: a required key is missing, or a value is of the wrong type or out of range.
+          UnsupportedConfigError: the config needs an unsupported feature. The message names it.
+          ValueError: a required key is missing, or a value has the wrong type or is out of range.
 
         Example:
           >>> LlamaConfig.from_dict({
@@ -274,38 +289,39 @@ class LlamaConfig:
         """Read a ``config.json``, or the one in a folder.
 
         Raises:
-          FileNotFoundError: there is none.
-          ValueError: it is not a JSON object, or see `from_dict`.
+          FileNotFoundError: the file does not exist.
+          ValueError: the file is not a JSON object, or see `from_dict`.
         """
         return cls.from_dict(read_config_json(Path(path)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of a ``config.json`` that transformers and `from_dict` read.
+        """Return the content of a ``config.json`` that transformers and `from_dict` can read.
 
         Raises:
-          ValueError: no family of transformers computes this combination of switches.
+          ValueError: no family of transformers has this combination of switches.
         """
-        written = write_fields(self)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        written = write_fields(fields)
         read = LlamaConfig.from_dict(written)
-        for field in dataclasses.fields(self):
-            asked, has = getattr(self, field.name), getattr(read, field.name)
-            if asked != has and not _are_close(asked, has):
+        for name, value in fields.items():
+            expected = getattr(read, name)
+            if value != expected and not _are_close(value, expected):
                 raise ValueError(
-                    f"LlamaConfig: {field.name} must be {has!r} for model_type "
-                    f"{self.model_type!r} with all else as it is, got {asked!r}."
+                    f"LlamaConfig: {name} must be {expected!r} for model_type "
+                    f"{self.model_type!r} with all other fields as they are, got {value!r}."
                 )
         return written
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """How many last tokens each layer attends to, the query's own included; None: all."""
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Number of last tokens that each layer attends to, including the query's; None for all."""
         if not self.layer_types:
             return (self.sliding_window,) * self.num_hidden_layers
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @functools.cached_property
     def ropes(self) -> tuple[Rope | None, ...]:
-        """How each layer rotates queries and keys; None where it does not."""
+        """Rotation of each layer's queries and keys; None for layers that do not rotate."""
         rope = Rope(
             head_dim=self.head_dim,
             rotary_dim=int(self.head_dim * self.partial_rotary_factor),
@@ -315,45 +331,47 @@ class LlamaConfig:
         )
         theta = self.rope_local_base_freq
         local = rope if theta is None else dataclasses.replace(rope, theta=theta, scaling=None)
-        of_layers = [rope if window is None else local for window in self.windows]
+        by_window = [rope if window is None else local for window in self.sliding_windows]
         rotates = self.rope_layers or (True,) * self.num_hidden_layers
-        return tuple(rope if has else None for rope, has in zip(of_layers, rotates, strict=True))
+        return tuple(rope if has else None for rope, has in zip(by_window, rotates, strict=True))
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Layers that share a kind of attention, the group that keeps most tokens first.
+        """Groups of layers with the same sliding window. The first group keeps most tokens.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
           ...     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
           ...     sliding_window=4,
           ...     layer_types=("sliding_attention", "sliding_attention", "full_attention"))
-          >>> config.layer_groups
-          (LayerGroup(window=None, layers=(2,)), LayerGroup(window=4, layers=(0, 1)))
+          >>> for group in config.layer_groups:
+          ...     print(group.sliding_window, group.layers)
+          None (2,)
+          4 (0, 1)
         """
-        return group_layers(self.windows)
+        return group_layers(self.sliding_windows)
 
     @property
     def num_layer_groups(self) -> int:
-        """Kinds of attention; 1 where all layers keep the same tokens."""
+        """Number of layer groups; 1 if all layers keep the same tokens."""
         return len(self.layer_groups)
 
     @property
     def can_scan_layers(self) -> bool:
-        """Whether all layers compute alike, and so can be stacked: see `Llama`'s `scan_layers`."""
+        """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
         return self.num_layer_groups == 1 and len(set(self.ropes)) == 1
 
     @property
     def dense_intermediate_size(self) -> int:
-        """F of the MLP that all tokens of a layer pass through; 0 if there is none."""
+        """Features of the MLP for all tokens; 0 if a layer has only routed experts."""
         return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
 
     @property
     def qkv_features(self) -> int:
-        """Rows of the fused query, key and value projection, ``(H + 2 K) D``."""
+        """Number of rows of the fused query, key and value projection, ``(H + 2 K) D``."""
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
 
 def _are_close(a: Any, b: Any) -> bool:
-    """Whether numbers are equal but for rounding, as where a file has the inverse of one."""
+    """Return whether floats are equal up to rounding, for values stored as their inverse."""
     return isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12)

@@ -1,27 +1,30 @@
-"""Reading a Hugging Face ``config.json``: all it asks for is understood, or refused by name."""
+"""Read and write the fields of a `LlamaConfig` as a Hugging Face ``config.json``.
+
+Every entry that changes the computation is either understood or rejected by name. Entries about
+rotary embeddings are in `rope_json`.
+"""
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from paged_jax.checks import check_positive, is_int
-from paged_jax.models.experts_json import read_experts
+from paged_jax.checks import check_positive, is_int, is_real
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, UnsupportedConfigError
-from paged_jax.models.layer_types import FULL, SLIDING, check_num_layers
-from paged_jax.models.rope_json import read_rope, read_rope_layers
+from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
+from paged_jax.models.rope_json import longest_sequence, read_rope, read_rope_layers, write_rope
 
-_REQUIRED: Any = object()  # the default of a key that has none
+_REQUIRED: Any = object()  # default of required keys
 
-# Keys that change what is computed, and the value of each that changes nothing. A family that
-# reads one of them is not asked.
+# Keys that change the computation, with the value that has no effect. Any other value is rejected,
+# unless the family reads the key.
 _NEUTRAL: Mapping[str, Any] = {
     "mlp_bias": False,
     "is_causal": True,
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
-    # Of Cohere's files; transformers does not read them.
+    # In Cohere's files only. transformers does not read them.
     "use_parallel_block": True,
     "use_gated_activation": True,
     "rotary_pct": 1,
@@ -34,16 +37,33 @@ _NEUTRAL: Mapping[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
 }
-
-# Keys that describe quantised weights; the first is MLX's.
+# The same for families with experts.
+_NEUTRAL_EXPERTS: Mapping[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "clip_qkv": None,
+    "qkv_bias": True,
+}
+# Keys that describe quantised weights. The first one is MLX's.
 _QUANTISATION = ("quantization", "quantization_config", "compression_config")
 
-# What the config of a larger model says for all of its parts.
-_OF_ALL_PARTS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+# Keys of a model with images that also apply to its text part.
+_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# transformers writes the number of experts under either name.
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
+# Check and name of the type of each further field of experts.
+_EXPERT_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "norm_topk_prob": (lambda value: isinstance(value, bool), "true or false"),
+    "shared_expert_intermediate_size": (is_int, "an integer"),
+    "swiglu_alpha": (is_real, "a number"),
+    "swiglu_limit": (is_real, "a number"),
+}
 
 
 def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `LlamaConfig`, by name, from the content of a ``config.json``.
+    """Return the fields of a `LlamaConfig` from the content of a ``config.json``.
 
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
@@ -52,17 +72,15 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
-    _refuse_unsupported(config, family)
+    _check_supported(config, family)
     hidden_act = _get(config, family.key("hidden_act"), "silu")
     heads = _integer(config, "num_attention_heads")
+    kv_heads = _integer(config, "num_key_value_heads", None)
     max_position_embeddings = _integer(config, "max_position_embeddings")
     num_hidden_layers = _integer(config, "num_hidden_layers")
     check_num_layers(num_hidden_layers)
-    sliding_window, layer_types = _attention(config, family, num_hidden_layers)
+    sliding_window, layer_types = _read_sliding_window(config, family, num_hidden_layers)
     rope = read_rope(config, family, num_hidden_layers, layer_types)
-    if rope["rope_scaling"] is not None:
-        max_position_embeddings = rope["rope_scaling"].longest_sequence(max_position_embeddings)
-    kv_heads = _integer(config, "num_key_value_heads", None)
     return dict(
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=_integer(config, "hidden_size"),
@@ -71,7 +89,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         num_attention_heads=heads,
         num_key_value_heads=heads if kv_heads is None else kv_heads,
         head_dim=_integer(config, "head_dim", None) or 0,
-        max_position_embeddings=max_position_embeddings,
+        max_position_embeddings=longest_sequence(rope["rope_scaling"], max_position_embeddings),
         rms_norm_eps=_number(config, family.key("rms_norm_eps"), 1e-6),
         **rope,
         tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
@@ -83,28 +101,69 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         eos_token_ids=_token_ids(config, "eos_token_id"),
         model_type=model_type,
         dtype=_dtype(config),
-        **_switches(config, family),
-        **read_experts(config, family),
+        **_read_switches(config, family),
+        **_read_experts(config, family),
     )
 
 
-def _switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What a family computes otherwise than Llama, as it always does or as this config has it."""
-    switches: dict[str, Any] = dict(family.fixed)
-    switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
+def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a ``config.json`` that `read_fields` and transformers can read.
+
+    Args:
+      fields: all fields of a `LlamaConfig` by name.
+
+    Raises:
+      ValueError: the model type is unknown, or its family cannot express the rotary embeddings.
+    """
+    family = FAMILIES.get(fields["model_type"])
+    if family is None:
+        raise ValueError(
+            f"LlamaConfig: model_type must be one of {', '.join(FAMILIES)}, "
+            f"got {fields['model_type']!r}."
+        )
+    eos_token_ids = fields["eos_token_ids"]
+    written: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": fields["model_type"],
+        "vocab_size": fields["vocab_size"],
+        "hidden_size": fields["hidden_size"],
+        "intermediate_size": fields["intermediate_size"],
+        "num_hidden_layers": fields["num_hidden_layers"],
+        "num_attention_heads": fields["num_attention_heads"],
+        "num_key_value_heads": fields["num_key_value_heads"],
+        "head_dim": fields["head_dim"],
+        family.key("hidden_act"): fields["hidden_act"],
+        "max_position_embeddings": fields["max_position_embeddings"],
+        family.key("rms_norm_eps"): fields["rms_norm_eps"],
+        **write_rope(fields, family),
+        "tie_word_embeddings": fields["tie_word_embeddings"],
+        "attention_dropout": 0.0,
+        "initializer_range": fields["initializer_range"],
+        "bos_token_id": fields["bos_token_id"],
+        "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else [*eos_token_ids] or None,
+        # Written because the family's default belongs to another vocabulary.
+        "pad_token_id": None,
+        "torch_dtype": fields["dtype"],
+    }
+    if family.biases:
+        written["attention_bias"] = all(fields[field] for field in family.biases)
+    written |= {cap: fields[cap] for cap in family.caps}
     for scale in family.scales:
-        number = _number(config, scale.key)
-        # Below this, the reciprocal is not a float.
-        if not sys.float_info.min < number < math.inf:
-            raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
-        switches[scale.field] = scale.read(number)
-    if _boolean(config, "attention_bias", False):
-        switches |= dict.fromkeys(family.biases, True)
-    return switches
+        if scale.key not in written:
+            factor = fields[scale.field]
+            # None is the default of the attention multiplier.
+            written[scale.key] = scale.write(
+                fields["head_dim"] ** -0.5 if factor is None else factor
+            )
+    written |= _write_sliding_window(fields, family)
+    if family.experts is not None:
+        written |= {family.key(name): fields[name] for name in _EXPERT_SIZES}
+        written |= {name: fields[name] for name in family.experts}
+    return written
 
 
 def own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model: a part of the config of a model with images."""
+    """Return the config of the text model, which may be a part of a model with images."""
     for model_type, (architecture, key) in PARTS.items():
         architectures = config.get("architectures")
         if config.get("model_type") == model_type or architectures == [architecture]:
@@ -112,11 +171,11 @@ def own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
             for other in architectures if isinstance(architectures, list) else ():
                 if other not in known:
                     raise _unsupported("architecture", other)
-            return _part(config, key)
+            return _text_part(config, key)
     return config
 
 
-def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _text_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(part := config.get(key), Mapping):
         raise ValueError(f"LlamaConfig: {key} must be an object, got {part!r}.")
     if part.get("final_logit_softcapping") is not None:
@@ -124,10 +183,10 @@ def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
             "LlamaConfig: final_logit_softcapping must be null in models with images, where "
             f"transformers ignores it, got {part['final_logit_softcapping']!r}."
         )
-    outer = {name: config[name] for name in _OF_ALL_PARTS if config.get(name) is not None}
-    # The head belongs to the whole model, and so does its default.
+    shared = {name: config[name] for name in _SHARED_KEYS if config.get(name) is not None}
+    # The head belongs to the whole model. There, the default of tie_word_embeddings is true.
     tied = config.get("tie_word_embeddings", True) or False
-    return {**part, **outer, "tie_word_embeddings": tied, "architectures": None}
+    return {**part, **shared, "tie_word_embeddings": tied, "architectures": None}
 
 
 def _base_architecture(architecture: str) -> str:
@@ -176,22 +235,26 @@ def _model_type(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     for key in _QUANTISATION:
         if config.get(key) is not None and not _is_mxfp4(config[key], family):
             raise UnsupportedConfigError(_explain_quantisation(key, config[key], family))
-    for key, value in _NEUTRAL.items():
-        if config.get(key) not in (None, value) and key not in family.reads:
-            raise UnsupportedConfigError(
-                f"LlamaConfig: {key} = {config[key]!r} is not supported for "
-                f"{family.architecture}, only {value!r}."
-            )
+    _check_neutral(config, family, _NEUTRAL)
     if _boolean(config, "attention_bias", False) and not (
         family.biases or "qkv_bias" in family.fixed
     ):
         raise UnsupportedConfigError(
             f"LlamaConfig: attention_bias is not supported for {family.architecture}."
         )
+
+
+def _check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[str, Any]) -> None:
+    for key, value in neutral.items():
+        if config.get(key) not in (None, value) and key not in family.reads:
+            raise UnsupportedConfigError(
+                f"LlamaConfig: {key} = {config[key]!r} is not supported for "
+                f"{family.architecture}, only {value!r}."
+            )
 
 
 def _is_mxfp4(quantisation: Any, family: Family) -> bool:
@@ -210,38 +273,72 @@ def _explain_quantisation(key: str, value: Any, family: Family) -> str:
     )
 
 
-def _attention(
+def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields in which a family differs from Llama, fixed or read from the config."""
+    switches: dict[str, Any] = dict(family.fixed)
+    switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
+    for scale in family.scales:
+        number = _number(config, scale.key)
+        # The reciprocal of a smaller number is not a float.
+        if not sys.float_info.min < number < math.inf:
+            raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
+        switches[scale.field] = scale.read(number)
+    if _boolean(config, "attention_bias", False):
+        switches |= dict.fromkeys(family.biases, True)
+    return switches
+
+
+def _read_experts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields that describe experts."""
+    if family.experts is None:
+        return {}
+    _check_neutral(config, family, _NEUTRAL_EXPERTS)
+    # The family's own key always has a default, so the other name takes precedence.
+    own = family.key("num_experts")
+    other = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
+    config = {**config, own: other[0]} if other else config
+    fields = {}
+    for name in (*_EXPERT_SIZES, *family.experts):
+        key = family.key(name)
+        is_valid, kind = _EXPERT_TYPES.get(name, (is_int, "an integer"))
+        fields[name] = _get(config, key, _REQUIRED)
+        if not is_valid(fields[name]):
+            raise ValueError(f"LlamaConfig: {key} must be {kind}, got {fields[name]!r}.")
+    return fields
+
+
+def _read_sliding_window(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
 ) -> tuple[int | None, tuple[str, ...]]:
-    """The sliding window, and which layers have it: none of them, all (empty) or some."""
-    window = _integer(config, "sliding_window", None)
-    if family.window == "none" and window is not None:
+    """Return `sliding_window` and `layer_types`."""
+    sliding_window = _integer(config, "sliding_window", None)
+    if family.sliding_layers == "none" and sliding_window is not None:
         raise UnsupportedConfigError(
-            f"LlamaConfig: sliding_window is not supported for {family.architecture}, got {window}."
+            f"LlamaConfig: sliding_window is not supported for {family.architecture}, "
+            f"got {sliding_window}."
         )
-    if family.window == "switched" and not _boolean(config, "use_sliding_window", False):
-        window = None
-    if family.window == "unused":
-        if _boolean(config, "use_sliding_window", False):
+    if family.sliding_layers in ("switched", "unused"):
+        is_on = _boolean(config, "use_sliding_window", False)
+        if is_on and family.sliding_layers == "unused":
             raise UnsupportedConfigError(
                 f"LlamaConfig: use_sliding_window is not supported for {family.architecture}."
             )
-        window = None
-    layer_types = _layer_types(config, family, window, num_hidden_layers)
-    if FULL in layer_types and window is not None and family.window == "all":
+        sliding_window = sliding_window if is_on else None
+    layer_types = _layer_types(config, family, sliding_window, num_hidden_layers)
+    if FULL in layer_types and sliding_window is not None and family.sliding_layers == "all":
         raise ValueError(
             f"LlamaConfig: sliding_window must be null where layer_types has {FULL!r}, "
-            f"got {window}."
+            f"got {sliding_window}."
         )
-    return window, layer_types
+    return sliding_window, layer_types
 
 
 def _layer_types(
-    config: Mapping[str, Any], family: Family, window: int | None, num_hidden_layers: int
+    config: Mapping[str, Any], family: Family, sliding_window: int | None, num_hidden_layers: int
 ) -> tuple[str, ...]:
     layer_types = config.get("layer_types")
     if layer_types is None:
-        if window is None or family.window == "all":
+        if sliding_window is None or family.sliding_layers == "all":
             return ()
         return _default_layer_types(config, family, num_hidden_layers)
     if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
@@ -256,9 +353,9 @@ def _layer_types(
 def _default_layer_types(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
 ) -> tuple[str, ...]:
-    """What transformers makes of a window without `layer_types`."""
+    """Return the layer types that transformers assumes if `layer_types` is missing."""
     layers = range(num_hidden_layers)
-    if family.window == "pattern":
+    if family.sliding_layers == "pattern":
         every = _integer(config, "sliding_window_pattern")
         check_positive("LlamaConfig", sliding_window_pattern=every)
         is_full = [(layer + 1) % every == 0 for layer in layers]
@@ -268,6 +365,21 @@ def _default_layer_types(
         num_full = _integer(config, "max_window_layers", 28)
         is_full = [layer < num_full for layer in layers]
     return tuple(FULL if full else SLIDING for full in is_full)
+
+
+def _write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    if family.sliding_layers in ("none", "unused"):
+        return {}
+    sliding_window = fields["sliding_window"]
+    written: dict[str, Any] = {"sliding_window": sliding_window}
+    if family.sliding_layers == "all":
+        return written
+    uniform = FULL if sliding_window is None else SLIDING
+    layer_types = [*fields["layer_types"]] or [uniform] * fields["num_hidden_layers"]
+    if family.sliding_layers == "switched":
+        written["use_sliding_window"] = sliding_window is not None
+        written["max_window_layers"] = [*layer_types, SLIDING].index(SLIDING)
+    return written | {"layer_types": layer_types}
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The families of models that this library builds, each an entry of `FAMILIES`."""
+"""Supported model families, each an entry of `FAMILIES`."""
 
 from collections.abc import Mapping
 
@@ -52,16 +52,16 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        window="all",
+        sliding_layers="all",
     ),
     "qwen2": Family(
-        "Qwen2ForCausalLM", _QWEN_DEFAULTS, fixed={"qkv_bias": True}, window="switched"
+        "Qwen2ForCausalLM", _QWEN_DEFAULTS, fixed={"qkv_bias": True}, sliding_layers="switched"
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_QWEN_DEFAULTS, "head_dim": 128},
         fixed={"qk_norm": True},
-        window="switched",
+        sliding_layers="switched",
         biases=_BIASES,
     ),
     "gemma2": Family(
@@ -74,7 +74,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "sliding_window_pattern": 2,
         },
         fixed={"norm_placement": "sandwich", "norm_offset": 1.0},
-        window="pattern",
+        sliding_layers="pattern",
         biases=_BIASES,
         scales=_GEMMA_SCALES,
         caps=("attn_logit_softcapping", "final_logit_softcapping"),
@@ -92,7 +92,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "sliding_window_pattern": 6,
         },
         fixed={"norm_placement": "sandwich", "norm_offset": 1.0, "qk_norm": True},
-        window="pattern",
+        sliding_layers="pattern",
         local_rope=True,
         biases=_BIASES,
         scales=_GEMMA_SCALES,
@@ -119,7 +119,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 1,
             "eos_token_id": 32000,
         },
-        window="all",
+        sliding_layers="all",
         partial_rope=True,
         tensors={
             "qkv_proj": "self_attn.qkv_proj.weight",
@@ -142,7 +142,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "sliding_window_pattern": 4,
         },
         fixed=_OLMO_FIXED,
-        window="pattern",
+        sliding_layers="pattern",
         local_rope=True,
         biases=_BIASES,
         tensors=_OLMO_TENSORS,
@@ -158,7 +158,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
-        window="switched",
+        sliding_layers="switched",
         rope_layers="listed",
         biases=_BIASES,
     ),
@@ -215,7 +215,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
             "eos_token_id": 255001,
         },
         fixed={"norm_placement": "parallel", "norm_type": "layer"},
-        window="pattern",
+        sliding_layers="pattern",
         rope_layers="sliding",
         rope_interleaved=True,
         biases=_BIASES,
@@ -224,7 +224,7 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-_EXPERTS_INSIDE = {"moe_intermediate_size": "intermediate_size"}
+_EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
 
 _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
     "mixtral": Family(
@@ -240,9 +240,9 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
             "eos_token_id": 2,
         },
         fixed={"norm_topk_prob": True},
-        window="all",
+        sliding_layers="all",
         experts=(),
-        keys={"num_experts": "num_local_experts", **_EXPERTS_INSIDE},
+        keys={"num_experts": "num_local_experts", **_EXPERT_SIZE_KEY},
         tensors={
             "router": "block_sparse_moe.gate.weight",
             "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
@@ -262,7 +262,7 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
             "shared_expert_intermediate_size": 5632,
         },
         fixed={"qkv_bias": True},
-        window="unused",
+        sliding_layers="unused",
         experts=("norm_topk_prob", "shared_expert_intermediate_size"),
     ),
     "qwen3_moe": Family(
@@ -276,7 +276,7 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
             "norm_topk_prob": False,
         },
         fixed={"qk_norm": True},
-        window="unused",
+        sliding_layers="unused",
         biases=_BIASES,
         experts=("norm_topk_prob",),
     ),
@@ -293,7 +293,7 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
         fixed={"qk_norm": True, "qk_norm_scope": "projection"},
         biases=_BIASES,
         experts=("norm_topk_prob",),
-        keys=_EXPERTS_INSIDE,
+        keys=_EXPERT_SIZE_KEY,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -321,11 +321,11 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
             "torch_dtype": "bfloat16",
         },
         fixed={"norm_topk_prob": True, "expert_bias": True, "attention_sinks": True},
-        window="pattern",
+        sliding_layers="pattern",
         biases=_BIASES,
         experts=("swiglu_alpha", "swiglu_limit"),
         is_mxfp4=True,
-        keys={"num_experts": "num_local_experts", **_EXPERTS_INSIDE},
+        keys={"num_experts": "num_local_experts", **_EXPERT_SIZE_KEY},
         tensors={
             "router": "mlp.router.weight",
             "router_bias": "mlp.router.bias",
@@ -337,10 +337,10 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
     ),
 }
 
-# By `model_type`. Programs may add their own, see examples/new_family.py.
+# Families by `model_type`. Programs may add their own, see examples/new_family.py.
 FAMILIES: dict[str, Family] = {**_DENSE_FAMILIES, **_FAMILIES_WITH_EXPERTS}
 
-# Models of which one part is a model of a family: the key of that part's own config.
+# Models with images, by `model_type`: architecture, and key of the text model's config.
 PARTS: Mapping[str, tuple[str, str]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", "text_config"),
 }

@@ -1,7 +1,8 @@
-"""What a family of models is: what it fixes in code, and what its config.json says.
+"""Description of a model family: the properties that its code fixes, and how to read its files.
 
-The families that there are: `families.FAMILIES`. What one computes are switches of `LlamaConfig`:
-some are fixed (`Family.fixed`), others are read. No code asks which family a model is of.
+The families themselves are in `families.FAMILIES`. What a family computes is expressed by the
+switches of `LlamaConfig`, either fixed (`Family.fixed`) or read from ``config.json``. No other code
+asks for the family of a model.
 """
 
 import dataclasses
@@ -10,12 +11,17 @@ from typing import Any
 
 
 class UnsupportedConfigError(ValueError):
-    """The config is valid, and asks for something that this library does not build."""
+    """The config is valid but needs a feature that this library does not support."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A factor of `LlamaConfig` that is a power of a number in config.json.
+    """A factor of `LlamaConfig` that is a power of a number in ``config.json``.
+
+    Attributes:
+      field: field of `LlamaConfig`.
+      key: key in ``config.json``.
+      power: exponent of the number.
 
     Example:
       >>> Scale("attention_multiplier", "query_pre_attn_scalar", -0.5).read(256)
@@ -29,50 +35,52 @@ class Scale:
     power: float = 1
 
     def read(self, number: float) -> float:
-        """The factor."""
+        """Return the factor for a number in ``config.json``."""
         return float(number**self.power)
 
     def write(self, factor: float) -> float:
-        """The number that was read: an integer if it was one."""
-        # Digits enough for any number that a person wrote, and too few for rounding to show.
+        """Return the number in ``config.json`` for a factor, as an integer if possible."""
+        # 14 digits keep every number that a person wrote, and hide rounding errors.
         number = float(f"{factor ** (1 / self.power):.14g}")
         return int(number) if number.is_integer() else number
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a family fixes in code rather than in its config.json.
+    """Properties of a model family that are not in its ``config.json``.
 
     Attributes:
-      architecture: its class in transformers.
-      defaults: those of transformers for keys that a config.json may leave out.
-      fixed: fields of `LlamaConfig`.
-      window: which layers slide: ``"none"``; ``"all"`` where `sliding_window` is set;
-        ``"switched"``, those of `layer_types` or from `max_window_layers` on, where
-        `use_sliding_window` is true; ``"pattern"``, those of `layer_types`, or all but every n-th,
-        where n is `sliding_window_pattern`; ``"unused"``: none, though a config has the keys of
+      architecture: class in transformers.
+      defaults: values that transformers uses for missing keys of ``config.json``.
+      fixed: fields of `LlamaConfig` with the same value in the whole family.
+      sliding_layers: which layers have a sliding window. ``"none"``: no layer; ``"all"``: all
+        layers if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
+        layers in `layer_types`, by default those from `max_window_layers` on; ``"pattern"``: the
+        layers in `layer_types`, by default all but every n-th, where n is
+        `sliding_window_pattern`; ``"unused"``: no layer, although configs have the keys of
         ``"switched"``.
-      rope_layers: which layers rotate: ``"all"``; ``"sliding"``, those with a window;
-        ``"listed"``, those with a 1 in `no_rope_layers`.
-      local_rope: layers with a window have a base of their own, or at least no scaling.
-      partial_rope: a config may have only a part of each head rotate.
-      rope_interleaved: the numbers of a pair lie side by side.
-      biases: fields that `attention_bias` turns on.
-      experts: None, or fields of its experts that are read, beside their sizes.
-      is_mxfp4: its experts may be stored in 4 bits, see `loading.mxfp4`.
-      scales: factors that are read.
-      caps: soft caps that are read.
-      keys: names of fields in config.json, where they differ.
-      tensors: names of parameters' tensors in a layer, where they differ, see `tensor_map`. Of a
-        fused parameter it is the one tensor that all of it lies in; a * is the number of an expert.
-      prefixes: what names in files may begin with, and what that stands for; None for parts of a
-        larger model that are not read.
+      rope_layers: which layers rotate queries and keys. ``"all"``; ``"sliding"``: layers with a
+        sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`.
+      local_rope: whether layers with a sliding window have their own base without scaling.
+      partial_rope: whether a config may rotate only a part of each head.
+      rope_interleaved: whether the two elements of a rotated pair are neighbours.
+      biases: fields of `LlamaConfig` that `attention_bias` sets.
+      experts: fields of `LlamaConfig` to read for the experts, besides their sizes; None for a
+        family without experts.
+      is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
+      scales: factors to read from ``config.json``.
+      caps: soft caps to read from ``config.json``.
+      keys: keys of fields in ``config.json`` that differ from the field names.
+      tensors: tensor names of a layer that differ from those in `tensor_map`, by parameter. If the
+        parameter is fused, it is one tensor. A * stands for the number of an expert.
+      prefixes: prefixes of tensor names and their replacements; None for tensors of other parts of
+        a larger model, which are not read.
     """
 
     architecture: str
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    window: str = "none"
+    sliding_layers: str = "none"
     rope_layers: str = "all"
     local_rope: bool = False
     partial_rope: bool = False
@@ -88,9 +96,9 @@ class Family:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Keys of config.json that it knows, of those that change what is computed."""
+        """Keys of ``config.json`` that change the computation and that this family reads."""
         return frozenset({*self.caps, *(scale.key for scale in self.scales)})
 
     def key(self, field: str) -> str:
-        """The name of a field of `LlamaConfig` in config.json."""
+        """Return the key of a `LlamaConfig` field in ``config.json``."""
         return self.keys.get(field, field)

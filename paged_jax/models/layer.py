@@ -263,7 +263,7 @@ def causal_attention(windows: Sequence[int | None]) -> Attend[Carry]:
         index: int | jax.Array, heads: Projection | Heads, carry: Carry
     ) -> tuple[jax.Array, Carry]:
         q, k, v = heads.split()
-        window = window_of(windows, index)
+        window = sliding_window_of(windows, index)
         if heads.soft_cap is None and heads.sinks is None:
             local = None if window is None else (window - 1, 0)
             out = jax.nn.dot_product_attention(
@@ -276,7 +276,7 @@ def causal_attention(windows: Sequence[int | None]) -> Attend[Carry]:
     return attend
 
 
-def window_of(windows: Sequence[int | None], index: int | jax.Array) -> int | None:
+def sliding_window_of(windows: Sequence[int | None], index: int | jax.Array) -> int | None:
     """The window of a layer, whose number is static unless all have the same."""
     if len(set(windows)) == 1:
         return windows[0]

@@ -111,7 +111,7 @@ class Llama(PagedModel):
         x, _ = self._run_layers(
             self._scaled(take_rows(_table(self, "embed_tokens"), token_ids)),
             positions,
-            causal_attention(self.config.windows),
+            causal_attention(self.config.sliding_windows),
             (),
         )
         return self.logits(x)

@@ -296,7 +296,7 @@ class PagedModel(nnx.Module):
           ValueError: all layers have a sliding window, with which there is no `cascade`; or the
             cache is for other layers.
         """
-        windows = self.config.windows
+        windows = self.config.sliding_windows
         if cascade and None not in windows:
             raise ValueError(
                 f"{self._name('decode')}: cascade must be False where all layers have a sliding "
@@ -319,8 +319,8 @@ class PagedModel(nnx.Module):
         token_ids, slots, num_tokens = rows
         B, T = token_ids.shape
         cache, ok, places = append_rows(cache, slots, num_tokens, T, backend)
-        check_layers(self._name("prefill"), places, self.config.windows)
-        attend = chunk_attention(places, B, T, self.config.windows, backend=backend)
+        check_layers(self._name("prefill"), places, self.config.sliding_windows)
+        attend = chunk_attention(places, B, T, self.config.sliding_windows, backend=backend)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.pools, backend
         )

@@ -21,7 +21,7 @@ from paged_jax.kernels import (
 )
 from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.quantisation import query_dtype
-from paged_jax.models.layer import Attend, Heads, Projection, window_of
+from paged_jax.models.layer import Attend, Heads, Projection, sliding_window_of
 from paged_jax.opaque import put_or_drop, take_or_fill
 from paged_jax.short_repr import short_repr
 
@@ -231,7 +231,7 @@ def decode_attention(
             num_shared[group] = num_shared_blocks(tables, rows.lengths, rows.block_size)
 
     def attend(layer, heads, carry):
-        window, group = window_of(windows, layer), rows.group_of(layer)
+        window, group = sliding_window_of(windows, layer), rows.group_of(layer)
 
         def compute(places, pools, number):
             q, pools = rows.write(places, pools, heads, number, backend)
@@ -273,7 +273,7 @@ def chunk_attention(
                 k_scale=pools.k_scale,
                 v_scale=pools.v_scale,
                 scale=heads.sm_scale,
-                sliding_window=window_of(windows, layer),
+                sliding_window=sliding_window_of(windows, layer),
                 soft_cap=heads.soft_cap,
                 sinks=heads.sinks,
                 backend=backend,

@@ -1,48 +1,129 @@
-"""Rotary position embedding: the angles of every layer's queries and keys.
+"""Rotary position embedding: the rotation angles of every layer's queries and keys.
 
-Kernels rotate the pairs ``(x[i], x[i + D/2])`` of whole heads. Heads of which only a part rotates,
-or whose pairs are neighbours, are brought into that form when weights are loaded, by `head_order`;
-what does not rotate has the frequency 0, a cosine of 1 and a sine of 0.
+Kernels rotate the pairs ``(x[i], x[i + D/2])`` of whole heads. Checkpoints in which only a part of
+each head rotates, or in which pairs are neighbours, are permuted into this form when they are
+loaded, see `head_order`. Pairs that do not rotate have frequency 0: a cosine of 1 and a sine of 0.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.models.family import UnsupportedConfigError
+
+# Fields of `RopeScaling` that each type uses.
+SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor", "attention_factor", "beta_fast", "beta_slow", "truncate",
+        "original_max_position_embeddings",
+    ),
+    "longrope": (
+        "factor", "attention_factor", "short_factor", "long_factor",
+        "original_max_position_embeddings",
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of rotary frequencies for contexts longer than the training context.
+
+    Each ``rope_type`` uses `factor` and the fields that are named with it:
+
+    - ``"linear"`` divides all frequencies by `factor` (Chen et al., arXiv 2306.15595).
+    - ``"llama3"`` divides only low frequencies, with a smooth transition (Llama 3.1 model card):
+      `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`.
+    - ``"yarn"`` divides frequencies that make less than `beta_slow` turns in the original context,
+      with a transition up to `beta_fast` turns. If `truncate`, the transition starts and ends at
+      whole pairs. Cosines and sines are multiplied by `attention_factor` (YaRN, arXiv 2309.00071,
+      section 3.4).
+    - ``"longrope"`` divides each frequency by its own factor: one of `short_factor` for models
+      whose longest sequence fits into the original context, otherwise one of `long_factor`.
+      Cosines and sines are multiplied by `attention_factor` (LongRoPE, arXiv 2402.13753).
+    - ``"dynamic"`` rotates tokens after the original context with a larger base, which grows with
+      their position, see `Rope`.
+
+    Raises:
+      UnsupportedConfigError: the ``rope_type`` is unknown.
+      ValueError: a factor is out of range.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in tuple(SCALING_FIELDS):  # a tuple, as it may not be hashable
+            raise UnsupportedConfigError(
+                f"LlamaConfig: rope_type {self.rope_type!r} is not supported, only 'default', "
+                f"{', '.join(map(repr, SCALING_FIELDS))}."
+            )
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"LlamaConfig: rope factor must be positive, got {self.factor!r}.")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise ValueError(
+                "LlamaConfig: low_freq_factor must be positive and less than high_freq_factor, "
+                f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}."
+            )
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(
+                "LlamaConfig: original_max_position_embeddings must be positive, "
+                f"got {self.original_max_position_embeddings!r}."
+            )
+        if not (math.isfinite(self.attention_factor) and self.attention_factor > 0):
+            raise ValueError(
+                f"LlamaConfig: attention_factor must be positive, got {self.attention_factor!r}."
+            )
+        if not 0 < self.beta_slow <= self.beta_fast < math.inf:
+            raise ValueError(
+                "LlamaConfig: beta_slow must be positive and at most beta_fast, got "
+                f"{self.beta_slow!r} and {self.beta_fast!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """How a layer rotates its queries and keys. Layers with equal ones share their angles.
+    """Rotation of a layer's queries and keys. Layers with equal `Rope` share their angles.
 
-    A paged cache holds keys as they were rotated when their token came, for every later token and
-    for every sequence that shares them. So a key's angles may depend on its position alone:
+    A paged cache holds rotated keys. They serve all later tokens and all sequences that share
+    them, so the angles of a key may only depend on its position:
 
-    - ``"longrope"`` has two sets of factors, and models choose by the length of the sequence so
-      far, which would rotate all keys anew where it passes the original context. Here the choice
-      follows from `max_position_embeddings`, the longest sequence of the model, as in vLLM: for one
-      that does not pass the original context the short factors, else the long ones, for all
-      sequences. A model that need not be long computes what it was first trained for with
+    - ``"longrope"`` has two sets of factors. The original models switch between them when a
+      sequence grows beyond the original context, which would change the rotation of all earlier
+      keys. Here `max_position_embeddings`, the maximum length of a sequence, decides for all
+      sequences, as in vLLM. For short sequences with the short factors, use
       ``dataclasses.replace(config, max_position_embeddings=...)``.
-    - ``"dynamic"`` enlarges the base for a sequence of n tokens, past the original context. Here
-      the token at position p has the base for p + 1 tokens, and keeps it: what transformers
-      computes token by token with its cache, which does not rotate old keys anew either. Within the
-      original context all agree.
+    - ``"dynamic"`` enlarges the base with the length of the sequence, beyond the original context.
+      Here the token at position p always has the base for p + 1 tokens. transformers computes the
+      same when it generates token by token with its cache. Within the original context both agree
+      in any case.
 
     Attributes:
-      head_dim: D, even.
-      rotary_dim: numbers of a head that rotate, even, at most D.
+      head_dim: head dimension (D), even.
+      rotary_dim: number of elements of a head that rotate, even, at most D.
       theta: base of the frequencies.
-      scaling: how they are stretched; None as they are.
-      max_position_embeddings: longest sequence, tokens.
+      scaling: scaling of the frequencies, or None.
+      max_position_embeddings: maximum length of a sequence in tokens.
 
     Raises:
-      ValueError: sizes or numbers of factors that do not fit.
+      ValueError: `rotary_dim` or the number of longrope factors does not fit.
 
     Example:
       >>> Rope(head_dim=8, rotary_dim=4, theta=100.0).frequencies()
@@ -71,37 +152,40 @@ class Rope:
                     )
 
     def frequencies(self) -> np.ndarray:
-        """Radians per token of each pair, float32 ``[D / 2]`` (RoFormer, section 3.2.2)."""
+        """Return the frequency of each pair in radians per token, float32 ``[D / 2]``.
+
+        See RoFormer, section 3.2.2.
+        """
         frequencies = self.theta ** -self._exponents()
         if self.scaling is not None:
             frequencies = _scale(frequencies, self.scaling, self)
-        return self._padded(frequencies, 0.0)
+        return self._pad(frequencies, 0.0)
 
     def scales(self) -> np.ndarray:
-        """What cosine and sine of each pair are multiplied by, float32 ``[D / 2]``."""
+        """Return the factor of each pair's cosine and sine, float32 ``[D / 2]``."""
         factor = 1.0 if self.scaling is None else self.scaling.attention_factor
-        return self._padded(np.full(self.rotary_dim // 2, factor), 1.0)
+        return self._pad(np.full(self.rotary_dim // 2, factor), 1.0)
 
     def angles(self, positions: jax.Array) -> jax.Array:
-        """Radians of every pair, float32 ``[..., D / 2]`` for positions ``[...]``."""
+        """Return the angle of every pair, float32 ``[..., D / 2]`` for positions ``[...]``."""
         lead = (1,) * positions.ndim + (-1,)
         angles = positions[..., None].astype(jnp.float32) * self.frequencies().reshape(lead)
         if self.scaling is None or self.scaling.rope_type != "dynamic":
             return angles
-        # theta * s ** (R / (R - 2)) in place of theta, of which each frequency is a power: the last
-        # of them is divided by s, and the first stays.
+        # The base becomes theta * s ** (R / (R - 2)). Each frequency is a power of the base, so
+        # the last one is divided by s and the first one does not change.
         original = self.scaling.original_max_position_embeddings
         past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)
-        powers = self._padded(stretch, 0.0).reshape(lead)
+        powers = self._pad(stretch, 0.0).reshape(lead)
         return angles * jnp.exp(-powers * jnp.log1p(self.scaling.factor * past)[..., None])
 
     def _exponents(self) -> np.ndarray:
         return np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim
 
-    def _padded(self, values: np.ndarray, rest: float) -> np.ndarray:
-        num_rest = (self.head_dim - self.rotary_dim) // 2
-        return np.pad(values, (0, num_rest), constant_values=rest).astype(np.float32)
+    def _pad(self, values: np.ndarray, fill_value: float) -> np.ndarray:
+        num_fixed = (self.head_dim - self.rotary_dim) // 2
+        return np.pad(values, (0, num_fixed), constant_values=fill_value).astype(np.float32)
 
 
 def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndarray:
@@ -114,13 +198,13 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndar
         kept = _kept_by_llama3(frequencies, scaling)
     elif scaling.rope_type == "yarn":
         kept = _kept_by_yarn(rope, scaling)
-    else:  # dynamic: past the original context only, see `Rope.angles`
+    else:  # "dynamic" scales in `Rope.angles`
         return frequencies
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """1 for wavelengths well inside the original context, 0 for those beyond it."""
+    """Return 1 for wavelengths well inside the original context, 0 for longer ones."""
     # Between the two the frequency changes linearly in the number of turns per context.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -128,18 +212,18 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
 
 
 def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """1 for pairs that turn often in the original context, 0 for those that hardly turn."""
+    """Return 1 for pairs that turn often in the original context, 0 for those that hardly turn."""
 
-    def pair_of(turns: float) -> float:
-        """Index, a fraction, of the pair that turns so often in the original context."""
+    def find_pair(turns: float) -> float:
+        """Return the fractional index of the pair with this number of turns."""
         length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
         return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
 
-    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    first, last = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The bounds are those of YaRN's own code: of dimensions for the one, where there are half as
-    # many pairs.
+    # As in the reference YaRN code, the upper bound counts elements although there are only half
+    # as many pairs.
     first, last = max(first, 0), min(last, rope.rotary_dim - 1)
     if first == last:
         last += 0.001
@@ -149,12 +233,12 @@ def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
 def rotations(
     positions: jax.Array, rope: Rope | None, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every angle, each float32 ``[..., D / 2]`` for positions ``[...]``.
+    """Return cosine and sine of every angle, each float32 ``[..., D / 2]``.
 
     Args:
       positions: i32 ``[...]``.
-      rope: None for a layer that does not rotate.
-      head_dim: D.
+      rope: rotation of the layer, or None if it does not rotate.
+      head_dim: head dimension (D).
     """
     if rope is None:
         shape = (*positions.shape, head_dim // 2)
@@ -171,21 +255,21 @@ def rotations(
 def all_rotations(
     positions: jax.Array, ropes: Iterable[Rope | None], head_dim: int
 ) -> dict[Rope | None, tuple[jax.Array, jax.Array]]:
-    """The `rotations` of each of some layers' ropes, computed once for all that are equal."""
+    """Return the `rotations` for each of several layers' ropes, computed once if equal."""
     return {rope: rotations(positions, rope, head_dim) for rope in dict.fromkeys(ropes)}
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:
-    """Which number of a checkpoint's head each number of ours is; None if they are the same.
+    """Return the checkpoint's index of each element of a head, or None if the order is the same.
 
-    A head lies as ``[first of each pair, half of the rest, second of each pair, the rest]``, so
-    that ``(x[i], x[i + D/2])`` is a pair, and rotates as a whole.
+    A head becomes ``[first of each pair, half of the rest, second of each pair, the rest]``, so
+    that ``(x[i], x[i + D/2])`` is a pair and the whole head rotates.
 
     Args:
-      head_dim: D.
-      rotary_dim: numbers of a head that rotate, its first ones in a checkpoint.
-      interleaved: whether pairs are neighbours there; otherwise they are half of `rotary_dim`
-        apart.
+      head_dim: head dimension (D).
+      rotary_dim: number of elements that rotate. They are the first ones in the checkpoint.
+      interleaved: whether the two elements of a pair are neighbours in the checkpoint. Otherwise
+        their distance is half of `rotary_dim`.
 
     Example:
       >>> head_order(8, 4, interleaved=False)

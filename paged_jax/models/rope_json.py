@@ -1,85 +1,190 @@
-"""What a Hugging Face ``config.json`` says of rotary embeddings, read and written."""
+"""Read and write the entries about rotary embeddings of a Hugging Face ``config.json``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.checks import is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
-from paged_jax.models.layer_types import FULL, LAYER_TYPES, SLIDING
-from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.models.layer_groups import FULL, LAYER_TYPES, SLIDING
+from paged_jax.models.rope import SCALING_FIELDS, RopeScaling
 
 
 def read_rope(
     config: Mapping[str, Any], family: Family, num_layers: int, layer_types: Sequence[str]
 ) -> dict[str, Any]:
-    """The fields of a `LlamaConfig` that `Rope` is made of, by name.
+    """Return the fields of a `LlamaConfig` that describe rotary embeddings.
 
-    transformers 4 writes ``rope_theta`` beside ``rope_scaling``, and Gemma 3's
-    ``rope_local_base_freq``; transformers 5 writes all of it into ``rope_parameters``, once or for
-    each type of layers.
+    transformers 4 writes ``rope_theta`` beside ``rope_scaling``, and for Gemma 3 also
+    ``rope_local_base_freq``. transformers 5 writes everything into ``rope_parameters``, either one
+    object or one per type of layer.
 
     Args:
-      config: the content of the file, with the family's defaults.
-      family: the family.
-      num_layers: L.
-      layer_types: the type of each layer; empty where all are alike.
+      config: content of the file, with the family's defaults.
+      family: family of the model.
+      num_layers: number of layers (L).
+      layer_types: type of each layer; empty if all are equal.
 
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
     """
-    rope = _choose(config, family)
+    rope = _choose_object(config, family)
     local: Mapping[str, Any] | None = None
     if _is_nested(rope):
-        rope, local = _by_layer_type(rope, family)
-    both = {**config, **{key: value for key, value in rope.items() if value is not None}}
-    theta, scaling = _number(both, "rope_theta", 10000.0), _scaling(rope, config)
+        rope, local = _split_by_layer_type(rope, family)
+    merged = {**config, **{key: value for key, value in rope.items() if value is not None}}
+    theta, scaling = _number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
     return {
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rope_local_base_freq": _local_theta(config, family, local, theta, scaling),
         "rope_layers": read_rope_layers(config, family, num_layers, layer_types),
-        "partial_rotary_factor": _partial_factor(both, family),
+        "partial_rotary_factor": _partial_factor(merged, family),
         "rope_interleaved": _is_interleaved(config, family),
     }
 
 
-def write_rope(config: Any, family: Family) -> dict[str, Any]:
-    """The entries of a ``config.json`` that `read_rope` and transformers read.
+def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that `read_rope` and transformers can read.
 
     Args:
-      config: a `LlamaConfig`, whose module imports this one.
-      family: its family.
+      fields: all fields of a `LlamaConfig` by name.
+      family: family of the model.
 
     Raises:
-      ValueError: the family cannot have them.
+      ValueError: the family cannot express these fields.
     """
-    scaling = None if config.rope_scaling is None else config.rope_scaling.to_dict()
-    if scaling is None and "rope_parameters" in family.defaults:  # which null would stand for
+    rope_scaling: RopeScaling | None = fields["rope_scaling"]
+    scaling = None if rope_scaling is None else write_scaling(rope_scaling)
+    if scaling is None and "rope_parameters" in family.defaults:  # null would select the default
         scaling = {"rope_type": "default"}
-    written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": scaling}
-    _check_expressible(config, family)
+    theta, local_theta = fields["rope_theta"], fields["rope_local_base_freq"]
+    written: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    _check_expressible(fields, family)
     if family.partial_rope:
-        written["partial_rotary_factor"] = config.partial_rotary_factor
-    if config.rope_scaling is not None and "original_max_position_embeddings" in family.defaults:
-        original = config.rope_scaling.original_max_position_embeddings
+        written["partial_rotary_factor"] = fields["partial_rotary_factor"]
+    if rope_scaling is not None and "original_max_position_embeddings" in family.defaults:
+        original = rope_scaling.original_max_position_embeddings
         written["original_max_position_embeddings"] = original
     if family.rope_layers == "listed":
-        rotates = config.rope_layers or (True,) * config.num_hidden_layers
+        rotates = fields["rope_layers"] or (True,) * fields["num_hidden_layers"]
         written["no_rope_layers"] = list(map(int, rotates))
     if family.local_rope:
-        local_theta = config.rope_local_base_freq or config.rope_theta
-        local = None if config.rope_local_base_freq else scaling
         default = {"rope_type": "default"}
-        written["rope_local_base_freq"] = local_theta
-        # Transformers 5 reads this first, and 4 the others.
+        local_scaling = None if local_theta else scaling
+        written["rope_local_base_freq"] = local_theta or theta
+        # transformers 5 reads this entry first, transformers 4 reads the others.
         written["rope_parameters"] = {
-            FULL: {**(scaling or default), "rope_theta": config.rope_theta},
-            SLIDING: {**(local or default), "rope_theta": local_theta},
+            FULL: {**(scaling or default), "rope_theta": theta},
+            SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
         }
     return written
 
 
-def _choose(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+def read_scaling(
+    rope: Mapping[str, Any], max_position_embeddings: int, original: int | None = None
+) -> RopeScaling | None:
+    """Read ``rope_scaling``, or one object of ``rope_parameters``.
+
+    Args:
+      rope: the JSON object.
+      max_position_embeddings: value of the same config.
+      original: the config's own ``original_max_position_embeddings`` (Phi-3), or None.
+
+    Returns:
+      None if frequencies are not scaled.
+
+    Raises:
+      UnsupportedConfigError: the ``rope_type`` is unknown.
+      ValueError: a number is missing or invalid.
+
+    Example:
+      >>> read_scaling({"rope_type": "linear", "factor": 8}, 32768)
+      RopeScaling(rope_type='linear', factor=8.0, ...)
+    """
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return None
+    if rope_type not in tuple(SCALING_FIELDS):
+        return RopeScaling(rope_type, 1.0)  # raises UnsupportedConfigError
+    fields: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
+    if rope_type != "dynamic":  # whose original context is max_position_embeddings
+        given = rope.get("original_max_position_embeddings") if original is None else original
+        if given is not None:
+            fields["original_max_position_embeddings"] = _context_length(
+                "original_max_position_embeddings", given
+            )
+    used = SCALING_FIELDS[rope_type]
+    if rope_type == "llama3":
+        fields |= {k: _required_number(rope, k) for k in ("low_freq_factor", "high_freq_factor")}
+    if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
+        fields["factor"] = _required_number(rope, "factor")
+    else:
+        # Phi-3 and DeepSeek have the two context lengths instead.
+        fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
+    for key in ("beta_fast", "beta_slow"):
+        if key in used and rope.get(key):  # transformers treats null and 0 as the default
+            fields[key] = _required_number(rope, key)
+    if "truncate" in used:
+        fields["truncate"] = bool(rope.get("truncate", True))  # transformers treats null as false
+    for key in ("short_factor", "long_factor"):
+        if key in used:
+            fields[key] = _positive_numbers(rope, key)
+    if "attention_factor" in used:
+        fields["attention_factor"] = _attention_factor(rope_type, rope, fields)
+    if "original_max_position_embeddings" not in used:
+        del fields["original_max_position_embeddings"]
+    return RopeScaling(rope_type, **fields)
+
+
+def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    """Return the ``rope_scaling`` object that `read_scaling` and transformers can read."""
+    written: dict[str, Any] = {"rope_type": scaling.rope_type}
+    for name in SCALING_FIELDS[scaling.rope_type]:
+        value = getattr(scaling, name)
+        written[name] = list(value) if isinstance(value, tuple) else value
+    if scaling.rope_type == "dynamic":
+        del written["original_max_position_embeddings"]
+    return written
+
+
+def longest_sequence(scaling: RopeScaling | None, max_position_embeddings: int) -> int:
+    """Return the maximum length of a sequence in tokens.
+
+    Users of Qwen models add ``"yarn"`` to a config and leave `max_position_embeddings` at the
+    training length. Then the length is the factor times the original context, as in vLLM.
+    """
+    if scaling is None or scaling.rope_type != "yarn":
+        return max_position_embeddings
+    scaled = int(scaling.factor * scaling.original_max_position_embeddings)
+    return max(max_position_embeddings, scaled)
+
+
+def read_rope_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, layer_types: Sequence[str]
+) -> tuple[bool, ...]:
+    """Return whether each layer rotates, or an empty tuple if all do. See `read_rope`."""
+    if family.rope_layers == "sliding":
+        uniform = FULL if config.get("sliding_window") is None else SLIDING
+        return tuple(kind == SLIDING for kind in layer_types or (uniform,) * num_layers)
+    if family.rope_layers == "all":
+        return ()
+    rotates = config.get("no_rope_layers")  # despite its name, 1 marks a layer that rotates
+    if rotates is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        if not is_int(interval) or interval < 1:
+            raise ValueError(
+                f"LlamaConfig: no_rope_layer_interval must be a positive integer, got {interval!r}."
+            )
+        return tuple(bool((layer + 1) % interval) for layer in range(num_layers))
+    if not isinstance(rotates, list) or len(rotates) < num_layers:
+        raise ValueError(
+            f"LlamaConfig: no_rope_layers must list {num_layers} layers, got {rotates!r}."
+        )
+    return tuple(map(bool, rotates[:num_layers]))
+
+
+def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return `rope_scaling` or `rope_parameters`, after a check that they agree."""
     scaling = _object("rope_scaling", config.get("rope_scaling"))
     parameters = _object("rope_parameters", config.get("rope_parameters"))
@@ -111,26 +216,27 @@ def _is_nested(rope: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping) for value in rope.values())
 
 
-def _check_expressible(config: Any, family: Family) -> None:
-    if config.rope_local_base_freq is not None and not family.local_rope:
-        field, value, wanted = "rope_local_base_freq", config.rope_local_base_freq, "None"
-    elif config.partial_rotary_factor != 1 and not family.partial_rope:
-        field, value, wanted = "partial_rotary_factor", config.partial_rotary_factor, "1"
-    elif config.rope_interleaved != family.rope_interleaved:
-        field, value, wanted = "rope_interleaved", config.rope_interleaved, family.rope_interleaved
-    elif config.rope_layers and family.rope_layers == "all":
-        field, value, wanted = "rope_layers", config.rope_layers, "empty"
+def _check_expressible(fields: Mapping[str, Any], family: Family) -> None:
+    if fields["rope_local_base_freq"] is not None and not family.local_rope:
+        field, expected = "rope_local_base_freq", "None"
+    elif fields["partial_rotary_factor"] != 1 and not family.partial_rope:
+        field, expected = "partial_rotary_factor", "1"
+    elif fields["rope_interleaved"] != family.rope_interleaved:
+        field, expected = "rope_interleaved", family.rope_interleaved
+    elif fields["rope_layers"] and family.rope_layers == "all":
+        field, expected = "rope_layers", "empty"
     else:
         return
     raise ValueError(
-        f"LlamaConfig: {field} must be {wanted} for model_type {config.model_type!r}, got {value}."
+        f"LlamaConfig: {field} must be {expected} for model_type {fields['model_type']!r}, "
+        f"got {fields[field]}."
     )
 
 
-def _by_layer_type(
+def _split_by_layer_type(
     rope: Mapping[str, Any], family: Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The entries of layers without and with a window."""
+    """Return the objects of layers without and with a sliding window."""
     if not family.local_rope:
         raise UnsupportedConfigError(
             "LlamaConfig: rope_parameters that differ between layers are not supported for "
@@ -147,15 +253,15 @@ def _by_layer_type(
     return full, sliding
 
 
-def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     original = config.get("original_max_position_embeddings")
-    # Phi-3 names what has since become longrope as it was at first.
+    # Early Phi-3 files have the original names of longrope.
     if config.get("model_type") == "phi3" and rope.get("type", rope.get("rope_type")) in (
         "su",
         "yarn",
     ):
         rope = {**rope, "rope_type": "longrope"}
-    return RopeScaling.from_dict(rope, config["max_position_embeddings"], original)
+    return read_scaling(rope, config["max_position_embeddings"], original)
 
 
 def _local_theta(
@@ -165,6 +271,7 @@ def _local_theta(
     theta: float,
     scaling: RopeScaling | None,
 ) -> float | None:
+    """Return the base of layers with a sliding window, or None if it is that of the others."""
     if not family.local_rope:
         return None
     if local is None:
@@ -172,39 +279,15 @@ def _local_theta(
         local_scaling = None
     else:
         local_theta = _number(local, "rope_theta", config.get("rope_local_base_freq") or theta)
-        local_scaling = _scaling(local, config)
+        local_scaling = _read_scaling(local, config)
     if (local_theta, local_scaling) == (theta, scaling):
         return None
     if local_scaling is not None:
         raise UnsupportedConfigError(
-            f"LlamaConfig: rope_parameters of {SLIDING!r} must be of type 'default', or those of "
-            f"{FULL!r}, got {local_scaling.rope_type!r}."
+            f"LlamaConfig: rope_parameters of {SLIDING!r} must be of type 'default', or equal to "
+            f"those of {FULL!r}, got {local_scaling.rope_type!r}."
         )
     return local_theta
-
-
-def read_rope_layers(
-    config: Mapping[str, Any], family: Family, num_layers: int, layer_types: Sequence[str]
-) -> tuple[bool, ...]:
-    """Whether each layer rotates, see `read_rope`; empty where all do."""
-    if family.rope_layers == "sliding":
-        one = FULL if config.get("sliding_window") is None else SLIDING
-        return tuple(kind == SLIDING for kind in layer_types or (one,) * num_layers)
-    if family.rope_layers == "all":
-        return ()
-    rotates = config.get("no_rope_layers")  # of which 1 stands for a layer that does rotate
-    if rotates is None:
-        interval = config.get("no_rope_layer_interval", 4)
-        if not is_int(interval) or interval < 1:
-            raise ValueError(
-                f"LlamaConfig: no_rope_layer_interval must be a positive integer, got {interval!r}."
-            )
-        return tuple(bool((layer + 1) % interval) for layer in range(num_layers))
-    if not isinstance(rotates, list) or len(rotates) < num_layers:
-        raise ValueError(
-            f"LlamaConfig: no_rope_layers must speak of {num_layers} layers, got {rotates!r}."
-        )
-    return tuple(map(bool, rotates[:num_layers]))
 
 
 def _partial_factor(config: Mapping[str, Any], family: Family) -> float:
@@ -227,6 +310,25 @@ def _is_interleaved(config: Mapping[str, Any], family: Family) -> bool:
     return family.rope_interleaved
 
 
+def _attention_factor(rope_type: str, rope: Mapping[str, Any], fields: Mapping[str, Any]) -> float:
+    if rope.get("attention_factor") is not None:
+        return _required_number(rope, "attention_factor")
+    factor = fields["factor"]
+    if rope_type == "longrope":
+        original = fields["original_max_position_embeddings"]
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    # DeepSeek's generalisation of the YaRN formula.
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return _yarn_scale(factor, _required_number(rope, "mscale")) / _yarn_scale(
+            factor, _required_number(rope, "mscale_all_dim")
+        )
+    return _yarn_scale(factor)
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
 def _object(key: str, value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"LlamaConfig: {key} must be an object or null, got {value!r}.")
@@ -234,9 +336,26 @@ def _object(key: str, value: Any) -> Mapping[str, Any]:
 
 
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    return default if config.get(key) is None else _required_number(config, key)
+
+
+def _required_number(config: Mapping[str, Any], key: str) -> float:
     value = config.get(key)
     if value is None:
-        return default
+        raise ValueError(f"LlamaConfig: {key} is missing.")
     if not is_real(value):
         raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
     return float(value)
+
+
+def _context_length(key: str, value: Any) -> int:
+    if not is_int(value) or not 2 <= value < 2**31:
+        raise ValueError(f"LlamaConfig: {key} must be an integer of at least 2, got {value!r}.")
+    return value
+
+
+def _positive_numbers(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = rope.get(key)
+    if not isinstance(values, list) or not all(is_real(value) and value > 0 for value in values):
+        raise ValueError(f"LlamaConfig: {key} must be a list of positive numbers, got {values!r}.")
+    return tuple(map(float, values))

@@ -110,7 +110,7 @@ class Slots:
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
         """Those that the device is asked for: up to the first that is cached for certain not."""
-        if self._groups[0].window is None:
+        if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
         # What windows need are the last blocks of a prefix: up to the last that may be cached.
         count = len(digests)
@@ -189,7 +189,9 @@ class Slots:
         return [
             (number, np.int32(first))
             for number, group in enumerate(self._groups)
-            for first in range(0, num_kept_blocks(sequence.num_computed, group.window, C), width)
+            for first in range(
+                0, num_kept_blocks(sequence.num_computed, group.sliding_window, C), width
+            )
         ]
 
     # What the engine asks for

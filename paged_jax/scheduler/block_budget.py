@@ -22,7 +22,7 @@ from paged_jax.cache.sequence_blocks import (
     num_cached_tokens_at,
     num_kept_blocks,
 )
-from paged_jax.models.layer_types import LayerGroup
+from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.request import Sequence
 
 
@@ -75,7 +75,7 @@ def make_block_budget(
       max_chunk: maximum number of tokens that a step prefills per sequence.
       groups: the groups of layers. The first group keeps the most tokens.
     """
-    window = groups[0].window
+    window = groups[0].sliding_window
     if window is None:
         return BlockBudget(num_blocks, block_size, groups)
     return WindowBlockBudget(num_blocks, block_size, groups, window=window, max_chunk=max_chunk)
@@ -92,8 +92,8 @@ def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGrou
       (4, 2)
     """
     if len(groups) == 1:
-        return num_kept_blocks(num_tokens, groups[0].window, block_size)
-    kept = [num_kept_blocks(num_tokens, group.window, block_size) for group in groups]
+        return num_kept_blocks(num_tokens, groups[0].sliding_window, block_size)
+    kept = [num_kept_blocks(num_tokens, group.sliding_window, block_size) for group in groups]
     num_layers = [len(group.layers) for group in groups]
     total = sum(n * num_blocks for n, num_blocks in zip(num_layers, kept, strict=True))
     return -(-total // sum(num_layers))

@@ -30,7 +30,7 @@ from typing import get_args
 
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.checks import ArgumentError, check_positive
-from paged_jax.models.layer_types import LayerGroup
+from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
 from paged_jax.scheduler.explain import PreemptionFacts
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts, PreemptionPolicy

@@ -42,7 +42,7 @@ class TwoWindows(LlamaConfig):
     """Layers whose windows differ in size: of the last two, those of even and of odd numbers."""
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def sliding_windows(self) -> tuple[int | None, ...]:
         return tuple((40, WINDOW)[layer % 2] for layer in range(self.num_hidden_layers))
 
 

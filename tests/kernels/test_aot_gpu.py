@@ -260,7 +260,7 @@ def test_step_of_layers_that_differ_fills_an_h200(results, name) -> None:
     assert program["aliased_bytes"] > 0.99 * pool_bytes
     # A copy of the weights of a layer's experts would take as much.
     assert program["temporary_bytes"] < 0.01 * pool_bytes
-    layers = step.config.windows
+    layers = step.config.sliding_windows
     for number, window in enumerate(layers):
         [attend] = [x for x in program["kernels"] if x["name"] == variant("paged_decode", number)]
         assert attend["spills_in_loops"] == 0 and attend["spilled_bytes"] <= 64, (window, attend)

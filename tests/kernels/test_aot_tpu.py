@@ -127,7 +127,7 @@ def test_step_of_layers_that_differ_fills_a_tpu(results, generation) -> None:
     """Of an engine, on each of several chips, with pools for each kind of layers."""
     for name, step in TPU_FAMILIES[generation].items():
         program, pool_bytes = compiled(results, name), step.pool_gigabytes * 10**9
-        num_layers, has_experts = len(step.config.windows), step.config.num_experts > 0
+        num_layers, has_experts = len(step.config.sliding_windows), step.config.num_experts > 0
         # In each layer attention, and both products of the experts; layers are not scanned.
         assert program["kernels"] == num_layers * (1 + 2 * has_experts), name
         assert program["multiplied_types"] == ["bf16"]

@@ -8,7 +8,7 @@ import pytest
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.models.rope import RopeScaling
 
 _SIZES = {
     "vocab_size": 32,
@@ -178,7 +178,7 @@ def test_from_dict_reads_attention_bias_as_the_family_does(base, o_bias):
 def test_from_dict_reads_the_sliding_windows_of_qwen(keys, windows):
     given = {**_QWEN2, "sliding_window": 8, "use_sliding_window": True, **keys}
     config = LlamaConfig.from_dict(given)
-    assert config.windows == windows
+    assert config.sliding_windows == windows
     assert config.can_scan_layers == (len(set(windows)) == 1)
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
@@ -199,7 +199,7 @@ def test_from_dict_reads_the_sliding_windows_of_qwen(keys, windows):
 )
 def test_from_dict_reads_the_windows_of_each_family(model_type, keys, windows):
     config = LlamaConfig.from_dict({**_of_family(model_type), "sliding_window": 8, **keys})
-    assert config.windows == windows
+    assert config.sliding_windows == windows
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
 

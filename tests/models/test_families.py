@@ -122,7 +122,7 @@ def test_engine_gives_what_transformers_gives(
     engine = Engine(
         model,
         block_size=8,
-        num_blocks=72 if None in model.config.windows else 15,
+        num_blocks=72 if None in model.config.sliding_windows else 15,
         max_num_seqs=5,
         max_model_len=LENGTH,
         max_chunk=16,

@@ -147,7 +147,7 @@ def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np
             else _rms_norm(config, heads, weight)
             for heads, weight in ((q, _get(layer, "q_norm")), (k, _get(layer, "k_norm")))
         )
-    window = config.windows[index]
+    window = config.sliding_windows[index]
     if not config.rope_layers or config.rope_layers[index]:
         is_local = window is not None and config.rope_local_base_freq is not None
         q, k = (_rotate(config, heads, THETAS[is_local]) for heads in (q, k))

@@ -16,8 +16,8 @@ from paged_jax.models.loading import conversion, huggingface
 from paged_jax.models.loading import parameters as loading_parameters
 from paged_jax.models.loading.safetensors_files import find_tensors
 from paged_jax.models.loading.tensor_map import TensorMapping, map_parameter
-from paged_jax.models.rope import Rope, head_order, rotations
-from paged_jax.models.rope_scaling import RopeScaling
+from paged_jax.models.rope import Rope, RopeScaling, head_order, rotations
+from paged_jax.models.rope_json import read_scaling
 
 _SIZES = {
     "vocab_size": 32,
@@ -173,7 +173,7 @@ def _rope(head_dim, length, theta, entry):
         head_dim=head_dim,
         rotary_dim=int(head_dim * entry.get("partial_rotary_factor", 1.0)),
         theta=theta,
-        scaling=RopeScaling.from_dict(entry, length),
+        scaling=read_scaling(entry, length),
         max_position_embeddings=length,
     )
 
@@ -344,7 +344,7 @@ def test_ropes_are_those_of_each_layer():
     nowhere = dataclasses.replace(_MIXED, rope_layers=(False,) * 4)
     np.testing.assert_array_equal(rotations(jnp.arange(3), nowhere.ropes[0], 16)[0], 1)
     np.testing.assert_array_equal(rotations(jnp.arange(3), nowhere.ropes[0], 16)[1], 0)
-    with pytest.raises(ValueError, match="rope_layers must speak of 4 layers"):
+    with pytest.raises(ValueError, match="rope_layers must list 4 layers"):
         dataclasses.replace(_MIXED, rope_layers=(True,))
     with pytest.raises(ValueError, match="even number"):
         dataclasses.replace(_MIXED, partial_rotary_factor=0.2)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
-from paged_jax.models.layer_types import LayerGroup
+from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.preemption import PreemptionCosts
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Scheduler
