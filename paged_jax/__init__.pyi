@@ -29,8 +29,8 @@ from .models.text.tokenizer import Tokenizer as Tokenizer
 from .rollouts import Rollout as Rollout
 from .rollouts import rollout as rollout
 from .sampling.params import SamplingParams as SamplingParams
-from .sampling.structured import StructuredOutputError as StructuredOutputError
-from .sampling.structured import StructuredOutputsParams as StructuredOutputsParams
+from .sampling.params import StructuredOutputError as StructuredOutputError
+from .sampling.params import StructuredOutputsParams as StructuredOutputsParams
 from .scheduler.outputs import CompletionOutput as CompletionOutput
 from .scheduler.outputs import Explanation as Explanation
 from .scheduler.outputs import Logprob as Logprob

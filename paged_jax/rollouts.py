@@ -33,11 +33,10 @@ from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
-from paged_jax.sampling.constraints import Constraints
-from paged_jax.sampling.params import NUMBERS
+from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.params import NO_BIAS, NUMBERS, TokenBias
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, settle
-from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 from paged_jax.short_repr import short_repr
 
 # Tokens that a row gets before the blocks that have left windows are given back: few beside the

@@ -60,7 +60,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.part import Part
 from paged_jax.runner.sizes import Sizes
-from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
 # What the tiles of attention take, see above.

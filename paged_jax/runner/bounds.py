@@ -7,7 +7,7 @@ import numpy as np
 
 from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.sizes import Sizes
-from paged_jax.sampling.constraints import num_words
+from paged_jax.sampling.filters import num_words
 from paged_jax.scheduler.request import Sequence
 
 

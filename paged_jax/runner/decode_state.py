@@ -14,11 +14,9 @@ from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.runner.compiler import jit_for
-from paged_jax.sampling.constraints import Constraints
-from paged_jax.sampling.keys import fold_in
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.state import SlotSampling, slot_row, write_rows
-from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
+from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
+from paged_jax.sampling.state import SlotSampling, fold_in, slot_row, write_rows
 from paged_jax.short_repr import short_repr
 
 

@@ -33,7 +33,7 @@ from paged_jax.models.arguments import check_distinct
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.sample import Draws, rows_of, sample
 from paged_jax.sampling.state import SlotSampling
 from paged_jax.short_repr import short_repr
@@ -139,7 +139,7 @@ def decode_steps(
       >>> from paged_jax.models.config import LlamaConfig
       >>> from paged_jax.models.llama import Llama
       >>> from paged_jax.runner.decode_state import Assignment, assign
-      >>> from paged_jax.sampling import SamplingParams
+      >>> from paged_jax.sampling.params import SamplingParams
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))

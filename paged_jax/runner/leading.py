@@ -21,8 +21,7 @@ from paged_jax.runner.channel import Channel, Message
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.token_bias import TokenBias
+from paged_jax.sampling.params import SamplingParams, TokenBias
 
 
 class LeadingExecutor(Executor):

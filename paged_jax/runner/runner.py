@@ -24,7 +24,7 @@ from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.slots import Slots, slot_of
 from paged_jax.runner.weights import Weights
-from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
+from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.request import Sequence
 
 

@@ -1,5 +1,6 @@
-"""From raw logits to the distribution that is drawn from: biases, penalties, and filters."""
+"""Changes of logits before a token is drawn: biases, penalties, grammar masks and filters."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from jax import lax
 
 from paged_jax.dims import bind
 from paged_jax.sampling.state import SlotSampling
+from paged_jax.short_repr import short_repr
 
 
 def change(
@@ -19,10 +21,10 @@ def change(
     active: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
-    """Add the biases, hold stop tokens back, and apply the penalties, f32[B, V].
+    """Return logits f32[B, V] with biases, held-back stop tokens and penalties applied.
 
-    With neutral values every line returns its input bit for bit, so a row that asks for none of it
-    does not see whether a neighbour does.
+    With neutral values every line returns its input bit for bit. A row without these settings
+    therefore does not depend on the settings of other rows.
     """
     vocab_size = logits.shape[1]
     is_held = active & (positions < rows.held_until)
@@ -43,8 +45,8 @@ def change(
 
 
 def filter_drawn(z: jax.Array, rows: SlotSampling, is_drawn: jax.Array) -> jax.Array:
-    """`filter_logits` of the rows that are drawn, f32[B, V]; the others mean nothing."""
-    # Those are greedy: their filters, whatever they are, must not cost a search.
+    """Return `filter_logits` for the rows that are drawn, f32[B, V]. Other rows are undefined."""
+    # Other rows are greedy: neutral values avoid a search for their cut-offs.
     return filter_logits(
         z,
         temperature=jnp.where(is_drawn, rows.temperature, 1.0),
@@ -62,20 +64,20 @@ def filter_logits(
     top_k: jax.Array,
     top_p: jax.Array,
 ) -> jax.Array:
-    """The distribution that `sample` draws from, as unnormalised log-probabilities.
+    """Return the distribution that `sample` draws from, as unnormalised log-probabilities.
 
-    The temperature comes first, then min_p, top_k and top_p, in the order of vLLM V1.
+    The temperature is applied first, then min_p, top_k and top_p, in the order of vLLM V1.
 
     Args:
       logits: [S, V], after bias and penalties; no NaN and no +inf.
       temperature: f32[S], > 0.
       min_p: f32[S]; 0 is off.
       top_k: i32[S]; 0 is off.
-      top_p: f32[S]; 1 is off. Refers to the mass that min_p and top_k leave. Sums are made in
-        float32, so a set whose mass is within some 1e-6 of top_p may count as either.
+      top_p: f32[S]; 1 is off. Refers to the mass that min_p and top_k leave. Sums are computed in
+        float32, so a set with a mass within about 1e-6 of top_p may or may not reach it.
 
     Returns:
-      f32[S, V]: -inf for dropped tokens, 0 for the most probable one, and in between the others.
+      f32[S, V]: -inf for dropped tokens, 0 for the most probable token, at most 0 for the others.
 
     Raises:
       ValueError: shapes disagree (at trace time).
@@ -92,12 +94,12 @@ def filter_logits(
     z = logits.astype(jnp.float32)
     largest = jnp.max(z, axis=1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    # Relative to the largest before the division: no temperature can overflow then.
+    # Subtracting the largest before the division prevents overflow at any temperature.
     scaled = (z - largest) / temperature[:, None]
-    # In logarithms, because log(1) = 0 keeps exactly the largest and log(0) = -inf keeps all.
+    # Logarithms are exact at the ends: log(1) = 0 keeps the largest, log(0) = -inf keeps all.
     z = jnp.where(scaled >= jnp.log(min_p)[:, None], z, -jnp.inf)
-    # The cuts are searched among the logits: temperature does not change their order, but its
-    # rounding could merge neighbours.
+    # Search the cuts among the logits before division by the temperature, because its rounding
+    # could make neighbouring values equal.
     cuts = (_no_cut, _top_k_cut, _top_p_cut, _both_cuts)
     has_k, has_p = (jnp.any(x).astype(jnp.int32) for x in (top_k > 0, top_p < 1))
     cut = lax.switch(has_k + 2 * has_p, cuts, z, scaled, top_k, top_p)
@@ -105,18 +107,18 @@ def filter_logits(
 
 
 class _Cut(NamedTuple):
-    """What each row keeps: all above a logit, and of those that equal it the first.
+    """Entries that each row keeps: all above a logit, and the first ones equal to it.
 
     Attributes:
       logit: f32[S]; -inf keeps all.
-      last: i32[S], the id of the last of the equal ones that is kept.
+      last: i32[S], the largest id that is kept among entries equal to `logit`.
     """
 
     logit: jax.Array
     last: jax.Array
 
     def is_kept(self, z: jax.Array) -> jax.Array:
-        """Which entries of f32[S, V] are kept, bool[S, V]."""
+        """Return which entries of f32[S, V] are kept, bool[S, V]."""
         ids = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         logit, last = self.logit[:, None], self.last[:, None]
         return (z > logit) | ((z == logit) & (ids <= last))
@@ -130,22 +132,22 @@ def _no_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array)
 
 
 def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Keep the top_k largest of each row; where top_k is 0, all."""
+    """Return the cut that keeps the top_k largest entries of each row, or all if top_k is 0."""
     logit = jnp.where(top_k > 0, _highest_cut(z, None, top_k), -jnp.inf)
     num_ties = top_k - count(z > logit[:, None])
     return _Cut(logit, _place_of(z == logit[:, None], num_ties))
 
 
 def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Keep the smallest set with mass top_p of each row; where top_p is 1, all."""
+    """Return the cut that keeps the smallest set of mass top_p, or all if top_p is 1."""
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
     logit = _highest_cut(z, weights, goal)
-    # A goal that rounds to 0 is reached by the empty set: one token stays even so.
+    # The empty set reaches a goal that rounds to 0; keep one token anyway.
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Equal logits have equal weights, so the number of them that is needed is a quotient.
+    # Equal logits have equal weights, so a quotient gives the number of them that is needed.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     above = jnp.sum(_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
@@ -154,7 +156,7 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """What top_p keeps of what top_k keeps."""
+    """Return the cut that applies top_p to the entries kept by top_k."""
     by_k = _top_k_cut(z, scaled, top_k, top_p)
     by_p = _top_p_cut(jnp.where(by_k.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
     is_cut = by_p.logit > -jnp.inf
@@ -162,16 +164,21 @@ def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
-    """The highest float32 that entries of each row reach which together weigh `goal`, f32[S].
+    """Return the highest cut f32[S] such that the entries >= cut weigh at least `goal`.
 
-    Weights are f32[S, V], none below 0, or 1 each; -inf where all entries together weigh less.
+    The cut is -inf for rows with a smaller total weight.
 
-    A search over the bit patterns of float32, which is exact: the sums are made in a fixed order,
-    and rounding keeps sums of what is not negative monotone. On CPUs by halves, in 32 passes over
-    the row. On GPUs and TPUs, where to start a pass takes as long as to make it, 15 cuts are tried
-    in each of 8 passes. Measured on 2 CPU cores at S = 16, V = 49152, by halves: 3 to 6 ms, where
-    jnp.sort takes 143 ms. lax.top_k takes 1.1 ms for k = 20 and 2.7 ms for k = 256, but k would
-    have to be a static bound, and top_p has none.
+    This searches the bit patterns of float32. The search is exact, because sums are computed in a
+    fixed order and rounded sums of non-negative values are monotone. On CPUs it is a binary search
+    with 32 passes over the row. On GPUs and TPUs, where starting a pass takes as long as the pass,
+    8 passes try 15 cuts each. Measured on 2 CPU cores at S = 16, V = 49152: binary search 3 to
+    6 ms, jnp.sort 143 ms. lax.top_k takes 1.1 ms for k = 20 and 2.7 ms for k = 256, but it needs a
+    static bound for k, and top_p has none.
+
+    Args:
+      z: f32[S, V].
+      weights: f32[S, V], not negative; None for a weight of 1.
+      goal: [S].
     """
     args = z, goal, *(() if weights is None else (weights,))
     return lax.platform_dependent(
@@ -181,21 +188,21 @@ def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> ja
     )
 
 
-# Floats in the order of their values, as unsigned integers; what lies outside is no number.
+# Bounds of the floats as unsigned integers in the order of their values; NaNs are outside.
 _MINUS_INFINITY, _INFINITY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)
-# Entries that one thread block of a GPU sums.
+# Number of entries that a thread block of a GPU sums.
 _GROUP = 2048
-# Entries of which one is looked for at once; most vocabularies are multiples of it.
+# Size of the groups in `_place_of`. Most vocabulary sizes are multiples of it.
 _TIE_GROUP = 256
 
 
 def search_cut(
     z: jax.Array, goal: jax.Array, weights: jax.Array | None = None, *, num_bits: int
 ) -> jax.Array:
-    """`_highest_cut` by trying 2**num_bits - 1 cuts in each of 32 / num_bits passes."""
+    """Return `_highest_cut`, trying 2**num_bits - 1 cuts in each of 32 / num_bits passes."""
     num_rows, vocab_size = z.shape
     num_cuts = 2**num_bits - 1
-    # One pass for all cuts has two kernels, which leave as little to the second as that can sum.
+    # With several cuts, a first kernel sums groups and a second kernel adds their sums.
     group = _GROUP if num_cuts > 1 else vocab_size
     widths = ((0, 0), (0, -vocab_size % group))
     z = jnp.pad(z, widths, constant_values=-jnp.inf).reshape(num_rows, -1, group)
@@ -203,7 +210,7 @@ def search_cut(
         weights = jnp.pad(weights, widths).reshape(z.shape)
 
     def as_float(order):
-        # The bits of negative floats count downwards.
+        # Larger bit patterns of negative floats mean smaller values.
         bits = jnp.where(order >> 31 == 1, order ^ np.uint32(1 << 31), ~order)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -213,7 +220,7 @@ def search_cut(
         floats = as_float(cuts)[:, :, None, None]
         parts = [_sum(_above(z >= floats[i], weights)) for i in range(num_cuts)]
         is_reached = _sum(jnp.stack(parts)) >= goal[None]
-        # What lies past the largest integer begins again at 0.
+        # Cuts that overflow the unsigned integers wrap around to 0: ignore them.
         is_reached &= (cuts > low[None]) & (cuts < _INFINITY)
         return low + width * jnp.sum(is_reached, axis=0, dtype=jnp.uint32)
 
@@ -222,20 +229,20 @@ def search_cut(
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    # Of 32 bits, whatever JAX's settings.
+    # Keep 32 bits, also if x64 is enabled.
     return jnp.sum(x, axis=2, dtype=x.dtype)
 
 
 def _above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """What the entries above a cut add to a sum: their weights, or 1 each."""
+    """Return the weights of the entries above a cut, 1 each without weights; 0 elsewhere."""
     return is_above.astype(jnp.int32) if weights is None else jnp.where(is_above, weights, 0.0)
 
 
 def _place_of(mask: jax.Array, number: jax.Array) -> jax.Array:
-    """The id of the number-th True of each row of bool[S, V], i32[S]; at least V without it.
+    """Return the id of the `number`-th True of each row of bool[S, V], i32[S].
 
-    Which group of ids it lies in, and where in that group: a cumulative sum over whole rows would
-    take as long as the search for the cut.
+    The id is at least V if there are fewer. First the group of ids is found, then the place in the
+    group: a cumulative sum over whole rows would take as long as the search for the cut.
     """
     num_rows, vocab_size = mask.shape
     groups = jnp.pad(mask, ((0, 0), (0, -vocab_size % _TIE_GROUP)))
@@ -252,14 +259,134 @@ def _place_of(mask: jax.Array, number: jax.Array) -> jax.Array:
 def when(
     is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """function(x), which must be x where it is not needed; then it is skipped at run time.
+    """Return function(x), and skip the function at run time if it is not needed.
 
-    Not on GPUs, where the host waits for each condition, for longer than these functions take.
+    On GPUs the function always runs, because the host waits for each condition longer than these
+    functions take. function(x) must equal x if it is not needed.
     """
     is_cheap = lax.platform_dependent(cuda=lambda: True, rocm=lambda: True, default=lambda: False)
     return lax.cond(is_needed | is_cheap, function, lambda x: x, x)
 
 
 def count(mask: jax.Array) -> jax.Array:
-    """How many entries of each row are true, i32[S]."""
+    """Return the number of True entries of each row, i32[S]."""
     return jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Constraints:
+    """Tokens that grammars allow next in each slot, on the device.
+
+    Before a step the host writes, for each slot with a grammar, the tokens that must come next and
+    a mask for the position after them:
+
+        position      start         start + 1     start + 2             start + 3
+                      forced_ids[0] forced_ids[1] drawn with the mask   unknown: the program
+                                                                        stops before it
+
+    Attributes:
+      starts: i32[S], position of the first restricted token; -1 without a grammar.
+      num_forced: i32[S], number of forced tokens from this position on.
+      forced_ids: i32[S, N], the forced tokens.
+      masks: i32[S, ceil(V / 32)], one bit for each token that may follow the forced tokens. The
+        lowest bit of the first word is token 0.
+
+    Memory: one bit per slot and token of the vocabulary, 16 KB per slot at V = 128,000.
+    """
+
+    starts: jax.Array
+    num_forced: jax.Array
+    forced_ids: jax.Array
+    masks: jax.Array
+
+    @classmethod
+    def create(cls, num_slots: int, vocab_size: int, max_forced: int) -> "Constraints":
+        """Return constraints that restrict no slot.
+
+        Args:
+          num_slots: S.
+          vocab_size: V; 0 if no slot will ever have a grammar.
+          max_forced: N, maximum number of forced tokens of a slot.
+        """
+        return cls(
+            starts=jnp.full(num_slots, -1, jnp.int32),
+            num_forced=jnp.zeros(num_slots, jnp.int32),
+            forced_ids=jnp.zeros((num_slots, max_forced), jnp.int32),
+            masks=jnp.zeros((num_slots, num_words(vocab_size)), jnp.int32),
+        )
+
+    @property
+    def can_bind(self) -> bool:
+        """Whether the arrays have room for masks."""
+        return self.masks.shape[1] > 0
+
+    def of_rows(self, slots: jax.Array) -> "Constraints":
+        """Return the constraints of the rows of a batch. The masks stay indexed by slot.
+
+        Args:
+          slots: i32[B], the slots of the rows; any value for rows that are never active.
+        """
+        parts = self.starts, self.num_forced, self.forced_ids
+        parts = [x.at[slots].get(mode="clip") for x in parts]
+        return Constraints(*parts, masks=self.masks)
+
+    def write(
+        self,
+        slots: jax.Array,
+        starts: jax.Array,
+        num_forced: jax.Array,
+        forced_ids: jax.Array,
+        masks: jax.Array,
+    ) -> "Constraints":
+        """Replace the constraints of some slots.
+
+        Args:
+          slots: i32[S], the slots to write; negative entries are ignored.
+          starts: i32[S], see the attributes.
+          num_forced: i32[S].
+          forced_ids: i32[S, N].
+          masks: i32[S, ceil(V / 32)].
+        """
+        num_slots = self.starts.shape[0]
+        slots = jnp.where(slots >= 0, slots, num_slots)
+        new = Constraints(starts, num_forced, forced_ids, masks)
+        return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
+
+    def is_masked(self, positions: jax.Array) -> jax.Array:
+        """Return which rows draw with a mask at these positions i32[B], bool[B]."""
+        return (self.starts >= 0) & (positions == self.starts + self.num_forced)
+
+    def mask(
+        self, logits: jax.Array, positions: jax.Array, active: jax.Array, slots: jax.Array
+    ) -> jax.Array:
+        """Return logits f32[B, V] without the tokens that the masks of active rows exclude.
+
+        Every allowed token can be drawn: a logit of -inf becomes the lowest finite number.
+        """
+        vocab_size = logits.shape[1]
+        words = self.masks.at[slots].get(mode="clip")
+        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
+        allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] == 1
+        lowest = jnp.finfo(logits.dtype).min
+        bound = jnp.where(allowed, jnp.maximum(logits, lowest), -jnp.inf)
+        return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
+
+    def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return token ids i32[B] with drawn tokens replaced by forced tokens."""
+        place = positions - self.starts
+        is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
+        place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)
+        known = jnp.take_along_axis(self.forced_ids, place[:, None], axis=1)[:, 0]
+        return jnp.where(is_forced, known, token_ids)
+
+
+def num_words(vocab_size: int) -> int:
+    """Return the number of 32-bit words of a mask with one bit for each token.
+
+    Example:
+      >>> num_words(64), num_words(65)
+      (2, 3)
+    """
+    return -(-vocab_size // 32)

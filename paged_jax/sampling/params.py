@@ -1,33 +1,32 @@
-"""How a request says that its tokens are chosen: plain Python, checked when it is made."""
+"""Sampling parameters of a request and biases of a model. Plain Python, no jax."""
 
 import dataclasses
+import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_jax.argument_names import names_arguments
 from paged_jax.checks import ArgumentError, is_int, is_real
-from paged_jax.sampling.structured import StructuredOutputsParams
 from paged_jax.short_repr import short_repr
 
 MAX_LOGPROBS = 20
-"""Most candidates that are reported with a token."""
+"""Maximum number of candidates reported with a token."""
 MAX_N = 2**14
-"""Most samples of a prompt, as in vLLM: all of them are on the host from the start."""
+"""Maximum number of samples of a prompt, as in vLLM. The host creates all of them on arrival."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """What is known of a numeric parameter besides its default.
+    """Type, bounds and texts of a numeric parameter.
 
     Attributes:
-      type: `int` or `float`, which takes integers too.
-      bounds: bounds of the value, by their names in `operator`: ge, gt, le and lt.
-      rule: the bounds in words, after "must".
-      advice: the sentence that follows the rule in an error.
-      help: the text for the flag of ``python -m paged_jax.generate``; None for no flag.
-      is_recommended: whether the authors of a model may recommend a value in its
-        ``generation_config.json``.
+      type: `int`, or `float`, which accepts integers.
+      bounds: bounds of the value, by the names ge, gt, le and lt of `operator`.
+      rule: the bounds in words, to follow "must".
+      advice: the sentence that follows the rule in an error message.
+      help: the help text of the flag of ``python -m paged_jax.generate``; None for no flag.
+      is_recommended: whether ``generation_config.json`` may recommend a value.
     """
 
     type: type[int] | type[float]
@@ -38,7 +37,7 @@ class Number:
     is_recommended: bool = False
 
     def allows(self, value: object) -> bool:
-        """Whether the value is a finite number of the type, within the bounds."""
+        """Return whether a value is a finite number of the type, within the bounds."""
         return (is_int if self.type is int else is_real)(value) and all(
             getattr(operator, name)(value, bound) for name, bound in self.bounds.items()
         )
@@ -51,7 +50,7 @@ NUMBERS: Mapping[str, Number] = {
         {"ge": 0},
         "be finite and >= 0",
         "Use 0 for greedy.",
-        help="divisor of the logits; 0 always takes the most probable token; default: the model's",
+        help="divisor of the logits, 0 for the most probable token; default: the model's value",
         is_recommended=True,
     ),
     "top_p": Number(
@@ -62,7 +61,7 @@ NUMBERS: Mapping[str, Number] = {
         help="sample from the most probable tokens whose probabilities add up to X",
         is_recommended=True,
     ),
-    # The upper bound is that of the int32 which holds it on the device.
+    # The device stores top_k as int32.
     "top_k": Number(
         int,
         {"ge": -1, "lt": 2**31},
@@ -90,11 +89,104 @@ NUMBERS: Mapping[str, Number] = {
         {"gt": 0},
         "be finite and > 0",
         "Use 1.0 for none.",
-        help="divide the positive logits of tokens that came before by X, multiply the negative",
+        help="divide positive and multiply negative logits of earlier tokens by X",
         is_recommended=True,
     ),
 }
-"""The numbers that shape the distribution: also what the server and the command line take."""
+"""Numeric parameters. The server and the command line are derived from this table."""
+
+_STRUCTURED = "StructuredOutputsParams"
+
+
+class StructuredOutputError(RuntimeError):
+    """The grammar of a structured output became too complex to follow."""
+
+
+@names_arguments
+@short_repr
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Required form of a generated text, with the names of vLLM. Exactly one field must be set.
+
+    Attributes:
+      json: a JSON schema as text or as parsed data; stored as text.
+      regex: a regular expression for the whole text, in the syntax of Rust's crate `regex`.
+      choice: the allowed texts; stored as a tuple.
+      grammar: a grammar of llguidance, a variant of Lark. The text follows its rule ``start``.
+      json_object: True for any JSON object.
+
+    Raises:
+      ValueError: not exactly one field is set, or it has a wrong type. Schemas and grammars are
+        compiled later, see `Engine.add_request`.
+
+    Example:
+      >>> StructuredOutputsParams(choice=["yes", "no"]).choice
+      ('yes', 'no')
+      >>> StructuredOutputsParams(json={"type": "integer"}).json
+      '{"type": "integer"}'
+      >>> StructuredOutputsParams()
+      Traceback (most recent call last):
+      ...
+      paged_jax.checks.ArgumentError: StructuredOutputsParams: exactly one of json, regex, ...
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(field.name for field in dataclasses.fields(self))
+            found = " and ".join(given) or "none"
+            raise ArgumentError(_STRUCTURED, f"exactly one of {names} must be given, got {found}.")
+        [name] = given
+        object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
+
+
+def _schema(name: str, value: Any) -> str:
+    try:
+        # Do not sort the keys: their order is the order of the properties in the text.
+        text = json.dumps(dict(value)) if isinstance(value, Mapping) else value
+        is_schema = isinstance(text, str) and isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(_STRUCTURED, f"must be JSON: {error}.", name) from None
+    _require_form(is_schema, name, "be a JSON schema, as a dict or as text", value)
+    return text
+
+
+def _text(name: str, value: Any) -> str:
+    _require_form(isinstance(value, str) and bool(value), name, "be a non-empty text", value)
+    return value
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    is_good = is_list and bool(value) and all(isinstance(text, str) and text for text in value)
+    _require_form(is_good, name, "be a list of one or more non-empty texts", value)
+    return tuple(value)
+
+
+def _true(name: str, value: Any) -> bool:
+    _require_form(value is True, name, "be a bool", value)
+    return True
+
+
+_CHECKS: Mapping[str, Any] = {
+    "json": _schema,
+    "regex": _text,
+    "choice": _texts,
+    "grammar": _text,
+    "json_object": _true,
+}
+
+
+def _require_form(is_ok: bool, name: str, rule: str, value: object) -> None:
+    if not is_ok:
+        raise ArgumentError(_STRUCTURED, f"must {rule}, got {value!r}.", name)
+
 
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
@@ -103,38 +195,38 @@ _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_i
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, with vLLM's names and meanings.
+    """Sampling parameters of a request, with the names and meanings of vLLM.
 
     Attributes:
-      n: samples to draw from the prompt, 16384 at most. Each has its own random stream.
-      temperature: divides the logits; 0 (and anything below 1e-5) always takes the largest.
-      top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+      n: number of samples, at most 16384. Each sample has its own random stream.
+      temperature: divisor of the logits; 0 (and anything below 1e-5) always takes the largest.
+      top_p: keep the smallest set of tokens whose total probability reaches this, in (0, 1].
       top_k: keep the k most probable tokens; 0 or -1 keeps all.
-      min_p: drop tokens less probable than this times the most probable one, in [0, 1].
-      presence_penalty: subtracted from the logit of a token that was generated before.
+      min_p: drop tokens less probable than this times the most probable token, in [0, 1].
+      presence_penalty: subtracted from the logits of tokens that were generated before.
       frequency_penalty: subtracted once for each time that a token was generated before.
-      repetition_penalty: divides the positive and multiplies the negative logits of tokens that
-        are in the prompt or were generated.
-      seed: the seed of the random draws, 0 to 2**63 - 1; None, or -1, lets the engine pick one.
-      stop: text that ends the output; one string or several, kept as a tuple.
-      stop_token_ids: tokens that end the output, kept as a tuple.
-      max_tokens: most tokens to generate; None is up to the longest context. With 0 the prompt is
-        only computed: for its `prompt_logprobs`, or to be found in the prefix cache.
-      min_tokens: tokens to generate before any stop token may appear.
+      repetition_penalty: divides positive and multiplies negative logits of tokens that are in
+        the prompt or were generated.
+      seed: seed of the random draws, 0 to 2**63 - 1. With None or -1 the engine picks a seed.
+      stop: text that ends the output, one string or several; stored as a tuple.
+      stop_token_ids: tokens that end the output; stored as a tuple.
+      max_tokens: maximum number of tokens to generate; None for the longest context. With 0 the
+        prompt is only computed, for `prompt_logprobs` or for the prefix cache.
+      min_tokens: number of tokens to generate before a stop token may appear.
       ignore_eos: continue after the model's end-of-sequence token.
-      logprobs: how many of the most probable tokens to report at each position, beside the chosen
-        one; None reports nothing.
-      prompt_logprobs: the same for each position of the prompt but the first.
-      logit_bias: added to the logits of these tokens, of which there may be 1024.
-      detokenize: make text of the tokens; False saves that work where only tokens are wanted.
-      skip_special_tokens: leave special tokens out of the text.
+      logprobs: number of most probable tokens to report at each position, in addition to the
+        chosen token; None reports nothing.
+      prompt_logprobs: the same for each position of the prompt except the first.
+      logit_bias: added to the logits of at most 1024 tokens, by token id.
+      detokenize: convert the tokens to text. False saves this work if only tokens are needed.
+      skip_special_tokens: omit special tokens from the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
-      structured_outputs: the form that the text must have, such as a JSON schema. It ends where
-        that is complete; `max_tokens` may cut it short before. `min_tokens` lets it end later where
-        the form goes on, and not where it does not; with `ignore_eos` any text follows the form.
+      structured_outputs: the required form of the text, such as a JSON schema. The text ends when
+        the form is complete, or earlier at `max_tokens`. With `min_tokens` it ends later if the
+        form allows more text. With `ignore_eos` free text follows the form.
 
     Raises:
-      ValueError: a value is out of bounds; the message names the field and the bound.
+      ValueError: a value is out of bounds. The message names the field and the bound.
 
     Example:
       >>> params = SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="END")
@@ -162,7 +254,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # A dict cannot be hashed; equality still compares it.
+    # Excluded from the hash, because dicts have none. Equality still compares it.
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -201,7 +293,7 @@ class SamplingParams:
         _require(
             most != 0 or self.n == 1,
             "n",
-            "be 1 where max_tokens is 0, as nothing is drawn",
+            "be 1 if max_tokens is 0, because nothing is generated",
             self.n,
             "Use 1.",
         )
@@ -211,7 +303,7 @@ class SamplingParams:
             "min_tokens",
             "be an integer >= 0",
             least,
-            "Use 0 to allow a stop at once.",
+            "Use 0 to allow an immediate stop.",
         )
         _require(
             most is None or least <= most,
@@ -222,7 +314,7 @@ class SamplingParams:
         )
 
     def _check_tokens(self) -> None:
-        if is_int(self.seed) and self.seed == -1:  # as vLLM has it
+        if is_int(self.seed) and self.seed == -1:  # as in vLLM
             object.__setattr__(self, "seed", None)
         seed = self.seed
         _require(
@@ -230,7 +322,7 @@ class SamplingParams:
             "seed",
             "be an integer in [0, 2**63 - 1] or None",
             seed,
-            "Use None to have one picked.",
+            "Use None for a seed picked by the engine.",
         )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
@@ -249,9 +341,9 @@ class SamplingParams:
                 "logit_bias",
                 "map token ids >= 0 to finite numbers",
                 self.logit_bias,
-                "JSON makes strings of the keys: convert them to int.",
+                "The keys of JSON objects are strings: convert them to int.",
             )
-            # A copy, so that a later change of the caller's dict cannot reach a frozen object.
+            # A copy: later changes of the caller's dict must not change this frozen object.
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stop(self) -> None:
@@ -262,7 +354,7 @@ class SamplingParams:
             "stop",
             "be a non-empty string or a sequence of them",
             self.stop,
-            "Use None to stop at no text.",
+            "Use None for no stop string.",
         )
         object.__setattr__(self, "stop", tuple(stop or ()))
         _require(
@@ -270,7 +362,7 @@ class SamplingParams:
             "detokenize",
             "be True with stop strings",
             self.detokenize,
-            "They are looked for in the text.",
+            "Stop strings are searched in the text.",
         )
         tokens = self.stop_token_ids
         _require(
@@ -278,7 +370,7 @@ class SamplingParams:
             "stop_token_ids",
             "be a sequence of integers >= 0 and < 2**31",
             tokens,
-            "Use None to stop at no further token.",
+            "Use None for no stop token.",
         )
         object.__setattr__(self, "stop_token_ids", tuple(tokens or ()))
 
@@ -309,3 +401,41 @@ def _is_token_id(value: Any) -> bool:
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+class TokenBias(NamedTuple):
+    """Biases that a model's authors recommend for the logits of some tokens of every request.
+
+    Attributes:
+      ids: the biased tokens.
+      values: the bias of each token; -inf prevents the token.
+      start_ids: tokens that must not be the first generated token.
+
+    Example:
+      >>> bias = TokenBias(ids=(7, 4), values=(-float("inf"), 1.5), start_ids=(2,))
+      >>> bias.values_at(0), bias.values_at(1)
+      ((-inf, -inf, 1.5), (0.0, -inf, 1.5))
+    """
+
+    ids: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    start_ids: tuple[int, ...] = ()
+
+    @property
+    def all_ids(self) -> tuple[int, ...]:
+        """All biased tokens; `start_ids` come first."""
+        return self.start_ids + self.ids
+
+    @property
+    def suppresses_only(self) -> bool:
+        """Whether every bias is -inf."""
+        return all(value == -float("inf") for value in self.values)
+
+    def values_at(self, index: int) -> tuple[float, ...]:
+        """Return the biases of `all_ids` for the generated token with this index."""
+        at_start = -float("inf") if index == 0 else 0.0
+        return (at_start,) * len(self.start_ids) + self.values
+
+
+NO_BIAS = TokenBias()
+"""The bias of a model without recommended biases."""

@@ -1,22 +1,22 @@
-"""From logits to tokens: the function that draws inside a decode step.
+"""Choice of the next token of each row, inside the compiled decode step.
 
-A token depends on four things and nothing else: its row of logits, the seed, which of the ``n``
-samples it belongs to, and its position in the sequence. It does not depend on the slot, on the
-other rows of the batch, or on how many decode steps run in one dispatch.
+A token depends only on its row of logits, the seed, the index of the sample in its request, and its
+position in the sequence. It does not depend on the slot, on the other rows of the batch, or on the
+number of decode steps in one program.
 
-Each row goes through the order that vLLM V1 uses:
+Each row goes through the order of vLLM V1:
 
     logit bias, held-back stop tokens -> penalties -> mask of a grammar
     -> [temperature 0: the largest logit]
     -> temperature and filters, see `filter_logits` -> draw
 
-**Ties.** Tokens are ordered by logit, and among equal logits by id, lowest first. So top_k keeps
-exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses what
-``temperature=0`` chooses. (vLLM keeps all tokens that tie with the k-th.)
+**Ties.** Tokens are ordered by logit, and equal logits by id, lowest first. top_k therefore keeps
+exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses the
+same token as ``temperature=0``. (vLLM keeps all tokens that tie with the k-th.)
 
-**Bad logits.** -inf is never chosen. NaN counts as -inf and +inf as the largest float32, so no bad
-value ever yields a token out of range; the reported log-probability of such a row is NaN, which is
-how the caller notices. A row without a single usable logit yields token 0.
+**Bad logits.** -inf is never chosen. NaN counts as -inf, and +inf as the largest float32, so every
+token is in range. The reported log-probability of such a row is NaN, so the caller can detect it. A
+row without a usable logit yields token 0.
 """
 
 import dataclasses
@@ -32,37 +32,44 @@ from paged_jax.checks import is_int
 from paged_jax.dims import bind
 from paged_jax.kernels import cpu
 from paged_jax.sampling import filters
-from paged_jax.sampling.constraints import Constraints
-from paged_jax.sampling.keys import as_key, fold_in
-from paged_jax.sampling.state import SlotSampling
+from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.state import SlotSampling, as_key, fold_in
 from paged_jax.short_repr import short_repr
 
-# Size of the groups in which a token is drawn, see _categorical. A multiple of the vector width of
-# every backend that divides most vocabularies, which avoids a padded copy.
+# Group size in `_categorical`: a multiple of every backend's vector width that divides most
+# vocabulary sizes, so no padded copy is needed.
 _DRAW_GROUP = 128
 
 
 @short_repr
 class Draws(NamedTuple):
-    """What was drawn for each row, and how probable it is under the logits as they came."""
+    """Tokens drawn for each row, with log-probabilities under the model's own logits.
 
-    token_ids: jax.Array  # i32 [B], 0 where not active
-    logprobs: jax.Array  # f32 [B], of the tokens; 0 where not active, NaN where logits are bad
-    ranks: jax.Array  # i32 [B], of the tokens, 1 is the most probable; 0 where not asked for
-    top_ids: jax.Array  # i32 [B, N], the most probable tokens; 0 where not asked for
-    top_logprobs: jax.Array  # f32 [B, N], theirs; 0 where not asked for
+    Attributes:
+      token_ids: i32[B], the tokens; 0 for inactive rows.
+      logprobs: f32[B], their log-probabilities; 0 for inactive rows, NaN for bad logits.
+      ranks: i32[B], their ranks, 1 is the most probable; 0 unless requested.
+      top_ids: i32[B, N], the most probable tokens; 0 unless requested.
+      top_logprobs: f32[B, N], log-probabilities of `top_ids`; 0 unless requested.
+    """
+
+    token_ids: jax.Array
+    logprobs: jax.Array
+    ranks: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
     def pack(self) -> jax.Array:
-        """All of them in one array i32[B, 3 + 2 * N], which is one kernel to write, not five."""
+        """Pack all fields into i32[B, 3 + 2 * N], which one kernel writes instead of five."""
         columns = [x if x.ndim > 1 else x[:, None] for x in self]
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in columns]
         return jnp.concatenate(bits, axis=1)
 
     @classmethod
     def unpack(cls, packed: jax.Array) -> "Draws":
-        """The draws of i32[..., B, 3 + 2 * N]; the fields have the same first axes.
+        """Return the draws packed in i32[..., B, 3 + 2 * N].
 
-        Of an array of NumPy they are views.
+        The fields have the same leading dimensions. They are views of a NumPy array.
         """
         token_ids, logprobs, ranks = (packed[..., i] for i in range(3))
         num_top = (packed.shape[-1] - 3) // 2
@@ -85,34 +92,36 @@ def sample(
     """Choose one token for each active row.
 
     Args:
-      logits: [B, V], any float dtype; computed with in float32.
-      rows: the sampling state of each row: that of S slots, or `rows_of` it.
-      positions: i32[B], the index that the new token will have in its sequence, which is the
-        number of tokens before it. Seeds the draw.
-      active: bool[B]. The logits of other rows are ignored.
-      slots: i32[B], the distinct slots of the active rows; anything for other rows. None is for
-        B = S, where row i is slot i.
-      with_top: bool[], whether the most probable tokens are looked for.
-      constraints: what grammars allow in each row, see `Constraints.of_rows`; None for anything.
-      num_top: N, how many of them (static); 0 reports no ranks either.
+      logits: [B, V], any float dtype; converted to float32.
+      rows: the sampling state of each row: the state of S slots, or `rows_of` it.
+      positions: i32[B], the index of the new token in its sequence, which is the number of tokens
+        before it. It seeds the draw.
+      active: bool[B]. The logits of inactive rows are ignored.
+      slots: i32[B], the distinct slots of the active rows; any value for inactive rows. None if
+        B = S and row i is slot i.
+      with_top: bool[], whether to compute ranks and the most probable tokens.
+      constraints: tokens that grammars allow in each row, see `Constraints.of_rows`; None if no
+        row has a grammar.
+      num_top: N, number of most probable tokens (static); with 0, ranks are not computed either.
 
     Returns:
-      draws: the tokens. Their log-probabilities are those of the logits as they came, before bias,
-        penalties and temperature (vLLM's ``raw_logprobs``); NaN where the row holds NaN or +inf.
-      rows: with the tokens of active rows counted; in place, if they are donated.
+      draws: the tokens. Their log-probabilities are computed from `logits` before bias, penalties
+        and temperature (vLLM's ``raw_logprobs``); NaN for rows with NaN or +inf.
+      rows: the state with the tokens of active rows counted, updated in place if donated.
 
     Raises:
       ValueError: shapes disagree, or `num_top` is out of range (at trace time).
 
-    Cost: what no active row asks for is skipped at run time, by ``lax.cond``: of a greedy batch one
-    condition is looked at, and it makes no noise, looks for no cut-off and reads no counts. Where
-    the host waits for each condition, on GPUs, a batch that is drawn looks at two more: for
-    filters, and for the most probable tokens. Do not ``vmap`` this: it turns every cond into both
-    of its branches. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, drawn 2 ms, top_k or top_p 6
-    to 9 ms, both 13 to 16 ms.
+    Cost: ``lax.cond`` skips at run time the work that no active row needs. A greedy batch checks
+    one condition, and generates no noise, searches no cut-off and reads no counts. On GPUs, where
+    the host waits for each condition, a sampled batch checks two more conditions: for filters and
+    for the most probable tokens. Do not ``vmap`` this function, because that runs both branches of
+    every cond. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, sampled 2 ms, with top_k or top_p
+    6 to 9 ms, with both 13 to 16 ms.
 
     Example:
-      >>> from paged_jax.sampling import SamplingParams, write_slot
+      >>> from paged_jax.sampling.params import SamplingParams
+      >>> from paged_jax.sampling.state import write_slot
       >>> state = write_slot(SlotSampling.create(2, 3), 0, SamplingParams(temperature=0), seed=0)
       >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
       >>> draws, state = sample(logits, state, jnp.array([5, 0]), jnp.array([True, False]))
@@ -150,18 +159,18 @@ def sample(
     def unreported(raw, tokens):
         return _unreported(tokens, num_top).pack()
 
-    # Two passes over the logits give the largest, its first id and the denominator.
+    # Two passes over the logits compute the largest logit, its first id and the denominator.
     finite = _finite_or_dropped(raw)
     largest = jnp.max(finite, axis=1, keepdims=True)
     greedy = settle(_first(finite == largest))
-    # All in one branch: each cond that returns logits costs a copy of them, and on a GPU the host
+    # One branch for everything: each cond that returns logits copies them, and on GPUs the host
     # waits for each condition.
     is_special = jnp.any(is_changed | is_drawn) | is_reported
     chosen = lax.cond(is_special, choose, unreported, raw, greedy)
     draws = Draws.unpack(chosen)
     tokens = draws.token_ids
     logprobs = jnp.where(active, _at(raw, tokens) - log_sum_exp(raw, largest)[:, 0], 0.0)
-    # The slot S of inactive rows is out of range, and dropped.
+    # Inactive rows get slot S, which is out of range and dropped.
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
@@ -175,7 +184,7 @@ def _check_shapes(
     active: jax.Array,
     slots: jax.Array | None,
 ) -> jax.Array:
-    """The slots of the rows, if all shapes agree."""
+    """Check that all shapes agree, and return the slots of the rows."""
     if slots is None:
         bind("sample", logits=(logits, "SV"), output_counts=(rows.output_counts, "SV"))
         slots = jnp.arange(rows.output_counts.shape[0], dtype=jnp.int32)
@@ -198,9 +207,14 @@ def _choose(
     is_drawn: jax.Array,
     draw: Callable[[], jax.Array],
 ) -> jax.Array:
-    """The largest of the logits f32[B, V], or a draw where `is_drawn`, i32[B].
+    """Return the tokens i32[B]: draws if `is_drawn`, otherwise ids of the largest logits.
 
-    `greedy` i32[B] are the largest ones before some rows were changed.
+    Args:
+      z: f32[B, V], the logits after changes.
+      greedy: i32[B], ids of the largest logits before changes.
+      is_changed: bool[B], whether the logits of a row were changed.
+      is_drawn: bool[B], whether a row is sampled.
+      draw: function that returns sampled tokens i32[B].
     """
     tokens = filters.when(
         jnp.any(is_changed), lambda tokens: jnp.where(is_changed, _argmax(z), tokens), greedy
@@ -211,14 +225,14 @@ def _choose(
 
 
 def _unreported(tokens: jax.Array, num_top: int) -> Draws:
-    """Tokens i32[B] of which no more is asked."""
+    """Return draws with only token ids i32[B]; all other fields are zero."""
     zeros = jnp.zeros((*tokens.shape, num_top), jnp.int32)
     none = jnp.zeros_like(tokens)
     return Draws(tokens, _as_float(none), none, zeros, _as_float(zeros))
 
 
 def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) -> Draws:
-    """Ranks, and the most probable tokens, of each active row; 0 for other rows."""
+    """Return draws with ranks and most probable tokens of active rows; 0 for other rows."""
     values, ids = top_logprobs(raw, num_top)
     return _unreported(tokens, num_top)._replace(
         ranks=jnp.where(active, ranks(raw, tokens), 0),
@@ -228,15 +242,15 @@ def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) 
 
 
 def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
-    """The sampling state of the rows of a batch, for `sample`.
+    """Return the sampling state of the rows of a batch, for `sample`.
 
     Args:
       state: the sampling state of S slots.
-      slots: i32[B], the slots of the rows; for rows that are never active anything.
+      slots: i32[B], the slots of the rows; any value for rows that are never active.
 
     Returns:
-      The state with one entry for each row, but whole, S slots, where there is an entry for each
-      token of the vocabulary: that is not copied, and is indexed by `slots` in `sample`.
+      The state with one entry for each row. Fields with V entries per slot are not copied: they
+      keep all S slots, and `sample` indexes them by its argument `slots`.
     """
     whole = {"prompt_mask": state.prompt_mask, "output_counts": state.output_counts}
     rows = jax.tree.map(
@@ -248,16 +262,16 @@ def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
 def top_logprobs(
     logits: jax.Array, k: int, bias: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The k most probable tokens of each row and their log-probabilities.
+    """Return the k most probable tokens of each row and their log-probabilities.
 
     Args:
-      logits: [S, V], as they came from the model.
+      logits: [S, V], the logits of the model.
       k: static, 1 <= k <= V.
-      bias: token ids i32[K], and numbers f32[S, K] that are added to their log-probabilities.
+      bias: token ids i32[K] and values f32[S, K] that are added to their log-probabilities.
 
     Returns:
       values: f32[S, k], largest first.
-      ids: i32[S, k]; equal values in the order of their ids.
+      ids: i32[S, k]; equal values are ordered by id.
 
     Raises:
       ValueError: k is out of range.
@@ -271,7 +285,7 @@ def top_logprobs(
     if not is_int(k) or not 1 <= k <= vocab_size:
         raise ValueError(
             f"top_logprobs: k must be an integer in [1, {vocab_size}], got {k!r}. "
-            "Skip the call where no request asks for log-probabilities."
+            "Skip the call if no request needs log-probabilities."
         )
     logits = logits.astype(jnp.float32)
     if bias is None:
@@ -284,10 +298,14 @@ def top_logprobs(
 
 
 def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
-    """The logarithm of the softmax's denominator, f32 ``[S, 1]`` of logits f32 ``[S, V]``.
+    """Return the logarithm of the softmax denominator, f32[S, 1].
 
-    As `jax.nn.logsumexp`, but that few rows on a CPU are summed alike in batches of any size. The
-    largest logits may be given as `peak`, f32 ``[S, 1]``.
+    Unlike `jax.nn.logsumexp`, small batches on CPUs sum each row in the same order for any number
+    of rows.
+
+    Args:
+      logits: f32[S, V].
+      peak: f32[S, 1], the largest logits; computed if None.
 
     Example:
       >>> round(float(log_sum_exp(jnp.log(jnp.array([[0.5, 1.0, 1.5]])))[0, 0]), 4)
@@ -303,10 +321,10 @@ def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
 
 
 def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """The rank of one token of each row, i32[S]; 1 is the most probable.
+    """Return the rank of one token of each row, i32[S]; 1 is the most probable.
 
     Args:
-      logits: [S, V], as they came from the model.
+      logits: [S, V], the logits of the model.
       token_ids: i32[S].
 
     Example:
@@ -317,21 +335,21 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def _finite_or_dropped(z: jax.Array) -> jax.Array:
-    """The policy for bad logits, see the top of the file."""
+    """Replace bad logits as described at the top of the file."""
     return jnp.nan_to_num(z, nan=-jnp.inf, posinf=jnp.finfo(jnp.float32).max, neginf=-jnp.inf)
 
 
 def _argmax(z: jax.Array) -> jax.Array:
-    """The first id of the largest value, i32[S]. No NaN may be in z.
+    """Return the first id of the largest value of each row, i32[S]. z must not contain NaN.
 
-    Two plain reductions: at S = 16, V = 49152 on 2 cores they take 0.4 ms, where jnp.argmax, one
-    reduction over pairs that XLA does not vectorise on CPU, takes 1.8 ms.
+    Two plain reductions take 0.4 ms at S = 16, V = 49152 on 2 cores. jnp.argmax takes 1.8 ms,
+    because it reduces pairs, which XLA does not vectorise on CPUs.
     """
     return _first(z == jnp.max(z, axis=1, keepdims=True))
 
 
 def _first(mask: jax.Array) -> jax.Array:
-    """The first id that is True in each row of bool[S, V], i32[S]; V where there is none."""
+    """Return the first True id of each row of bool[S, V], i32[S]; V if there is none."""
     ids = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
     return jnp.min(jnp.where(mask, ids, mask.shape[1]), axis=1)
 
@@ -339,17 +357,17 @@ def _first(mask: jax.Array) -> jax.Array:
 def _draw(
     z: jax.Array, state: SlotSampling, positions: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
-    """Draw from the filtered distribution, i32[S]. Rows outside of is_drawn mean nothing."""
+    """Draw from the filtered distribution, i32[S]. Rows outside of is_drawn are undefined."""
     log_weights = filters.filter_drawn(z, state, is_drawn)
     return _categorical(log_weights, jax.vmap(fold_in)(state.keys, positions))
 
 
 def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw from exp(log_weights), f32[S, V] with a maximum of 0 in each row, to i32[S].
+    """Draw tokens i32[S] from exp(log_weights), f32[S, V] with a maximum of 0 in each row.
 
-    The Gumbel-max trick, twice: first it draws a group of neighbouring tokens by its mass, then a
-    token of that group. The distribution is the same as that of one draw over all tokens, with
-    V / 128 + 128 random numbers a row instead of V: 0.2 ms instead of 11.9 ms at S = 16,
+    This applies the Gumbel-max trick twice: it draws a group of neighbouring tokens by the group's
+    mass, then a token of the group. The distribution equals a single draw over all tokens, but a
+    row needs V / 128 + 128 random numbers instead of V: 0.2 ms instead of 11.9 ms at S = 16,
     V = 49152 on 2 cores.
     """
     num_rows, vocab_size = log_weights.shape
@@ -357,7 +375,7 @@ def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
     padding = num_groups * _DRAW_GROUP - vocab_size
     log_weights = jnp.pad(log_weights, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     groups = log_weights.reshape(num_rows, num_groups, _DRAW_GROUP)
-    # "high" has the far tail of the noise right, which a large vocabulary does reach.
+    # mode="high" keeps the far tail of the noise accurate, which large vocabularies reach.
     noise = jax.vmap(
         lambda key: jax.random.gumbel(
             as_key(key), (num_groups + _DRAW_GROUP,), jnp.float32, mode="high"

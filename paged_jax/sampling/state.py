@@ -1,4 +1,4 @@
-"""The sampling state of every slot, and how the host writes slots of it."""
+"""Sampling state of every slot on the device, and the functions that write it from the host."""
 
 import dataclasses
 import functools
@@ -10,16 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.checks import is_int
-from paged_jax.sampling.keys import fold_in
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
+from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 from paged_jax.short_repr import short_repr
 
-# vLLM's rule: below this a temperature means greedy. It also keeps the quotient away from
-# denormal floats, which some backends flush to zero.
+# Lower temperatures mean greedy, as in vLLM. This also avoids denormal quotients, which some
+# backends flush to zero.
 SMALLEST_TEMPERATURE = 1e-5
-# Past all positions.
+# A position after all positions.
 _ALWAYS = 2**31 - 1
+
+
+def as_key(key_data: jax.Array) -> jax.Array:
+    """Return the `jax.random` key of threefry key data u32[..., 2]."""
+    # The explicit implementation keeps seeds independent of jax_default_prng_impl.
+    return jax.random.wrap_key_data(key_data, impl="threefry2x32")
+
+
+def fold_in(key_data: jax.Array, number: jax.Array) -> jax.Array:
+    """Return the data of a new random key derived from key data and a number."""
+    return jax.random.key_data(jax.random.fold_in(as_key(key_data), number))
 
 
 @functools.partial(
@@ -48,7 +57,7 @@ _ALWAYS = 2**31 - 1
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class SlotSampling:
-    """The sampling state of every slot, on the device. Unused slots are greedy.
+    """Sampling state of every slot, on the device. Unused slots are greedy.
 
     Attributes:
       temperature: f32[S]; 0 is greedy.
@@ -59,18 +68,18 @@ class SlotSampling:
       frequency_penalty: f32[S].
       repetition_penalty: f32[S]; 1 is off.
       keys: u32[S, 2], threefry key data: the seed, folded with the sample index.
-      bias_ids: i32[S, max_logit_bias], filled up with V, which is no token.
+      bias_ids: i32[S, max_logit_bias], padded with V, which is no token.
       bias_values: f32[S, max_logit_bias].
-      num_start_ids: i32[S], number of biases, the first ones, that hold before `start_until`.
-      start_until: i32[S], the first position at which these biases do not hold.
-      held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, filled up with V.
-      held_until: i32[S], the first position at which they may.
-      changed_until: i32[S], the first position at which logits are left as they are, without bias,
-        penalty or held-back token; follows from the fields above, see `settle`.
-      prompt_mask: bool[S, V], the tokens that are in the prompt.
-      output_counts: i32[S, V], how often each token was generated.
+      num_start_ids: i32[S], number of leading biases that apply only before `start_until`.
+      start_until: i32[S], the first position at which these biases no longer apply.
+      held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, padded with V.
+      held_until: i32[S], the first position at which they may appear.
+      changed_until: i32[S], the first position at which no bias, penalty or held-back token
+        changes the logits. `settle` computes it from the fields above.
+      prompt_mask: bool[S, V], whether a token is in the prompt.
+      output_counts: i32[S, V], number of times that each token was generated.
 
-    Memory: 5 bytes for each slot and token of the vocabulary, 0.6 MB a slot at V = 128,000.
+    Memory: 5 bytes per slot and token of the vocabulary, 0.6 MB per slot at V = 128,000.
 
     Example:
       >>> state = SlotSampling.create(num_slots=4, vocab_size=100)
@@ -100,13 +109,13 @@ class SlotSampling:
     def create(
         cls, num_slots: int, vocab_size: int, max_logit_bias: int = 32, max_stop_ids: int = 16
     ) -> "SlotSampling":
-        """All slots greedy, without penalties.
+        """Return a state in which all slots are greedy and have no penalties.
 
         Args:
           num_slots: S.
           vocab_size: V.
-          max_logit_bias: most entries that a request's ``logit_bias`` may have.
-          max_stop_ids: most stop tokens that a request with ``min_tokens`` may have.
+          max_logit_bias: maximum number of entries of a request's ``logit_bias``.
+          max_stop_ids: maximum number of stop tokens of a request with ``min_tokens``.
 
         Raises:
           ValueError: ``num_slots`` or ``vocab_size`` is not positive, or a maximum is negative.
@@ -141,16 +150,17 @@ class SlotSampling:
 
 
 class SlotRow(NamedTuple):
-    """How a slot is to sample, on the host; or, with a first axis, how several are.
+    """Sampling settings of one slot on the host, or of several slots along a first dimension.
 
     Attributes:
-      slot: i32[], the row to write.
-      sample_index: u32[], which of the ``n`` samples of its request this is.
-      values: arrays of a `SlotSampling` without their first axis, numbers as in `SamplingParams`.
+      slot: i32[], the slot to write.
+      sample_index: u32[], index of the sample in its request.
+      values: arrays of a `SlotSampling` without their first dimension, with the numbers of
+        `SamplingParams`.
     """
 
-    slot: Any
-    sample_index: Any
+    slot: np.integer | np.ndarray | jax.Array
+    sample_index: np.integer | np.ndarray | jax.Array
     values: SlotSampling
 
 
@@ -166,26 +176,26 @@ def slot_row(
     eos_token_ids: Sequence[int] = (),
     token_bias: TokenBias = NO_BIAS,
 ) -> SlotRow:
-    """What `write_rows` writes, to let a slot sample as a request asks. On the host.
+    """Return the row that lets a slot sample as a request needs, for `write_rows`.
 
     Args:
-      state: the state that is to be changed, of which only shapes matter.
-      slot: the row to write, 0 <= slot < S.
+      state: the state to change; only its shapes are used.
+      slot: the slot to write, 0 <= slot < S.
       params: sampling parameters of the request.
-      seed: the seed of the random draws, 0 to 2**63 - 1, used in place of ``params.seed``, which
-        may be None.
-      sample_index: which of the ``n`` samples this is.
-      prompt_token_ids: the tokens of the prompt, for the repetition penalty.
-      output_token_ids: the tokens generated already, when a preempted request comes back.
-      eos_token_ids: the model's end tokens, which ``params.min_tokens`` holds back together with
+      seed: seed of the random draws, 0 to 2**63 - 1. ``params.seed`` is ignored, because it may
+        be None.
+      sample_index: index of the sample in its request.
+      prompt_token_ids: tokens of the prompt, for the repetition penalty.
+      output_token_ids: tokens already generated, if a preempted request resumes.
+      eos_token_ids: the model's end tokens. ``params.min_tokens`` holds them back together with
         ``params.stop_token_ids``.
-      token_bias: biases that are added to those of ``params.logit_bias``.
+      token_bias: biases that are added to the biases of ``params.logit_bias``.
 
     Raises:
-      ValueError: the slot, the seed or a token id is out of range, or there are more biases or
-        held-back stop tokens than the state has room for.
+      ValueError: the slot, the seed or a token id is out of range, or the state has no
+        room for all biases or held-back stop tokens.
 
-    Cost: 5 * V bytes, whatever the length of the prompt.
+    Cost: 5 * V bytes, independent of the length of the prompt.
     """
     num_slots, vocab_size = state.output_counts.shape
     for name, value, bound in (
@@ -199,10 +209,10 @@ def slot_row(
                 f"Pass a {name} in that range."
             )
     own = params.logit_bias or {}
-    # Biases of the model are not clipped, unlike those of the request, because they may be -inf.
+    # Biases of a request are clipped to finite values. Biases of the model may be -inf.
     bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
     bias_values = np.concatenate(bias_values).astype(np.float32)
-    # What the end of a form waits for, its mask says.
+    # With structured outputs the grammar mask already controls when the text may end.
     min_tokens = params.min_tokens if params.structured_outputs is None else 0
     held = (*eos_token_ids, *(params.stop_token_ids or ())) if min_tokens else ()
     prompt = _token_ids("prompt_token_ids", prompt_token_ids, vocab_size)
@@ -217,7 +227,7 @@ def slot_row(
         presence_penalty=_row(params.presence_penalty, np.float32),
         frequency_penalty=_row(params.frequency_penalty, np.float32),
         repetition_penalty=_row(params.repetition_penalty, np.float32),
-        # Both halves by hand: jax.random.key(seed) loses the upper one unless x64 is on.
+        # jax.random.key(seed) would drop the upper 32 bits of the seed unless x64 is enabled.
         keys=_row([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32),
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
@@ -233,11 +243,11 @@ def slot_row(
 
 
 def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
-    """Let slots sample as requests ask. Pure; donate the state.
+    """Write rows to a state. Pure; donate the state.
 
     Args:
       state: the state to change.
-      rows: rows of `slot_row`, stacked. One whose slot is S, which there is not, writes nothing.
+      rows: stacked rows of `slot_row`. A row with slot S, which does not exist, writes nothing.
     """
     values = jax.vmap(settle)(rows.values, rows.sample_index)
     return jax.tree.map(lambda x, new: x.at[rows.slot].set(new, mode="drop"), state, values)
@@ -246,13 +256,13 @@ def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
 def write_slot(
     state: SlotSampling, slot: int, params: SamplingParams, **options: Any
 ) -> SlotSampling:
-    """Let a slot sample as a request asks. Called from the host; one compiled program.
+    """Write the sampling parameters of a request to a slot. Runs one compiled program.
 
     Args:
       state: the state to change; donated.
-      slot: the row to write, 0 <= slot < S.
+      slot: the slot to write, 0 <= slot < S.
       params: sampling parameters of the request.
-      **options: see `slot_row`, which says what is refused.
+      **options: further arguments of `slot_row`.
 
     Example:
       >>> state = SlotSampling.create(num_slots=2, vocab_size=8)
@@ -268,11 +278,12 @@ _write_rows = jax.jit(write_rows, donate_argnums=0)
 
 
 def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
-    """One row as `sample` reads it, from what a request says and the key of its seed.
+    """Convert the row of a request to the values that `sample` reads.
 
     Args:
-      row: arrays of a `SlotSampling` without their first axis, numbers as in `SamplingParams`.
-      sample_index: u32[], which of the ``n`` samples this is.
+      row: arrays of a `SlotSampling` without their first dimension, with the numbers of
+        `SamplingParams` and the key of the seed.
+      sample_index: u32[], index of the sample in its request.
     """
     is_greedy = row.temperature < SMALLEST_TEMPERATURE
     vocab_size = row.output_counts.shape[0]
@@ -293,14 +304,14 @@ def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
 
 
 def _row(values: Any, dtype: Any) -> Any:
-    # Any, because a field is declared as jax.Array and the row still lies on the host.
+    # Returns Any, because the fields are declared as jax.Array and the row is a NumPy array.
     if dtype == np.float32:
         values = _to_float32(values)
     return np.asarray(values, dtype)
 
 
 def _to_float32(values: Any) -> np.ndarray:
-    # What a Python float holds may round to infinity as float32, which would turn into NaN.
+    # Clip: large Python floats would become infinite in float32, and later NaN.
     largest = np.finfo(np.float32).max
     return np.clip(np.asarray(values, np.float64), -largest, largest).astype(np.float32)
 

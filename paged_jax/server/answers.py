@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.checks import ArgumentError
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import AsyncGenerator
 
 from paged_jax.engine.beams import Beam, BeamChoice, BeamSearchParams, num_candidates
-from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
-from paged_jax.sampling.token_bias import TokenBias
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams, TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError

@@ -6,8 +6,7 @@ from typing import Any
 
 from paged_jax.checks import ArgumentError
 from paged_jax.models.text.grammar import Grammar
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
 from paged_jax.server.answers import Answer
 from paged_jax.server.errors import ApiError, bad_request
 from paged_jax.server.service import Service

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import Answer, by_token_id, finite, usage

@@ -7,7 +7,7 @@ from typing import Any
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.models.text.tools import ToolReader
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.server import bodies, schemas
 from paged_jax.server.deltas import SampleDelta
 from paged_jax.server.errors import ApiError

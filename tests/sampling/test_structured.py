@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paged_jax import SamplingParams, StructuredOutputsParams
-from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.sample import rows_of, sample
 from paged_jax.sampling.state import SlotSampling, write_slot
 

@@ -12,8 +12,7 @@ from typing import Any, Never
 
 from paged_jax.checks import is_int, is_real
 from paged_jax.models.model_folder import read_json
-from paged_jax.sampling.params import NUMBERS, Number, SamplingParams
-from paged_jax.sampling.token_bias import TokenBias
+from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
 
 FILE_NAME = "generation_config.json"
 DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})

@@ -23,8 +23,7 @@ from paged_jax.models.text.grammar_source import (
     without_descriptions,
 )
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

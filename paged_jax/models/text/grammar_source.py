@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.models.text.closed_schema import close, without_annotations
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
 """Number of labels above which an enum gets extra fuel."""

@@ -9,7 +9,7 @@ from typing import Any
 from paged_jax.checks import ArgumentError
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tools import ToolFormat
-from paged_jax.sampling.structured import StructuredOutputsParams
+from paged_jax.sampling.params import StructuredOutputsParams
 
 Tool = Mapping[str, Any]
 
