@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.quantisation import QUANTISED
+from paged_jax.kernels.pool_format import QUANTISED
 
 
 class Heads(NamedTuple):

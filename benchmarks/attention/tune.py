@@ -48,7 +48,7 @@ from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment, write_json
 from paged_jax.kernels import triton
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tuning
 
 TABLE = Path(tuning.__file__).with_name("tuning.json")

@@ -25,7 +25,7 @@ from paged_jax.engine import footprint
 from paged_jax.engine.config import resolve_kv_dtype
 from paged_jax.engine.pool_size import choose_num_blocks
 from paged_jax.kernels import rope, triton
-from paged_jax.kernels.quantisation import QUANTISED
+from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.runner.compiler import COMPILER_OPTIONS

@@ -40,7 +40,7 @@ from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
-from paged_jax.kernels.quantisation import check_pool_dtype, is_quantised
+from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
 from paged_jax.short_repr import cut, shortened
 

@@ -54,7 +54,7 @@ from jax.typing import DTypeLike
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
 from paged_jax.kernels import cpu, padded_head_dim
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec

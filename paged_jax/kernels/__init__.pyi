@@ -12,8 +12,8 @@ from .dispatch import backend_for as backend_for
 from .dispatch import check_backend_runs_on as check_backend_runs_on
 from .dispatch import choose_backend as choose_backend
 from .grouped import grouped_linear as grouped_linear
-from .layout import padded_head_dim as padded_head_dim
-from .quantisation import quantise as quantise
+from .pool_format import padded_head_dim as padded_head_dim
+from .pool_format import quantise as quantise
 from .ragged import ragged_paged_attention as ragged_paged_attention
 from .writing import copy_blocks as copy_blocks
 from .writing import paged_rope_write as paged_rope_write

@@ -15,7 +15,7 @@ from paged_jax.dims import bind
 from paged_jax.kernels.attention import attend
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
 from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
-from paged_jax.kernels.quantisation import wider_dtype
+from paged_jax.kernels.pool_format import wider_dtype
 
 # Tokens whose reading must be spared before the shared blocks get a pass of their own, which costs
 # about 0.06 ms. From 2 cores.

@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 
 from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
-from paged_jax.kernels.layout import in_whole_lanes
-from paged_jax.kernels.quantisation import check_pool_dtype, is_quantised
+from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_up_to_lanes
 
 
 def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
@@ -147,7 +146,7 @@ def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _without_padding(pool: jax.Array, head_dim: int) -> Any:
-    if pool.ndim == 5 and pool.shape[-1] == in_whole_lanes(head_dim):
+    if pool.ndim == 5 and pool.shape[-1] == round_up_to_lanes(head_dim):
         return jax.ShapeDtypeStruct((*pool.shape[:-1], head_dim), pool.dtype)
     return pool
 

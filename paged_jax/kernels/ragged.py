@@ -29,7 +29,7 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
-from paged_jax.kernels.quantisation import wider_dtype
+from paged_jax.kernels.pool_format import wider_dtype
 from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
 from paged_jax.opaque import put_or_drop, take_or_fill
 

@@ -20,7 +20,7 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
 )
-from paged_jax.kernels.quantisation import wider_dtype
+from paged_jax.kernels.pool_format import wider_dtype
 from paged_jax.kernels.ragged_batch import find_chunks, find_rows
 
 

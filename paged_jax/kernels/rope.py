@@ -16,7 +16,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
     WritingOps,
 )
-from paged_jax.kernels.quantisation import query_dtype
+from paged_jax.kernels.pool_format import query_dtype
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:

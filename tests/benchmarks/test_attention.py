@@ -21,7 +21,7 @@ from benchmarks.attention.programs import TorchCall, expected_result, our_call
 from benchmarks.common import figures
 from benchmarks.common.device_time import Program, Rates, chained, take_turns
 from paged_jax.kernels import triton
-from paged_jax.kernels.quantisation import QUANTISED
+from paged_jax.kernels.pool_format import QUANTISED
 
 RATES = Rates(memory=1000.0, matmul=1.0)
 

@@ -12,7 +12,7 @@ from paged_jax.cache import contents
 from paged_jax.cache import paged_cache as lib
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.kernels.quantisation import is_quantised, quantise
+from paged_jax.kernels.pool_format import is_quantised, quantise
 from paged_jax.kernels.writing import paged_write
 from paged_jax.kernels.xla.writing import BITS
 

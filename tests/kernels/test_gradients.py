@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 from paged_jax.kernels.backend import AttentionArgs, Options, Pools, WriteArgs
 from paged_jax.kernels.cascade import merge_attention
 from paged_jax.kernels.gradients import attend_differentiably
-from paged_jax.kernels.quantisation import quantise
+from paged_jax.kernels.pool_format import quantise
 from paged_jax.kernels.reference import Reference
 from paged_jax.kernels.xla import Xla
 from tests.support import oracles

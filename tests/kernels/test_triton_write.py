@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
-from paged_jax.kernels.quantisation import quantise
+from paged_jax.kernels.pool_format import quantise
 from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.triton.write import _round_half_to_even
 from paged_jax.kernels.writing import paged_write

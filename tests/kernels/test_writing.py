@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.quantisation import QUANTISED, is_quantised, quantise
+from paged_jax.kernels.pool_format import QUANTISED, is_quantised, quantise
 from paged_jax.kernels.writing import copy_blocks, paged_write
 
 L, P, K, C, D = 2, 5, 3, 4, 8

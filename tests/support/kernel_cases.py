@@ -23,7 +23,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.dispatch import Dispatch
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tuning
 
 H200 = tuning.Device("NVIDIA H200", 132)

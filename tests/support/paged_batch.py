@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention
-from paged_jax.kernels.quantisation import QUANTISED, is_quantised
+from paged_jax.kernels.pool_format import QUANTISED, is_quantised
 from tests.support import oracles
 
 OUT_OF_RANGE = 10**6

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Pools, Problem
-from paged_jax.kernels.layout import LANES, in_whole_lanes
 from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
 from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
+from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
 from paged_jax.opaque import only_on
 
 # Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
@@ -61,7 +61,7 @@ def refusal(problem: Problem) -> str | None:
     if lanes % LANES:
         return (
             f"XLA would copy pools with a last axis of {lanes} at every call; create the cache "
-            f"with lanes padded to {in_whole_lanes(lanes)}, a multiple of {LANES}"
+            f"with lanes padded to {round_up_to_lanes(lanes)}, a multiple of {LANES}"
         )
     if C < 8 or C & (C - 1):
         return f"block_size must be a power of two from 8, got {C}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.layout import LANES
+from paged_jax.kernels.pool_format import LANES
 
 # The smallest VMEM of the chips from v5e to 7x is 64 MiB; the compiler uses 16 MiB by default.
 VMEM_BYTES = 48 << 20

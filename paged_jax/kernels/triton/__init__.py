@@ -24,7 +24,7 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.quantisation import QUANTISED
+from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_batch import attend_in_parts
 from paged_jax.kernels.triton import pallas, schedule, tiles, tuning
 from paged_jax.kernels.triton import write as _write

@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
-from paged_jax.kernels.quantisation import is_quantised
+from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
 from paged_jax.kernels.triton.merge import is_last, merge_parts

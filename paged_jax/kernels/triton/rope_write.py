@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Interpret, Options, Pools, RopeWriteArgs
-from paged_jax.kernels.quantisation import query_dtype
+from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.kernels.rope import rope_then_write
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import (

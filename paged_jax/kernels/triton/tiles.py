@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Half, Options, Pages, Pools, Problem
-from paged_jax.kernels.quantisation import is_quantised, product_dtype
+from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 from paged_jax.kernels.triton.instructions import Instructions
 from paged_jax.kernels.triton.pallas import plgpu
 
@@ -82,13 +82,13 @@ def num_lanes(head_dim: int) -> int:
 def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
     """The type in which queries meet keys, and weights meet values.
 
-    As `product_dtype`, but float16 for quantised pools and queries of half precision. Numbers of
+    As `matmul_dtype`, but float16 for quantised pools and queries of half precision. Numbers of
     both pool types are exact in it, a weight keeps 11 bits, and converting to it takes the fewest
     instructions. `fit_queries` and `fold` keep what they multiply within its range.
     """
     if is_quantised(pool_dtype) and jnp.dtype(q_dtype) != jnp.float32:
         return jnp.dtype(jnp.float16)
-    return product_dtype(q_dtype, pool_dtype)
+    return matmul_dtype(q_dtype, pool_dtype)
 
 
 def as_words(pool: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.quantisation import is_quantised, product_dtype
+from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 
 
 class Device(NamedTuple):
@@ -279,12 +279,12 @@ def _lanes(shape: Shape) -> int:
 
 def token_bytes(shape: Shape) -> int:
     """Bytes of K and V of a token in the type that they are multiplied in."""
-    return 2 * _lanes(shape) * product_dtype(shape.q_dtype, shape.pool_dtype).itemsize
+    return 2 * _lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
 def _is_exact(shape: Shape) -> bool:
     """Whether products are in float32, which the tensor cores do not compute."""
-    return product_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
+    return matmul_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
 
 
 # Bytes of K and V in a loop step: three stages of two programs fit the 227 KB of shared memory of

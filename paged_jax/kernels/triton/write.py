@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
-from paged_jax.kernels.quantisation import QUANTISED, scale_of_peak
+from paged_jax.kernels.pool_format import QUANTISED, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.xla import writing as scatter

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.backend import CopyArgs, Pools, WriteArgs
-from paged_jax.kernels.quantisation import quantise
+from paged_jax.kernels.pool_format import quantise
 from paged_jax.opaque import without_index_checks
 
 

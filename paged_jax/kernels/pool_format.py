@@ -1,4 +1,4 @@
-"""int8 and fp8 pools: how numbers are rounded to them, and the types in which they are computed."""
+"""Format of the KV pools: dtypes, int8 and fp8 quantisation, padding of the last dimension."""
 
 from typing import Any
 
@@ -7,23 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-# Types of a quantised pool, each with the largest magnitude that it represents.
+# Dtypes of quantised pools, each with the largest magnitude that it represents.
 QUANTISED: dict[Any, float] = {
     jnp.dtype(jnp.int8): 127.0,
     jnp.dtype(jnp.float8_e4m3fn): 448.0,
 }
 
+# TPUs move 128 lanes at a time.
+LANES = 128
+
 
 def is_quantised(dtype: DTypeLike) -> bool:
-    """Whether a pool of this type needs scales."""
+    """Return whether a pool of this dtype has scales."""
     return jnp.dtype(dtype) in QUANTISED
 
 
 def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
-    """Refuse a type that no pool can have.
+    """Check that pools may have this dtype.
+
+    Args:
+      function: name of the caller, for the error message.
+      name: name of the argument, for the error message.
+      dtype: dtype of the pool.
 
     Raises:
-      ValueError: it is neither floating point nor one of the quantised types.
+      ValueError: the dtype is neither floating point nor in `QUANTISED`.
     """
     if not (jnp.issubdtype(dtype, jnp.floating) or is_quantised(dtype)):
         raise ValueError(
@@ -32,11 +40,11 @@ def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
         )
 
 
-def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
-    """The type in which queries meet keys.
+def matmul_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
+    """Return the dtype in which queries are multiplied by keys.
 
-    That of the queries where the pool is quantised (int8 and e4m3 are exact in bf16 and f16),
-    else the wider of the two.
+    It is the wider dtype of the two. For a quantised pool it is `q_dtype`, because bfloat16 and
+    float16 represent int8 and e4m3 numbers exactly.
     """
     if is_quantised(pool_dtype):
         return jnp.dtype(q_dtype)
@@ -44,10 +52,10 @@ def product_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
 
 
 def query_dtype(pool_dtype: DTypeLike) -> Any:
-    """The type in which a model hands queries to the ops, so that they meet keys in one product.
+    """Return the dtype of the queries that a model passes to the attention ops.
 
-    That of the pool, and bfloat16 where the pool is quantised. In float32, which a model computes
-    in elsewhere, tensor cores and matrix units would multiply slowly or not at all.
+    It is the dtype of the pool, or bfloat16 for a quantised pool. Models compute in float32, but
+    tensor cores and matrix units multiply float32 slowly or not at all.
 
     Example:
       >>> [query_dtype(dtype).name for dtype in ("float32", "float16", "int8")]
@@ -57,7 +65,7 @@ def query_dtype(pool_dtype: DTypeLike) -> Any:
 
 
 def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
-    """The type that two types promote to, also where `jax_numpy_dtype_promotion` is strict."""
+    """Return the dtype that two dtypes promote to, even if JAX's promotion is set to strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 
@@ -77,16 +85,16 @@ def scale_of_peak(peak: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Round the last axis of an array to int8 or fp8 with one scale for all of it.
+    """Round each row of an array to int8 or fp8, with one scale per row.
 
     Args:
       x: floating point ``[..., D]``.
       dtype: int8 or float8_e4m3fn.
 
     Returns:
-      ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``, such that ``values * scale`` is
-      `x` up to rounding: to the nearest of 255 levels for int8, to 3 bits of mantissa for fp8. The
-      largest magnitude is met exactly. Where `x` is all zero the scale is 1.
+      ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``. ``values * scale[..., None]`` is
+      `x`, rounded to the nearest of 255 levels for int8, and to 3 bits of mantissa for fp8. The
+      largest magnitude of a row is exact. The scale of a row of zeros is 1.
 
     Example:
       >>> values, scale = quantise(jnp.array([1.0, -2.0, 0.5]), jnp.int8)
@@ -101,3 +109,21 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), scale
+
+
+def round_up_to_lanes(head_dim: int) -> int:
+    """Return the head dimension rounded up to a multiple of 128, the lanes of a TPU register."""
+    return -(-head_dim // LANES) * LANES
+
+
+def padded_head_dim(head_dim: int, platform: str) -> int:
+    """Return the last dimension of a pool: the head dimension, on TPUs a multiple of 128.
+
+    On TPUs the padding costs no memory: XLA stores arrays in tiles of 128 lanes. An unpadded pool
+    may get another layout, and XLA then copies the whole pool before each kernel.
+
+    Example:
+      >>> padded_head_dim(64, "cuda"), padded_head_dim(64, "tpu")
+      (64, 128)
+    """
+    return round_up_to_lanes(head_dim) if platform == "tpu" else head_dim
