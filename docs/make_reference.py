@@ -1,8 +1,8 @@
-"""Write the API reference from the docstrings, as Markdown that needs no further build.
+"""Write the API reference and the table of engine options from the source, as Markdown.
 
-    python docs/make_reference.py             # writes docs/api/*.md
+    python docs/make_reference.py             # writes docs/api/*.md and a part of docs/engine.md
 
-Signatures are taken from the source, so that they do not change with the version of Python.
+Signatures are taken from the source, so they do not depend on the version of Python.
 """
 
 import argparse
@@ -18,7 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).resolve().parent / "api"
+from paged_jax.engine.config import EngineConfig, option_specs
+
+DOCS = Path(__file__).resolve().parent
+FOLDER = DOCS / "api"
+# The table of options stands between these lines of docs/engine.md.
+TABLE_START, TABLE_END = "<!-- options: written by make docs -->", "<!-- end of options -->"
 
 
 class Page(NamedTuple):
@@ -78,7 +83,9 @@ PAGES = {
     ),
     "engine": Page(
         "Engine and LLM",
-        _of("paged_jax", "LLM Engine AsyncEngine EngineStats SamplingParams")
+        _of("paged_jax", "LLM Engine")
+        + _of("paged_jax.engine.config", "EngineConfig")
+        + _of("paged_jax", "AsyncEngine EngineStats SamplingParams")
         + _of("paged_jax", "StructuredOutputsParams StructuredOutputError RequestOutput")
         + _of(
             "paged_jax", "CompletionOutput Logprob RequestMetrics Explanation Wait PreemptionNote"
@@ -193,7 +200,11 @@ def _signature(thing: Any, tree: Any) -> str:
     for each in thing.__mro__:
         for node in _parse(each).body if each.__module__.startswith("paged_jax.") else ():
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                if any("takes_options" in ast.unparse(each) for each in node.decorator_list):
+                    return _join(tree.name, _option_arguments(), "")
                 return _header(node, name=tree.name)
+    if thing is EngineConfig:
+        return _join(tree.name, _option_arguments(), "")
     lines = inspect.getsource(sys.modules[thing.__module__]).splitlines()
     fields = [
         line
@@ -213,11 +224,46 @@ def _header(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str | None = Non
         return f"{node.name}: {returns.removeprefix(' -> ')}  # read only"
     decorators = [f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list]
     keyword = "async def " if isinstance(node, ast.AsyncFunctionDef) else ""
-    start = "".join(decorators) + keyword + (name or node.name)
+    return _join("".join(decorators) + keyword + (name or node.name), arguments, returns)
+
+
+def _join(start: str, arguments: list[str], returns: str) -> str:
     line = f"{start}({', '.join(arguments)}){returns}"
     if len(line) <= 100:
         return line
     return f"{start}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
+
+
+def _option_arguments() -> list[str]:
+    """Return the fields of `EngineConfig` as arguments."""
+    arguments = []
+    for node in _parse(EngineConfig).body:
+        if isinstance(node, ast.AnnAssign):
+            if isinstance(node.value, ast.Call):
+                default = ast.unparse(node.value.args[0])
+                arguments.append(
+                    f"{ast.unparse(node.target)}: {_annotation(node.annotation)} = {default}"
+                )
+            else:  # dataclasses.KW_ONLY
+                arguments.append("*")
+    return arguments
+
+
+def options_table() -> str:
+    """Return the table of engine options for docs/engine.md."""
+    rows = ["| option | meaning | default | flag | vLLM |", "|---|---|---|---|---|"]
+    for each in option_specs():
+        flag, vllm = (f"`{name}`" if name else "" for name in (each.flag, each.vllm))
+        meaning, default = (_escape(text) for text in (each.help, each.default_help))
+        rows.append(f"| `{each.name}` | {meaning} | {default} | {flag} | {vllm} |")
+    return "\n".join(rows)
+
+
+def with_options_table(page: str) -> str:
+    """Return the text of docs/engine.md with the present table of options."""
+    before, _, rest = page.partition(TABLE_START)
+    _, _, after = rest.partition(TABLE_END)
+    return f"{before}{TABLE_START}\n\n{options_table()}\n\n{TABLE_END}{after}"
 
 
 def _arguments(args: ast.arguments) -> list[str]:
@@ -304,10 +350,14 @@ def _escape(text: str) -> str:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description="Write docs/api/*.md from the docstrings.").parse_args()
+    argparse.ArgumentParser(
+        description="Write docs/api/*.md and the table of options."
+    ).parse_args()
     FOLDER.mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
+    page = DOCS / "engine.md"
+    page.write_text(with_options_table(page.read_text()))
     return 0
 
 

@@ -127,7 +127,7 @@ class Replica:
 
 
 def _make_service(args: argparse.Namespace) -> Service:
-    engine = Engine(args.model, **engine_options(args))
+    engine = Engine(**engine_options(args))
     engine.warmup()
     is_local = args.host in _LOOPBACK
     name = Path(args.model).resolve().name if args.model else "bundled"

@@ -6,7 +6,7 @@ name of this library. The other names of the line mean the same in other librari
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ model model_name model_path model_id pretrained_model_name_or_path checkpoint pa
 folder pretrained_model_name_or_path model_path path model_name model_id model checkpoint
 tokenizer tokenizer_name tokenizer_path tokenizer_id
 dtype torch_dtype weight_dtype param_dtype quantization load_in_8bit precision
-kv_dtype kv_cache_dtype cache_dtype kv_cache_type
+kv_dtype cache_dtype kv_cache_type
 cache_dtype kv_dtype kv_cache_dtype
 dtype cache_dtype kv_dtype kv_cache_dtype
 max_model_len max_seq_len max_sequence_length max_seq_length context_length n_ctx
@@ -71,15 +71,13 @@ max_num_seqs max_batch_size max_num_sequences batch_size max_concurrency max_slo
 max_num_seqs max_running_requests
 num_slots batch_size max_num_seqs max_batch_size num_sequences
 block_size page_size tokens_per_block
-num_blocks num_pages total_num_pages num_gpu_blocks num_kv_blocks num_gpu_blocks_override
-memory_fraction gpu_memory_utilization mem_fraction_static gpu_memory_fraction
-memory_fraction memory_utilization
+num_blocks num_pages total_num_pages num_gpu_blocks num_kv_blocks
+memory_fraction mem_fraction_static gpu_memory_fraction memory_utilization
 max_chunk chunk_size chunked_prefill_size max_prefill_tokens prefill_chunk_size
 enable_prefix_caching prefix_caching enable_prefix_cache enable_caching
 enable_prefix_caching disable_radix_cache
-steps_per_dispatch num_scheduler_steps multi_step decode_steps num_decode_steps
-num_speculative_tokens speculative_config speculative_tokens num_draft_tokens draft_len
-num_speculative_tokens prompt_lookup_num_tokens
+steps_per_dispatch multi_step decode_steps num_decode_steps
+num_speculative_tokens speculative_tokens num_draft_tokens draft_len prompt_lookup_num_tokens
 swap_space swap_space_gb cpu_offload_gb cpu_swap_space
 tensor_parallel_size tp tp_size tensor_parallel num_devices tensor_parallelism num_gpus
 backend attention_backend attn_implementation implementation impl attn_backend
@@ -138,8 +136,15 @@ _LINES = _read(_SAMPLING + _OTHERS)
 _SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
 
 
-def suggest(name: str, known: Collection[str]) -> str | None:
+def suggest(
+    name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None
+) -> str | None:
     """Return the name among `known` that a user of another library means by `name`, if any.
+
+    Args:
+      name: the name that the user wrote.
+      known: the names that exist here.
+      synonyms: names of another library, with the names here.
 
     Example:
       >>> suggest("max_new_tokens", ["max_tokens", "min_tokens"])
@@ -147,6 +152,8 @@ def suggest(name: str, known: Collection[str]) -> str | None:
       >>> suggest("temprature", ["temperature"])
       'temperature'
     """
+    if synonyms is not None and synonyms.get(name) in known:
+        return synonyms[name]
     for first, *others in _LINES:
         if name in others and first in known:
             return first
@@ -154,24 +161,35 @@ def suggest(name: str, known: Collection[str]) -> str | None:
     return close[0] if close else None
 
 
-def refuse_unknown(function: str, known: Collection[str], unknown: Iterable[str]) -> None:
+def refuse_unknown(
+    function: str,
+    known: Collection[str],
+    unknown: Iterable[str],
+    synonyms: Mapping[str, str] | None = None,
+) -> None:
     """Raise an error for the first unknown argument, with the name that was probably meant.
+
+    Args:
+      function: the name that the error begins with.
+      known: the arguments of the function.
+      unknown: the unknown arguments that were passed.
+      synonyms: names of another library, with the names here.
 
     Raises:
       TypeError: `unknown` is not empty.
 
     Example:
-      >>> refuse_unknown("Engine", ["memory_fraction"], ["gpu_memory_utilization"])
+      >>> refuse_unknown("Engine", ["memory_fraction"], ["mem_fraction_static"])
       Traceback (most recent call last):
-      TypeError: Engine: gpu_memory_utilization is no argument. Did you mean memory_fraction?
+      TypeError: Engine: mem_fraction_static is no argument. Did you mean memory_fraction?
     """
     for name in unknown:
-        raise TypeError(f"{function}: {name} is no argument.{_hint(name, known)}")
+        raise TypeError(f"{function}: {name} is no argument.{_hint(name, known, synonyms)}")
 
 
-def _hint(name: str, known: Collection[str]) -> str:
+def _hint(name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None) -> str:
     holders = [each for each in ("sampling_params", "params") if each in known]
-    meant = suggest(name, known)
+    meant = suggest(name, known, synonyms)
     if holders and name in _SAMPLING_NAMES and meant not in holders:
         return f" Did you mean {holders[0]}=SamplingParams({_SAMPLING_NAMES[name]}=...)?"
     return "" if meant is None else f" Did you mean {meant}?"

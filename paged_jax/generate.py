@@ -47,7 +47,13 @@ def _parser() -> Parser:
         prog="python -m paged_jax.generate",
         description="Generate text from a Llama-family checkpoint through a paged KV cache.",
     )
-    add_engine_arguments(parser)
+    add_engine_arguments(
+        parser,
+        defaults={
+            "max_num_seqs": f"{_MAX_NUM_SEQS}, or the number of samples if that is smaller",
+            "steps_per_dispatch": "8, or 1 for a single sample",
+        },
+    )
     add_process_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; - reads it from standard input")
@@ -117,7 +123,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     options.setdefault("max_num_seqs", min(_MAX_NUM_SEQS, args.n * len(prompts)))
     if is_stream or args.show_blocks:
         options.setdefault("steps_per_dispatch", 1)
-    llm = LLM(args.model, **options, on_compile=status.say)
+    llm = LLM(**options, on_compile=status.say)
     if not distributed.is_leader():
         status.clear()
         llm.follow()

@@ -14,13 +14,16 @@ from typing import Any
 
 import jax
 
-from paged_jax.command_line import Parser, add_size_arguments, size_options
+from paged_jax.command_line import Parser, add_option_flags, given_options
+from paged_jax.engine.config import option_specs
 from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.footprint import GroupFootprint, in_units
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.engine.step_bound import DEVICES, Device, collectives, step_bound
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
 
+# Options of an engine that change how much memory it takes.
+_OPTIONS = [each for each in option_specs() if each.decides_memory]
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
@@ -81,15 +84,7 @@ def _parser() -> Parser:
         choices=tuple(DEVICES),
         help="plan for this device, and show the least time of a decode step there",
     )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that compute the model together, each with a part of its weights and of the "
-        "KV cache; default: 1",
-    )
-    add_size_arguments(parser)
+    add_option_flags(parser, _OPTIONS, {})
     parser.add_argument(
         "--lengths",
         type=int,
@@ -142,8 +137,7 @@ def _from_arguments(args: argparse.Namespace, device: Device | None) -> MemoryPl
         config,
         int(args.memory_fraction * memory_bytes),
         platform,
-        tensor_parallel_size=args.tensor_parallel_size,
-        **size_options(args),
+        **given_options(args, _OPTIONS),
     )
 
 

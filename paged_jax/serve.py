@@ -80,7 +80,7 @@ def _serve(args: argparse.Namespace) -> None:
     _check(args)
     join_processes(args)
     if not distributed.is_leader():
-        Engine(args.model, **engine_options(args)).follow()
+        Engine(**engine_options(args)).follow()
         return
     settings = _settings(args)
     # An address in use is reported before the model is loaded, which may take long.
@@ -124,7 +124,7 @@ def _make_service(
 
     start = time.perf_counter()
     report("loading the model")
-    engine = Engine(args.model, **engine_options(args))
+    engine = Engine(**engine_options(args))
     if not args.no_warmup:
         engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
     # The model and its programs live as long as the process. Without `freeze`, Python's garbage

@@ -101,6 +101,11 @@ def test_reference_is_up_to_date() -> None:
     assert {path.name for path in DOCS.glob("api/*")} == set(expected)
 
 
+def test_table_of_engine_options_is_up_to_date() -> None:
+    text = (DOCS / "engine.md").read_text()
+    assert script("make_reference").with_options_table(text) == text, "run `make docs`"
+
+
 def test_reference_holds_every_public_name() -> None:
     pages = script("make_reference").PAGES.values()
     documented = {name.rsplit(".", 1)[1] for page in pages for name in page.names}

@@ -5,7 +5,6 @@ Each field carries its help text, bounds, command-line flag and vLLM's name as m
 the documentation are derived from it, so a new option is a field here and the code that uses it.
 """
 
-import argparse
 import dataclasses
 import functools
 import inspect
@@ -231,7 +230,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(
         True,
-        "whether requests share the cached blocks of prompts that begin with the same tokens",
+        "share the cached blocks of prompts that begin with the same tokens between requests",
         bounds=SWITCH,
         flag="--no-prefix-caching",
         vllm="enable_prefix_caching",
@@ -291,8 +290,8 @@ class EngineConfig:
     )
     check_replicas: bool = option(
         False,
-        "whether to compare the tokens and tables that several devices each compute, and to raise "
-        "ReplicaError if they differ; slower, for debugging",
+        "compare the tokens and tables that several devices each compute, and raise ReplicaError "
+        "if they differ; slower, for debugging",
         bounds=SWITCH,
     )
     on_compile: Callable[[str], None] | None = option(
@@ -438,6 +437,10 @@ def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
     )
 
 
+# Names of the options in vLLM, with the names here.
+VLLM_NAMES = {each.vllm: each.name for each in option_specs() if each.vllm is not None}
+
+
 def check_options(
     function: str, options: Mapping[str, Any], config: type[EngineConfig] = EngineConfig
 ) -> None:
@@ -457,12 +460,6 @@ def check_options(
             each.bounds.check(function, each.name, value)
 
 
-def given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a command line sets: those whose attribute of `args` is not None."""
-    values = {each.name: getattr(args, each.name, None) for each in option_specs()}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def takes_options(
     config: Callable[P, C],
 ) -> Callable[[Callable[[Any, C], None]], Callable[Concatenate[Any, P], None]]:
@@ -479,7 +476,8 @@ def takes_options(
 
         @functools.wraps(init)
         def init_from_options(self: Any, *args: P.args, **options: P.kwargs) -> None:
-            refuse_unknown("Engine", fields, [name for name in options if name not in fields])
+            unknown = [name for name in options if name not in fields]
+            refuse_unknown("Engine", fields, unknown, VLLM_NAMES)
             init(self, config(*args, **options))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -9,7 +9,13 @@ from typing import Any
 
 from paged_jax.argument_names import refuse_unknown
 from paged_jax.cache.sequence_blocks import num_blocks_needed
-from paged_jax.engine.config import EngineConfig, check_options, option_specs, resolve_kv_dtype
+from paged_jax.engine.config import (
+    VLLM_NAMES,
+    EngineConfig,
+    check_options,
+    option_specs,
+    resolve_kv_dtype,
+)
 from paged_jax.engine.footprint import (
     Footprint,
     footprint,
@@ -144,7 +150,8 @@ def make_plan(
       (292800, 1280, True)
     """
     known = [each.name for each in option_specs() if each.decides_memory]
-    refuse_unknown("plan", known, [name for name in options if name not in known])
+    unknown = [name for name in options if name not in known]
+    refuse_unknown("plan", known, unknown, VLLM_NAMES)
     check_options("plan", options)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
     # The plan is the same for any max_num_batched_tokens; this one suits all numbers of slots.

@@ -1,6 +1,5 @@
 """`EngineConfig`: every option is declared once, and the rest is derived from it."""
 
-import argparse
 import dataclasses
 import inspect
 
@@ -13,7 +12,6 @@ from paged_jax.engine.config import (
     NOT_NEGATIVE,
     EngineConfig,
     check_options,
-    given_options,
     option,
     option_specs,
 )
@@ -83,11 +81,6 @@ def test_every_option_is_documented() -> None:
     for name, each in OPTIONS.items():
         assert each.help and each.help[-1] not in ".;" and each.default_help
         assert f"  {name}: {each.help}" in (EngineConfig.__doc__ or "")
-
-
-def test_given_options_are_those_that_a_command_line_sets() -> None:
-    args = argparse.Namespace(block_size=8, dtype=None, prompt="x", check_replicas=True)
-    assert given_options(args) == {"block_size": 8, "check_replicas": True}
 
 
 def test_a_new_option_needs_one_field(monkeypatch) -> None:
