@@ -15,6 +15,6 @@ names and the modules that define them.
 
 import lazy_loader
 
-from paged_jax.version import __version__ as __version__
+__version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 import jax
 
-from paged_jax import distributed
+from paged_jax import __version__, distributed
 from paged_jax.argument_names import suggest
 from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.user_cache import keep_compiled_programs
-from paged_jax.version import __version__
 
 # Errors caused by the arguments, the files or the machine. JAX raises JaxRuntimeError if a device
 # has too little memory.

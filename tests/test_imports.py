@@ -66,6 +66,9 @@ def imported_files(path: Path) -> set[Path]:
                 # `from paged_jax.cache import PagedCache` names an attribute, not a module.
                 name = f"{node.module}.{alias.name}"
                 names.add(name if name in MODULES else node.module)
+                # `paged_jax` imports public names lazily, so its other names hide a module.
+                is_hidden = node.module == "paged_jax" and name not in MODULES
+                assert not is_hidden or alias.name == "__version__", f"{path}: name the module"
     return {MODULES[name] for name in names if name in MODULES}
 
 

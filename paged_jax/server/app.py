@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from paged_jax import __version__
 from paged_jax.server import admin, bodies, cache_page, openapi, router_info, schemas
 from paged_jax.server.completions import AnswerType, complete
 from paged_jax.server.connected import ClientGone
@@ -24,7 +25,6 @@ from paged_jax.server.responses import json_response
 from paged_jax.server.security import IS_KNOWN, Security
 from paged_jax.server.service import Service
 from paged_jax.server.tokenization import detokenize, tokenize, tokenizer_info
-from paged_jax.version import __version__
 
 B = TypeVar("B", bound=bodies.SamplingBody)
 

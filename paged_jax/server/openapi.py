@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from paged_jax import __version__
 from paged_jax.server import bodies, schemas
 from paged_jax.server.limits import Limits
-from paged_jax.version import __version__
 
 _BODIES = (
     bodies.GenerateBody,

@@ -4,10 +4,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from paged_jax import __version__
 from paged_jax.server import schemas
 from paged_jax.server.responses import json_response
 from paged_jax.server.service import Service
-from paged_jax.version import __version__
 
 
 def routes(service: Service) -> list[Route]:

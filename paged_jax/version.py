@@ -1,3 +1,0 @@
-"""The version of the package, where every part can read it."""
-
-__version__ = "0.1.0"
