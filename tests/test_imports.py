@@ -78,6 +78,18 @@ def test_imports_run_down(path: Path) -> None:
         assert floor_of(imported) <= floor_of(path), f"{path} must not import {imported}"
 
 
+BACKEND_FOLDERS = [path.parent for path in sorted((PACKAGE / "kernels").glob("*/__init__.py"))]
+
+
+@pytest.mark.parametrize("folder", BACKEND_FOLDERS, ids=lambda folder: folder.name)
+def test_a_backend_is_imported_only_by_its_own_files(folder: Path) -> None:
+    """`kernels/dispatch.py` imports backends by name, when they are first used."""
+    for path in FILES:
+        if path.parent != folder:
+            backends = [each for each in imported_files(path) if each.parent == folder]
+            assert not backends, f"{path} must call the op instead of importing {backends}"
+
+
 def imported_roots(path: Path) -> set[str]:
     """Top-level packages that a file imports."""
     names: set[str] = set()

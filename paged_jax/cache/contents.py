@@ -22,7 +22,7 @@ from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache, locate
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.checks import check_positive
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.xla.writing import set_rows
+from paged_jax.kernels.rows import set_rows
 from paged_jax.opaque import without_index_checks
 
 

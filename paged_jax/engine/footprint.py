@@ -53,7 +53,8 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
-from paged_jax.kernels import cpu, padded_head_dim
+from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.linear import copies_weights
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -240,9 +241,7 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    if platform == "cpu" and (
-        cpu.copies_weights(dtype) or (config.num_experts and cpu.copies_groups(dtype))
-    ):
+    if copies_weights(platform, dtype, has_experts=bool(config.num_experts)):
         copies = weights * 4 // jnp.dtype(dtype).itemsize
         steps = {program: taken + copies for program, taken in steps.items()}
     windows = [group.window for group in groups]

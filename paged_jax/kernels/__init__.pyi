@@ -6,12 +6,12 @@ from .backend import Pools as Pools
 from .cascade import cascade_attention as cascade_attention
 from .cascade import merge_attention as merge_attention
 from .cascade import num_shared_blocks as num_shared_blocks
-from .cpu import load_cpu_kernels as load_cpu_kernels
 from .dispatch import BACKENDS as BACKENDS
 from .dispatch import backend_for as backend_for
 from .dispatch import check_backend_runs_on as check_backend_runs_on
 from .dispatch import choose_backend as choose_backend
-from .grouped import grouped_linear as grouped_linear
+from .dispatch import load_cpu_kernels as load_cpu_kernels
+from .linear import grouped_linear as grouped_linear
 from .pool_format import padded_head_dim as padded_head_dim
 from .pool_format import quantise as quantise
 from .ragged import ragged_paged_attention as ragged_paged_attention

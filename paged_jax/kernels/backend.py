@@ -1,17 +1,16 @@
 """What a backend takes and gives: the contract that all kernels keep.
 
-A `Backend` is an object with ops: `AttentionOps`, `WritingOps` or both. One that writes may have a
-kernel of its own for `RopeWritingOps`. Its `refusal` says in a sentence what it cannot do.
+A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`, `GroupedLinearOps`.
 Arguments have been checked before a backend sees them, and in attention ``layer`` is in 0..L - 1,
 ``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``; in ragged batches
 ``cu_query_lens`` is in 0..N.
 
 The arrays of a call and its `Options` define its result. Whether a kernel is compiled or
-interpreted is a property of the backend: see `PallasBackend`.
+interpreted is a property of the backend: see `paged_jax.kernels.dispatch.PallasBackend`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -262,6 +261,54 @@ class CopyArgs(NamedTuple):
     targets: jax.Array
 
 
+class Stack(NamedTuple):
+    """The stacked weights of all layers, for kernels that read one layer of them in place.
+
+    Attributes:
+      values: ``[L, *out, in]``.
+      scales: None, or float32 ``[L, *out]``.
+      layer: i32 ``[]``, the layer to read.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+    layer: jax.Array | int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weight:
+    """A matrix: ``values``, or ``values * scales[..., None]`` if it is int8.
+
+    Attributes:
+      values: ``[*out, in]``, floating point or int8.
+      scales: None, or float32 ``[*out]`` of an int8 matrix.
+      stack: None, or the stacked weights that `values` and `scales` are a slice of.
+      dtype: type in which GPUs and TPUs multiply int8: the type of the model's floats.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+    stack: Stack | None = None
+    dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
+
+
+class GroupedArgs(NamedTuple):
+    """The arrays of a grouped matmul: rows sorted by group, and the weights of each group.
+
+    Attributes:
+      x: floating point ``[R, in]``, with at least one row.
+      w: float32, bfloat16 or float16 ``[X, out, in]``.
+      group_sizes: i32 ``[X]``, number of rows in each group.
+      stack: ``[L, X, out, in]`` and i32 ``[]``: the stacked weights, and the index of `w` in them.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    group_sizes: jax.Array
+    stack: tuple[jax.Array, jax.Array]
+
+
 @dataclass(frozen=True)
 class Options:
     """What an op means besides its arrays; hashable, a static argument of `jax.jit`.
@@ -387,50 +434,38 @@ class WritingOps(Protocol):
         """Write new tokens to their places, as `paged_write`."""
         ...
 
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Norm and rotate, write keys and values, return queries, as `paged_rope_write`."""
+        ...
+
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks in all layers, as `paged_jax.kernels.copy_blocks`."""
         ...
 
 
 @runtime_checkable
-class RopeWritingOps(WritingOps, Protocol):
-    """The ops of a backend that writes and has a kernel of its own from the projection on.
+class LinearOps(Protocol):
+    """The ops of a backend that multiplies matrices."""
 
-    For the others `paged_jax.kernels.rope` puts plain JAX before their `write`.
-    """
+    def linear(self, x: jax.Array, w: Weight) -> jax.Array:
+        """Multiply the last dimension by a weight, as `paged_jax.kernels.linear.linear`."""
+        ...
 
-    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Norm and rotate, write keys and values, return queries, as `paged_rope_write`."""
+    def sum_rows(self, x: jax.Array) -> jax.Array:
+        """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
         ...
 
 
 @runtime_checkable
-class PallasBackend(Backend, Protocol):
-    """A backend written in Pallas, whose kernels can be run without their device."""
+class GroupedLinearOps(Protocol):
+    """The op of a backend that multiplies groups of rows by their own weights."""
 
-    @property
-    def interpret(self) -> Interpret:
-        """How its kernels are interpreted, if at all: those of experts, too."""
+    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+        """Return why the backend cannot multiply these arrays, or None if it can."""
         ...
 
-    def interpreted(self, interpret: Interpret) -> Backend:
-        """The same backend, with its kernels run in Pallas' interpreter on any platform."""
-        ...
-
-
-@runtime_checkable
-class CompiledBackend(Backend, Protocol):
-    """A backend whose kernels are compiled on the machine that runs them.
-
-    Its ops may be traced and lowered anywhere; where it is unavailable they do the same in plain
-    JAX.
-    """
-
-    def unavailable(self, problem: Problem) -> str | None:
-        """Say in a sentence why its kernels cannot be had in this process; None where they can.
-
-        They are compiled for it, which may take seconds.
-        """
+    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
+        """Multiply rows by the weights of their groups, as `paged_jax.kernels.grouped_linear`."""
         ...
 
 

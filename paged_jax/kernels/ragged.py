@@ -16,7 +16,6 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax import dims
 from paged_jax.argument_names import names_arguments
-from paged_jax.kernels import xla
 from paged_jax.kernels.backend import Interpret, Pages, Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.checks import (
     as_arrays,
@@ -27,13 +26,20 @@ from paged_jax.kernels.checks import (
     half_of_pages,
     static,
 )
-from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
+from paged_jax.kernels.dispatch import (
+    Dispatch,
+    check_arrays_are_on_its_device,
+    general_backend,
+)
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
 from paged_jax.kernels.pool_format import wider_dtype
 from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
 from paged_jax.opaque import put_or_drop, take_or_fill
 
 _FUNCTION = "ragged_paged_attention"
+
+# Maximum queries of a tile in the backward pass.
+_MAX_QUERIES = 128
 
 
 class RaggedAttentionOptions(TypedDict, total=False):
@@ -314,12 +320,12 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
         for zero, bar in zip(zeros, bars, strict=True)
     )
     # Tiles about as long as the average chunk have few padding rows.
-    tiles, rows_BT = cut_into_tiles(args, min(xla.QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
+    tiles, rows_BT = cut_into_tiles(args, min(_MAX_QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
     # The factor of the values is the factor of the result, and of its gradient.
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
     lse_bar_BTH = take_or_fill(lse_bar, rows_BT)
-    out, lse = xla.Xla().attend(tiles, unscaled)
+    out, lse = general_backend().attend(tiles, unscaled)
     gradients = attention_gradients(
         tiles, unscaled, out, lse, bar_BTHD, lse_bar_BTH, wants_pools=residuals.wants_pages
     )

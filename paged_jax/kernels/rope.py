@@ -1,21 +1,13 @@
 """From one projection to queries, keys and values: RMS norm of each head, rotary embedding."""
 
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels import cpu
-from paged_jax.kernels.backend import (
-    Options,
-    Pools,
-    RopeWriteArgs,
-    RopeWritingOps,
-    WriteArgs,
-    WritingOps,
-)
+from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
+from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.pool_format import query_dtype
 
 
@@ -27,17 +19,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
       weight: floating point ``[E]``.
       eps: added to the mean square.
       num_heads: rows of `x` that belong to one token. Those of few tokens are summed on CPUs as
-        `cpu.sum_rows` does.
+        `sum_rows` does.
     """
     return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
 
 
 def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
     """Of float32 ``x [..., E]``, float32 ``[..., 1]``; see `rms_norm`."""
-    squares = jnp.square(x)
-    if cpu.is_few(math.prod(x.shape[:-1]) // num_heads):
-        return cpu.sum_rows(squares) / x.shape[-1]
-    return jnp.mean(squares, axis=-1, keepdims=True)
+    return sum_rows(jnp.square(x), rows_per_token=num_heads) / x.shape[-1]
 
 
 def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -90,13 +79,6 @@ def split_and_rotate(
         q = rms_norm(q, norms[0], norm_eps, num_heads=H)
         k = rms_norm(k, norms[1], norm_eps, num_heads=K)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def rope_write(ops: WritingOps, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-    """The op of a backend that writes: its own kernel, else its write after plain JAX."""
-    if isinstance(ops, RopeWritingOps):
-        return ops.rope_write(args, options)
-    return rope_then_write(ops.write, args, options)
 
 
 def rope_then_write(

@@ -33,7 +33,7 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
-from paged_jax.kernels.xla.writing import set_rows
+from paged_jax.kernels.rows import set_rows
 from paged_jax.opaque import without_index_checks
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".

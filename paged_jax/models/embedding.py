@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from paged_jax.models.weight import Weight
+from paged_jax.kernels.linear import Weight
 
 # Numbers in a row of a TPU's registers.
 _LANES = 128

@@ -22,12 +22,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from paged_jax.kernels import cpu, grouped_linear
+from paged_jax.kernels.linear import Weight, grouped_linear, linear, sum_rows
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.linear import linear
 from paged_jax.models.mlp import ACTIVATIONS
 from paged_jax.models.part import Part
-from paged_jax.models.weight import Weight
 
 # Up to so many comparisons take the place of a sort: for 64 tokens 128 experts, or 16 choices each.
 _MAX_COMPARISONS = 1 << 20
@@ -205,8 +203,7 @@ def route(
     if renormalise:
         total = _sum_in_order(shifted[..., None])
     else:
-        all_shifted = jnp.exp(logits - top[:, :1])
-        total = cpu.sum_rows(all_shifted) if cpu.is_few(N) else all_shifted.sum(-1, keepdims=True)
+        total = sum_rows(jnp.exp(logits - top[:, :1]))
     return Routes(experts, shifted / total)
 
 

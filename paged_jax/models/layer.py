@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.rope import mean_square, rotate, scale_by, split_and_rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.experts import add_experts, experts
-from paged_jax.models.linear import linear
 from paged_jax.models.mlp import add_mlp, mlp
 from paged_jax.models.norms import NORMS, effective_weight, initial_weight, norm
 from paged_jax.models.part import Part
-from paged_jax.models.weight import Weight, add_matrix, float_type, get_matrix
+from paged_jax.models.weight import add_matrix, float_type, get_matrix
 from paged_jax.short_repr import short_repr
 
 

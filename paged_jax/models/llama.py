@@ -10,11 +10,11 @@ from flax import nnx
 from jax import lax
 
 from paged_jax.argument_names import names_arguments
+from paged_jax.kernels.linear import linear
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import look_up, take_rows
 from paged_jax.models.layer import Attend, Carry, Layer, causal_attention
-from paged_jax.models.linear import linear
 from paged_jax.models.norms import initial_weight, norm
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.part import Part
@@ -174,7 +174,7 @@ class Llama(PagedModel):
         """Run the layers, see `PagedModel`."""
         find = look_up if self.part is None else self.part.look_up
         x = self._scaled(find(_table(self, "embed_tokens"), token_ids))
-        # Padding begins as zeros, and without biases remains so: see `kernels.cpu.linear`.
+        # Padding begins as zeros, and without biases remains so: see `kernels/cpu`.
         x = jnp.where(positions[..., None] < 0, 0, x)
         return self._run_layers(x, positions, attend, carry, backend)
 

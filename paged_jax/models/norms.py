@@ -1,12 +1,10 @@
 """The norms of a layer: where they lie, and what they compute."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels import cpu
+from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.rope import rms_norm
 from paged_jax.models.config import LlamaConfig
 
@@ -56,6 +54,4 @@ def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    if cpu.is_few(math.prod(x.shape[:-1])):  # as `rms_norm`: rows do not depend on how many
-        return cpu.sum_rows(x) / x.shape[-1]
-    return jnp.mean(x, axis=-1, keepdims=True)
+    return sum_rows(x) / x.shape[-1]

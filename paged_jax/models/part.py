@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.linear import Weight
 from paged_jax.models.embedding import look_up
-from paged_jax.models.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,49 +5,17 @@ for each row of the output. A number is ``values * scale``, so that the largest 
 a row is off by at most half a scale anywhere (weight-only quantisation: inputs stay floats).
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from paged_jax.kernels.linear import Stack, Weight
 from paged_jax.models.config import LlamaConfig
 
 SCALE = "_scale"  # what the name of a matrix is followed by
-
-
-class Stack(NamedTuple):
-    """The stack of all layers that a matrix is a part of, for kernels that read it there.
-
-    Attributes:
-      values: ``[L, *out, in]``.
-      scales: None, or float32 ``[L, *out]``.
-      layer: i32 ``[]``, which part.
-    """
-
-    values: jax.Array
-    scales: jax.Array | None
-    layer: jax.Array | int
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Weight:
-    """A matrix, ``values`` or ``values * scales[..., None]``.
-
-    Attributes:
-      values: ``[*out, in]``, floating point or int8.
-      scales: None, or float32 ``[*out]`` of an int8 matrix.
-      stack: None, or the stack of which these are a copy.
-      dtype: type in which GPUs and TPUs multiply int8, that of the model's floats.
-    """
-
-    values: jax.Array
-    scales: jax.Array | None = None
-    stack: Stack | None = None
-    dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
 
 
 def quantise(w: Any) -> tuple[Any, Any]:

@@ -31,8 +31,7 @@ from jax import export
 
 from paged_jax import user_cache
 from paged_jax.kernels import Pools
-from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.calls import exporting_for_here
+from paged_jax.kernels.dispatch import CompiledBackend, compiled_backend
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.decode_state import DecodeState
@@ -124,8 +123,9 @@ def _lower(call: Call, weights: list[jax.Array], state: DecodeState) -> export.E
 
     program.__name__ = call.program.__name__
     jitted = jax.jit(program, donate_argnums=1)
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in library.targets()]
-    with exporting_for_here():
+    kernels = _kernels()
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in kernels.targets()]
+    with kernels.exporting_for_here():
         return export.export(jitted, disabled_checks=checks)(weights, leaves, call.args)
 
 
@@ -134,13 +134,19 @@ def _read(folder: Path, key: str) -> export.Exported | None:
     if content is None or not content.startswith(_checksum(key, content[_CHECKSUM_BYTES:])):
         return None
     exported = export.deserialize(bytearray(content[_CHECKSUM_BYTES:]))
-    names = library.find_targets(exported.mlir_module_serialized)
-    return exported if all(map(library.load_target, names)) else None
+    missing = _kernels().load_called(exported.mlir_module_serialized)
+    return exported if missing is None else None
+
+
+def _kernels() -> CompiledBackend:
+    backend = compiled_backend("cpu")
+    assert backend is not None
+    return backend
 
 
 def _write(folder: Path, key: str, exported: export.Exported) -> None:
     # What goes without a kernel that could not be made would go without it for ever.
-    if not library.is_any_missing():
+    if not _kernels().is_any_missing():
         blob = bytes(exported.serialize())
         user_cache.write(folder / key, _checksum(key, blob) + blob)
 

@@ -30,7 +30,7 @@ from jax import lax
 
 from paged_jax.checks import is_int
 from paged_jax.dims import bind
-from paged_jax.kernels import cpu
+from paged_jax.kernels.linear import sum_rows
 from paged_jax.sampling import filters
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling, as_key, fold_in
@@ -314,10 +314,7 @@ def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
     if peak is None:
         peak = jnp.max(logits, axis=-1, keepdims=True)
     peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
-    weights = jnp.exp(logits - peak)
-    if cpu.is_few(logits.shape[0]):
-        return peak + jnp.log(cpu.sum_rows(weights))
-    return peak + jnp.log(jnp.sum(weights, axis=-1, keepdims=True))
+    return peak + jnp.log(sum_rows(jnp.exp(logits - peak)))
 
 
 def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:

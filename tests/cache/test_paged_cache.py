@@ -13,8 +13,8 @@ from paged_jax.cache import paged_cache as lib
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels.pool_format import is_quantised, quantise
+from paged_jax.kernels.rows import BITS
 from paged_jax.kernels.writing import paged_write
-from paged_jax.kernels.xla.writing import BITS
 
 L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]

@@ -15,8 +15,8 @@ from jax.experimental import serialize_executable
 from paged_jax.kernels import choose_backend, load_cpu_kernels, paged_attention
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
-from paged_jax.models.linear import linear
-from paged_jax.models.weight import Stack, Weight, quantise
+from paged_jax.kernels.linear import Stack, Weight, linear
+from paged_jax.models.weight import quantise
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 from tests.support.processes import run_on_devices
@@ -325,7 +325,7 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from paged_jax.models.linear import linear
+from paged_jax.kernels.linear import linear
 from tests.support.paged_batch import PagedBatch, queries
 import jax.numpy as jnp
 

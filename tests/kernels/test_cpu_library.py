@@ -17,7 +17,7 @@ import pytest
 from paged_jax.kernels import choose_backend
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
-from paged_jax.models.linear import linear
+from paged_jax.kernels.linear import linear
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import PagedBatch, queries
 from tests.support.processes import run_on_devices

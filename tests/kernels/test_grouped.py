@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from paged_jax.kernels import dispatch, grouped, grouped_linear
+from paged_jax.kernels import dispatch
+from paged_jax.kernels.linear import grouped_linear
 from paged_jax.kernels.mosaic_tpu.grouped_linear import choose_tiling
-from paged_jax.kernels.triton import Triton
+from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.kernels.triton.grouped_linear import find_tile
 from paged_jax.kernels.triton.tuning import Device
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
+from tests.support.families import InterpretedTriton
 from tests.support.kernel_cases import lower
 
 # Sizes of groups, and number of rows after them that belong to no group. In the last case each row
@@ -89,14 +91,15 @@ def test_grouped_linear_interprets_the_kernel_of_a_backend_that_is_interpreted(m
     x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
     want, scale = oracle(x, w, group_sizes)
     calls = []
-    kernel = grouped.triton.grouped_linear
+    kernel = triton_kernel.grouped_linear
 
     def called(*args, interpret=False):
         calls.append(interpret)
         return kernel(*args, interpret=interpret)
 
-    monkeypatch.setattr(grouped.triton, "grouped_linear", called)
-    monkeypatch.setitem(dispatch.BACKENDS, "triton", Triton(interpret=True))
+    monkeypatch.setattr(triton_kernel, "grouped_linear", called)
+    backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
     for backend in (None, "xla", "triton"):
         calls.clear()
         out = jax.jit(functools.partial(grouped_linear, backend=backend))(x, w, group_sizes)

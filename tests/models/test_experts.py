@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax.cache import paged_cache
 from paged_jax.kernels import grouped_linear
+from paged_jax.kernels.linear import Weight
 from paged_jax.models import experts
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.experts import (
@@ -25,7 +26,6 @@ from paged_jax.models.experts import (
     route,
 )
 from paged_jax.models.llama import Llama
-from paged_jax.models.weight import Weight
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.random_model import random_llama

@@ -14,8 +14,9 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.kernels import dispatch, grouped
+from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.embedding import take_rows
 from paged_jax.models.llama import Llama, _table
@@ -61,14 +62,14 @@ def products(case) -> Iterator[list[Interpret]]:
     Of the case, because a second engine of the same sizes traces nothing.
     """
     products = []
-    grouped_linear = grouped.triton.grouped_linear
+    grouped_linear = triton_kernel.grouped_linear
 
     def traced(*args, interpret=False):
         products.append(interpret)
         return grouped_linear(*args, interpret=interpret)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped.triton, "grouped_linear", traced)
+        patch.setattr(triton_kernel, "grouped_linear", traced)
         yield products
 
 
@@ -116,7 +117,8 @@ def test_engine_gives_what_transformers_gives(
     theirs, _ = case
     swaps = preemption == "swap"
     traced_before = len(products)
-    monkeypatch.setitem(dispatch.BACKENDS, "triton", families.InterpretedTriton())
+    backends = {**dispatch.BACKENDS, "triton": families.InterpretedTriton()}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)
     # One row is padded to four, which saves a program a case.
     monkeypatch.setattr(runner, "row_bucket", lambda count, num_slots: num_slots)
     engine = Engine(

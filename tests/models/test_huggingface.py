@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from paged_jax.kernels import cpu
+from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import huggingface, pretrained
@@ -333,7 +333,7 @@ def test_from_pretrained_unrolls_layers_on_tpu_7x(folder, kind, is_stacked, monk
 
 def test_from_pretrained_recognises_a_hugging_face_folder(folder):
     model = Llama.from_pretrained(folder)
-    assert model.scan_layers == (jax.default_backend() == "tpu" or cpu.is_available())
+    assert model.scan_layers == (jax.default_backend() == "tpu" or reads_stacked_weights("cpu"))
     _assert_same(Llama.from_pretrained(folder, scan_layers=False), _model())
     with pytest.raises(FileNotFoundError, match="folder must exist"):
         Llama.from_pretrained(folder / "none")

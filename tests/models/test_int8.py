@@ -11,14 +11,14 @@ from flax import nnx
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
+from paged_jax.kernels.linear import Weight, linear
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.linear import linear
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import huggingface
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_parameters
-from paged_jax.models.weight import SCALE, Weight, float_dtype, quantise, weight_dtype
+from paged_jax.models.weight import SCALE, float_dtype, quantise, weight_dtype
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.models.linear import linear
+from paged_jax.kernels.linear import linear
 from tests.support.covering import all_pairs
 
 pytestmark = pytest.mark.optimised
@@ -59,7 +59,7 @@ def test_linear_does_not_crash() -> None:
     """In a process of its own: where XLA's library reads out of bounds, the process dies."""
     code = textwrap.dedent("""
         import jax, jax.numpy as jnp
-        from paged_jax.models.linear import linear
+        from paged_jax.kernels.linear import linear
 
         def chain(x, ws):
             for w in ws:

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from paged_jax.kernels import cpu
+from paged_jax.kernels.linear import reads_stacked_weights
 
 _MEASURE = """
 import json
@@ -32,7 +32,9 @@ print(json.dumps(resident("VmHWM") - before))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA has one emitter of fusions")
-@pytest.mark.skipif(not cpu.is_available(), reason="layers are not scanned without the kernels")
+@pytest.mark.skipif(
+    not reads_stacked_weights("cpu"), reason="layers are not scanned without the kernels"
+)
 def test_decode_program_of_scanned_layers_is_compiled_in_little_memory() -> None:
     run = [sys.executable, "-c", _MEASURE]
     printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.triton.tuning import Device
 from paged_jax.models.experts import ExpertWeights, apply_experts, route
-from paged_jax.models.weight import Weight
 from tests.support.kernel_cases import H200, lower
 
 

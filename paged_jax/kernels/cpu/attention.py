@@ -8,11 +8,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels import xla
 from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, Problem
 from paged_jax.kernels.cpu.calls import call
 from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, load
 from paged_jax.kernels.cpu.self_test import attributes_of
+from paged_jax.kernels.dispatch import general_backend
 
 # What the kernels have room for on their stack (MAX_D).
 _MAX_HEAD_DIM = 512
@@ -83,4 +83,4 @@ class _Plain:
         query_lens = rest.pop(0) if self.op == "prefill" else None
         pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
         args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
-        return xla.Xla().attend(args, dataclasses.replace(self.options, value_scale=1.0))
+        return general_backend().attend(args, dataclasses.replace(self.options, value_scale=1.0))

@@ -120,29 +120,14 @@ def load_target(target: str) -> bool:
     return any(load(kernel).target == target for kernel in asked)
 
 
-def load_cpu_kernels(program: bytes) -> None:
-    """Register the kernels for CPUs that a serialised executable calls.
+def load_called(program: bytes) -> str | None:
+    """Load the kernels that a serialised program calls.
 
-    Call it before `jax.experimental.serialize_executable.deserialize_and_load`. A process that
-    compiles its own programs does not need it.
-
-    Args:
-      program: the bytes that `jax.experimental.serialize_executable.serialize` returned. If the
-        program calls none of these kernels, nothing is done.
-
-    Raises:
-      ValueError: a kernel is not available: the program was compiled for another processor, jaxlib
-        or version of paged_jax, or the kernel cannot be compiled here.
-
-    Example:
-      >>> load_cpu_kernels(b"an executable without calls")
+    Returns:
+      None, or the target of a kernel that this machine does not have.
     """
-    for target in sorted(find_targets(program)):
-        if not load_target(target):
-            raise ValueError(
-                f"load_cpu_kernels: program must call kernels of this machine and this version of "
-                f"paged_jax, got {target}. Compile the program here."
-            )
+    missing = (target for target in sorted(find_targets(program)) if not load_target(target))
+    return next(missing, None)
 
 
 def _kernels() -> list[Kernel]:

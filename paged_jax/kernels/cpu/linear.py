@@ -1,6 +1,7 @@
-"""Products of a few rows by the kernel of `source/linear.cc`."""
+"""Matrix multiplication by the kernels of `source/linear.cc` and `source/grouped_linear.cc`."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,119 +10,161 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paged_jax.kernels.backend import GroupedArgs, Stack, Weight
 from paged_jax.kernels.cpu.calls import call
 from paged_jax.kernels.cpu.library import Kernel, load
+from paged_jax.kernels.dispatch import general_backend
 
-# Rows of a decode step, whose results do not depend on how many they are.
-MAX_ROWS = 64
+# Maximum rows for float32 and bfloat16. XLA is up to a tenth faster if all rows are tokens, but a
+# fourth of the rows in a batch of prompts is padding, which the kernel skips.
+_MAX_ROWS = 256
 
-# With more rows XLA's products, which are up to a tenth faster where all rows are tokens, win over
-# what the kernel spares of the padding of a batch of prompts, which is a fourth of its rows.
-_MOST_ROWS = 256
-
-# Types of weights of which the kernel takes any number of rows: XLA's products would convert all of
-# the weight first.
+# Weight types that the kernel multiplies by any number of rows: XLA would convert all of the weight
+# to float32 first.
 _ANY_ROWS = (jnp.float16, jnp.int8)
 _FEW_ROWS = (jnp.float32, jnp.bfloat16)
 
-# A product of x with a weight: ``(x, w)`` or ``(x, w, scales)``.
-Product = Callable[..., jax.Array]
 Arrays = tuple[jax.Array, ...]
 
 
-def takes(num_rows: int, w: jax.Array, stack: Any = None) -> bool:
-    """Whether the kernel multiplies as many rows by weights of this type.
-
-    Args:
-      num_rows: rows of x.
-      w: the weight.
-      stack: what XLA would copy the weight out of, if anything. Of bfloat16 it would make float32
-        of all of that.
-    """
-    if w.size == 0 or num_rows == 0 or w.dtype not in _ANY_ROWS + _FEW_ROWS:
-        return False
-    is_copied = w.dtype in _ANY_ROWS or (w.dtype == jnp.bfloat16 and stack is not None)
-    return is_copied or num_rows <= _MOST_ROWS
-
-
 def copies_weights(dtype: DTypeLike) -> bool:
-    """Whether programs for this machine's CPU multiply by copies in float32 of such weights."""
+    """Return whether programs for this machine convert all weights of a type to float32 first."""
     dtype = jnp.dtype(dtype)
     return dtype in _ANY_ROWS and load(Kernel("linear", dtype)).target is None
 
 
 def is_available() -> bool:
-    """Whether this machine has the kernel, or a compiler for it."""
+    """Return whether this machine has the kernel, or a compiler for it."""
     return load(Kernel("linear", jnp.dtype(jnp.float32))).target is not None
 
 
-def is_few(num_rows: int) -> bool:
-    """Whether so many rows are the kernel's, whose results do not depend on their number."""
-    return 0 < num_rows <= MAX_ROWS
+def linear(x: jax.Array, w: Weight) -> jax.Array:
+    """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`.
+
+    The result of a row does not depend on the number of rows. A row of zeros, such as padding,
+    costs nothing and gives zeros for any weight.
+    """
+    if not _has_kernel_for(math.prod(x.shape[:-1]), w):
+        return general_backend().linear(x, w)
+    stack = w.stack or Stack(w.values[None], None if w.scales is None else w.scales[None], 0)
+    L, num_inputs = stack.values.shape[0], stack.values.shape[-1]
+    weight: Arrays = (w.values.reshape(-1, num_inputs),)
+    stacked = stack.values.reshape(L, -1, num_inputs), jnp.asarray(stack.layer, jnp.int32)
+    if w.scales is not None and stack.scales is not None:
+        weight += (w.scales.reshape(-1),)
+        stacked += (stack.scales.reshape(L, -1),)
+    y = _multiply(_PlainLinear(w.dtype), x, weight, stacked)
+    return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
+
+
+def _has_kernel_for(num_rows: int, w: Weight) -> bool:
+    dtype = w.values.dtype
+    if w.values.size == 0 or num_rows == 0 or dtype not in _ANY_ROWS + _FEW_ROWS:
+        return False
+    # XLA converts a whole stack of bfloat16 weights to float32.
+    is_copied = dtype in _ANY_ROWS or (dtype == jnp.bfloat16 and w.stack is not None)
+    return is_copied or num_rows <= _MAX_ROWS
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sums over the last axis, which stays, in an order that does not depend on the other axes.
+    """Sum over the last dimension, by multiplying with ones; one thread sums each row.
 
-    XLA has an order for each shape. Differentiable.
+    The order of summation does not depend on the other dimensions. Differentiable.
 
     Args:
-      x: float32 ``[..., N]``. It need not be few rows, but one thread adds all of them.
-
-    Returns:
-      float32 ``[..., 1]``.
+      x: float32 ``[..., N]``.
     """
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
-    return linear(_sum_rows, x, (ones,), (ones[None], jnp.int32(0)))
+    return _multiply(_PlainSum(), x, (ones,), (ones[None], jnp.int32(0)))
 
 
-def _sum_rows(x: jax.Array, ones: jax.Array) -> jax.Array:
-    del ones
-    return jnp.sum(x, axis=-1, keepdims=True)
+@dataclass(frozen=True)
+class _PlainLinear:
+    """The matmul in plain JAX. Equal objects share compiled programs."""
+
+    dtype: Any
+
+    def __call__(
+        self, x: jax.Array, values: jax.Array, scales: jax.Array | None = None
+    ) -> jax.Array:
+        return general_backend().linear(x, Weight(values, scales, None, self.dtype))
+
+
+@dataclass(frozen=True)
+class _PlainSum:
+    """The sum in plain JAX."""
+
+    def __call__(self, x: jax.Array, ones: jax.Array) -> jax.Array:
+        del ones
+        return general_backend().sum_rows(x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def linear(plain: Product, x: jax.Array, weight: Arrays, stack: Arrays) -> jax.Array:
-    """``x @ w.T`` where a CPU has the kernel, and `plain` where not; differentiable as `plain`.
-
-    A row's result does not depend on how many others there are. A row of zeros, as padding is,
-    costs nothing and gives zeros, whatever the weights.
+def _multiply(
+    plain: Callable[..., jax.Array], x: jax.Array, weight: Arrays, stacked: Arrays
+) -> jax.Array:
+    """Call the kernel, or `plain` where there is none. Differentiable as `plain`.
 
     Args:
-      plain: a function of `x` and the arrays of `weight` that means the same; a module's own, so
-        that it is hashable.
+      plain: the same as a hashable function of `x` and the arrays of `weight`.
       x: floating point ``[..., in]``, rounded to bfloat16 if the weights are.
-      weight: ``w [out, in]``, as `takes` has it, and float32 ``[out]`` if it is int8, by which the
-        results are multiplied.
-      stack: the same where the kernel reads it, and where there is then no other: ``[L, out, in]``,
-        i32 ``[]``, the layer of it that is `w`, and float32 ``[L, out]`` if it is int8.
+      weight: values ``[out, in]``, and float32 scales ``[out]`` if they are int8.
+      stacked: what the kernel reads instead of `weight`: values ``[L, out, in]``, i32 ``[]`` layer,
+        and float32 scales ``[L, out]`` if they are int8.
 
     Returns:
       float32 ``[..., out]``.
     """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    return _call(plain, rows, weight, stack).reshape(*x.shape[:-1], weight[0].shape[0])
+    return _call(plain, rows, weight, stacked).reshape(*x.shape[:-1], weight[0].shape[0])
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _call(plain: Product, rows: jax.Array, weight: Arrays, stack: Arrays) -> jax.Array:
-    kernel = Kernel("linear", stack[0].dtype)
-    [out] = call(kernel, _Plain(plain), (rows, *stack), plain_operands=(rows, *weight))
+def _call(
+    plain: Callable[..., jax.Array], rows: jax.Array, weight: Arrays, stacked: Arrays
+) -> jax.Array:
+    kernel = Kernel("linear", stacked[0].dtype)
+    [out] = call(kernel, _Plain(plain), (rows, *stacked), plain_operands=(rows, *weight))
     return out
 
 
-@linear.defjvp
-def _linear_jvp(plain, primals, tangents):
+@_multiply.defjvp
+def _multiply_jvp(plain, primals, tangents):
     (x, weight, _), (dx, dweight, _) = primals, tangents
     tangent = jax.jvp(plain, (x, *weight), (dx, *dweight))[1]
-    return linear(plain, *primals), tangent
+    return _multiply(plain, *primals), tangent
+
+
+def copies_expert_weights(dtype: DTypeLike) -> bool:
+    """Return whether programs for this machine convert all weights of experts to float32 first."""
+    dtype = jnp.dtype(dtype)
+    return dtype == jnp.bfloat16 and load(Kernel("grouped_linear", dtype)).target is None
+
+
+def grouped_linear(args: GroupedArgs) -> jax.Array:
+    """Multiply rows by the weights of their groups; see `paged_jax.kernels.grouped_linear`.
+
+    A row's result does not depend on the other rows.
+    """
+    values, layer = args.stack
+    x, layer = args.x.astype(jnp.float32), jnp.asarray(layer, jnp.int32)
+    kernel = Kernel("grouped_linear", values.dtype)
+    operands = (x, values, args.group_sizes, layer)
+    plain_operands = (x, args.w, args.group_sizes)
+    [out] = call(kernel, _plain_grouped_linear, operands, plain_operands=plain_operands)
+    return out
+
+
+def _plain_grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> list[jax.Array]:
+    args = GroupedArgs(x, w, group_sizes, (w[None], jnp.int32(0)))
+    return [general_backend().grouped_linear(args)]
 
 
 @dataclass(frozen=True)
 class _Plain:
     """A product as a list of results."""
 
-    product: Product
+    product: Callable[..., jax.Array]
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         return [self.product(*operands)]

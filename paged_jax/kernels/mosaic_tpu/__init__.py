@@ -35,12 +35,14 @@ import jax
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
+    GroupedArgs,
     Interpret,
     Options,
     Problem,
     RaggedArgs,
     RaggedOptions,
 )
+from paged_jax.kernels.mosaic_tpu import grouped_linear as _grouped
 from paged_jax.kernels.mosaic_tpu import ragged
 from paged_jax.kernels.mosaic_tpu.attention import attend, device_refusal, refusal
 
@@ -83,3 +85,11 @@ class MosaicTpu:
                 "what JAX's own kernel does. Interpret 'triton', or compile for a TPU."
             )
         return ragged.attend_ragged(args, options)
+
+    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+        """Return why JAX's kernel cannot multiply these arrays, or None if it can."""
+        return _grouped.refusal(args.x, args.w)
+
+    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
+        """Multiply rows by the weights of their groups, by JAX's own kernel."""
+        return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)

@@ -15,6 +15,7 @@ from paged_jax.kernels.backend import (
     ATTENTION,
     AttentionArgs,
     CopyArgs,
+    GroupedArgs,
     Interpret,
     Options,
     Pools,
@@ -26,6 +27,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_batch import attend_in_parts
+from paged_jax.kernels.triton import grouped_linear as _grouped
 from paged_jax.kernels.triton import pallas, schedule, tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
@@ -82,6 +84,14 @@ class Triton:
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks, in one launch."""
         return copy_blocks(args, self.interpret)
+
+    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+        """Return why the kernel cannot multiply these arrays, or None if it can."""
+        return _grouped.refusal(args.x, args.w)
+
+    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
+        """Multiply rows by the weights of their groups, in one launch."""
+        return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)
 
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:

@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Interpret, Options, Pools, RopeWriteArgs
+from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.pool_format import query_dtype
-from paged_jax.kernels.rope import rope_then_write
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import (
     as_rows,
@@ -36,7 +36,6 @@ from paged_jax.kernels.triton.write import (
     from_words,
     store_rows,
 )
-from paged_jax.kernels.xla import writing as scatter
 
 # Numbers of the projection in a program: 16 tokens of 128, or fewer where there are fewer tokens. A
 # decode step of 64 sequences with 32 + 2 * 8 heads is then 192 programs.
@@ -85,7 +84,7 @@ def _rope_write(
 
 @_rope_write.defjvp
 def _rope_write_jvp(options, interpret, primals, tangents):
-    plain = functools.partial(rope_then_write, scatter.write, options=options)
+    plain = functools.partial(general_backend().rope_write, options=options)
     _, out_dot = jax.jvp(plain, primals, tangents)
     return _rope_write(options, interpret, *primals), out_dot
 

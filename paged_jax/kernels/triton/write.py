@@ -34,10 +34,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
+from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.pool_format import QUANTISED, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
-from paged_jax.kernels.xla import writing as scatter
 
 # Numbers of K, and as many of V, in a program: 16 rows of 128. A decode step of 128 sequences with
 # 8 heads is then 64 programs, each with 4 loads of 16 bytes in flight per thread.
@@ -90,7 +90,7 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
 @_write.defjvp
 def _write_jvp(interpret, primals, tangents):
     # A write is a scatter, and so is its derivative.
-    _, out_dot = jax.jvp(scatter.write, primals, tangents)
+    _, out_dot = jax.jvp(general_backend().write, primals, tangents)
     return _write(interpret, *primals), out_dot
 
 

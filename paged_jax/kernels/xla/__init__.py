@@ -8,24 +8,28 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
     CopyArgs,
+    GroupedArgs,
     Options,
     Pools,
     Problem,
     RaggedArgs,
     RaggedOptions,
+    RopeWriteArgs,
+    Weight,
     WriteArgs,
 )
-from paged_jax.kernels.ragged_batch import attend_in_parts
+from paged_jax.kernels.ragged_batch import Chunks, attend_in_parts
+from paged_jax.kernels.rope import rope_then_write
 from paged_jax.kernels.xla.decode import decode
-from paged_jax.kernels.xla.prefill import QUERIES, prefill
+from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
+from paged_jax.kernels.xla.prefill import prefill
 from paged_jax.kernels.xla.ragged import attend_to_chunks
 from paged_jax.kernels.xla.writing import copy_blocks, write
-
-__all__ = ["QUERIES", "Xla", "attend_to_chunks", "decode", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,43 @@ class Xla:
             args,
         )
 
+    def attend_to_chunks(
+        self, args: RaggedArgs, chunks: Chunks, options: Options
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend with the queries of all chunks."""
+        return attend_to_chunks(args, chunks, options)
+
     def write(self, args: WriteArgs) -> Pools:
         """Scatter new tokens to their places."""
         return write(args)
 
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Norm, rotate and write."""
+        return rope_then_write(write, args, options)
+
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks in all layers."""
         return copy_blocks(args)
+
+    def linear(self, x: jax.Array, w: Weight) -> jax.Array:
+        """Multiply the last dimension by a weight."""
+        return linear(x, w)
+
+    def sum_rows(self, x: jax.Array) -> jax.Array:
+        """Sum over the last dimension, in XLA's order."""
+        return jnp.sum(x, axis=-1, keepdims=True)
+
+    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+        """Nothing is refused."""
+        del args
+        return None
+
+    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
+        """Multiply rows by the weights of their groups, one tile of rows after the other."""
+        return grouped_linear(args.x, args.w, args.group_sizes)
+
+    def grouped_gradients(
+        self, x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of `grouped_linear` in `x` and `w`."""
+        return grouped_gradients(x, w, group_sizes, cotangent)

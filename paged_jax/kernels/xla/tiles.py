@@ -9,10 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from paged_jax.kernels.backend import Pages, Pools
-from paged_jax.kernels.xla.writing import BITS
+from paged_jax.kernels.rows import take_rows
 
 # Most tokens of a sequence in a loop step. Longer tiles waste more on short contexts.
 TILE = 128
@@ -55,7 +54,7 @@ def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array
     """A page, of all its heads, is a row of the matrix."""
     P, C, K2, D = pages.kv.shape
     rows = jnp.clip(blocks, 0, P - 1)
-    tokens = _take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
+    tokens = take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
     tokens = tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * C, K2 // 2, 2, D)
     k, v = (jnp.swapaxes(tokens[..., part, :], -3, -2) for part in range(2))
     return k, v
@@ -74,32 +73,13 @@ def _gather_blocks(
     rows = (layer * P + jnp.clip(blocks, 0, P - 1))[..., None, :] * K + heads  # [..., K, M]
 
     def take(pool: jax.Array) -> jax.Array:
-        gathered = _take_rows(pool.reshape(L * P * K, -1), rows)
+        gathered = take_rows(pool.reshape(L * P * K, -1), rows)
         return gathered.reshape(*rows.shape[:-1], -1, *pool.shape[4:])
 
     k, v = (take(pool)[..., :head_dim].astype(jnp.float32) for pool in (pools.k, pools.v))
     if pools.k_scale is not None and pools.v_scale is not None:
         k, v = k * take(pools.k_scale)[..., None], v * take(pools.v_scale)[..., None]
     return k, v
-
-
-def _take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    if matrix.dtype not in BITS:
-        return _take_rows_as_is(matrix, rows)
-    # XLA's CPU backend would convert the whole matrix to float32 first, at every call.
-    return lax.platform_dependent(matrix, rows, cpu=_take_rows_as_bits, default=_take_rows_as_is)
-
-
-def _take_rows_as_is(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    return matrix.at[rows].get(mode="promise_in_bounds")
-
-
-def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    # The barrier ties the cast to the rows of this step of the loop. Else XLA moves it out of the
-    # loop, where it is a copy of the whole matrix and no longer part of the gather.
-    matrix, rows = lax.optimization_barrier((matrix, rows))
-    bits = lax.bitcast_convert_type(matrix, BITS[matrix.dtype])
-    return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 
 def start_softmax(q: jax.Array, sinks: jax.Array | None) -> Softmax:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels import cpu
+from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import own_part
 from paged_jax.models.loading.huggingface import load_weights, untie_if_different
@@ -99,7 +99,7 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
         # changes the layout of all stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
     # The CPU kernels read weights in the stack, except in programs with several devices.
-    return device.platform == "cpu" and sharding is None and cpu.is_available()
+    return sharding is None and reads_stacked_weights(device.platform)
 
 
 def _device(config: LlamaConfig, sharding: Sharding) -> jax.Device:

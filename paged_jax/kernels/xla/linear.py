@@ -1,0 +1,210 @@
+"""``x @ w.T`` for weights stored ``[out, in]``, in the form that each platform runs fastest.
+
+On GPUs and TPUs one matmul serves all shapes. On CPUs without the C++ kernels, XLA's matmul of few
+rows takes up to ten times as long as the forms below. They were measured on 2 cores with AVX-512
+(jax 0.10.2), for weights of 3072 x 576 and 576 x 1536, as GB/s of weights read:
+
+    rows    float32: plain, in halves    bfloat16: plain, multiply and sum
+    1            31      29                    1.5    16
+    2..4         15      24                    16
+    16           10      15                    10
+    64            4.7     5.5                   4.1
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.backend import Weight
+
+# Where two products of half the weight are faster than one of all of it. Beyond these rows packing
+# the weight is a small part of the work. Beyond this many inputs the batched product of XLA's CPU
+# library reads outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and
+# 24 rows, or 4096 and 2; none up to 32 rows below). A test stresses the corners of what is used.
+_HALVES_MAX_ROWS = 16
+_HALVES_MAX_INPUTS = 1536
+
+# Maximum rows of a tile in a grouped matmul, and in its gradients.
+_MAX_TILE = 64
+_MAX_GRADIENT_TILE = 512
+
+
+def linear(x: jax.Array, w: Weight) -> jax.Array:
+    """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
+    values = w.values.reshape(-1, w.values.shape[-1])
+    if w.scales is None:
+        y = _product_of_floats(x, values)
+    else:
+        y = _product_of_int8(x, values, w.scales.reshape(-1), w.dtype)
+    return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
+
+
+def _product_of_floats(x: jax.Array, w: jax.Array) -> jax.Array:
+    rows = math.prod(x.shape[:-1])
+    if rows == 1 and w.dtype != jnp.float32:
+        return lax.platform_dependent(x, w, cpu=_multiply_sum, default=_product)
+    if w.dtype == jnp.float32 and 1 < rows <= _HALVES_MAX_ROWS and _has_halves(w):
+        return lax.platform_dependent(x, w, cpu=_product_in_halves, default=_product)
+    return _product(x, w)
+
+
+def _product_of_int8(x: jax.Array, w: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Every int8 number is one of `dtype`, and becomes it on its way into the product.
+        return _product(x, w.astype(dtype))
+
+    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
+        is_one_row = math.prod(x.shape[:-1]) == 1
+        return _multiply_sum(x, w) if is_one_row else _product(x, w.astype(jnp.float32))
+
+    out = lax.platform_dependent(x, w, cpu=on_cpu, default=product)
+    return out * scales.reshape((1,) * (out.ndim - 1) + (-1,))
+
+
+def _has_halves(w: jax.Array) -> bool:
+    return w.shape[0] % 2 == 0 and w.shape[1] <= _HALVES_MAX_INPUTS
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    # HIGHEST keeps float32 from being computed as TF32 or in bfloat16 passes on accelerators.
+    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x.astype(w.dtype),
+        w,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _product_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The output's two halves as a batch of two products, the weight on the left."""
+    rows = x.astype(w.dtype).reshape(-1, x.shape[-1])
+    halves = w.reshape(2, w.shape[0] // 2, w.shape[1])
+    rows = jnp.broadcast_to(rows[None], (2, *rows.shape))
+    out = lax.dot_general(halves, rows, (((2,), (2,)), ((0,), (0,))))  # [2, out / 2, rows]
+    return out.transpose(2, 0, 1).reshape(*x.shape[:-1], w.shape[0])
+
+
+def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
+    """One row. As a product, XLA's CPU backend would convert all of the weight to float32."""
+    row = x.astype(jnp.float32).reshape(1, -1)
+    out = jnp.sum(w.astype(jnp.float32) * row, axis=-1)
+    return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Multiply rows by the weights of their groups; see `paged_jax.kernels.grouped_linear`.
+
+    `jax.lax.ragged_dot` would be one line, but XLA multiplies all rows by all weights on CPUs and
+    GPUs (jax 0.10.2 to 0.12.0), which takes 23 to 370 times as long as the kernel for CPUs. So this
+    is a loop over tiles of rows, as in `triton.grouped_linear`. XLA copies the weight of each tile
+    out of the stack. On CPUs, it first converts all bfloat16 weights to float32.
+    """
+    R, X = x.shape[0], w.shape[0]
+    tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
+    begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+    num_tiles = -(-group_sizes // tile)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    x = x.astype(w.dtype)
+
+    def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
+        first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * tile
+        start = jnp.minimum(first, R - tile)  # the last tile ends with the rows
+        weight = lax.dynamic_index_in_dim(w, group, keepdims=False)
+        new = _contract(lax.dynamic_slice_in_dim(x, start, tile), weight)
+        old = lax.dynamic_slice_in_dim(out, start, tile)
+        rows = start + jnp.arange(tile, dtype=jnp.int32)
+        is_mine = (rows >= first) & (rows < begins[group] + group_sizes[group])
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(is_mine[:, None], new, old), start, 0)
+
+    out = jnp.zeros((R, w.shape[1]), jnp.float32)
+    return lax.fori_loop(0, tile_ends[-1], multiply, out)
+
+
+def grouped_gradients(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of `grouped_linear` in `x` and `w`.
+
+    Args:
+      x, w, group_sizes: see `paged_jax.kernels.grouped_linear`.
+      cotangent: float32 ``[R, out]``, the gradient in the result.
+    """
+    return lax.platform_dependent(
+        x, w, group_sizes, cotangent, tpu=_ragged_gradients, default=_looped_gradients
+    )
+
+
+def _ragged_gradients(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the gradients with `lax.ragged_dot_general`; on TPUs XLA runs it group by group."""
+    _, transpose = jax.vjp(functools.partial(_ragged_dot, group_sizes=group_sizes), x, w)
+    rows = jnp.arange(cotangent.shape[0], dtype=jnp.int32)
+    is_of_group = (rows < jnp.sum(group_sizes))[:, None]
+    return transpose(jnp.where(is_of_group, cotangent, 0))
+
+
+def _ragged_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    return lax.ragged_dot_general(
+        x.astype(w.dtype),
+        w,
+        group_sizes,
+        numbers,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _looped_gradients(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the gradients group by group, in tiles of rows."""
+    R, X = x.shape[0], w.shape[0]
+    tile = min(R, _MAX_GRADIENT_TILE, max(8, math.ceil(R / X)))
+    begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+    rounded = x.astype(w.dtype)
+
+    def of_group(dx: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        weight, begin, size = group
+
+        def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            dx, dw = sums
+            first = begin + index * tile
+            start = jnp.minimum(first, R - tile)  # the last tile ends with the rows
+            rows = start + jnp.arange(tile, dtype=jnp.int32)
+            is_mine = ((rows >= first) & (rows < begin + size))[:, None]
+
+            def take(array: jax.Array) -> jax.Array:
+                return jnp.where(is_mine, lax.dynamic_slice_in_dim(array, start, tile), 0)
+
+            dy = take(cotangent)
+            new = _contract(dy, weight, (1, 0))
+            old = lax.dynamic_slice_in_dim(dx, start, tile)
+            dx = lax.dynamic_update_slice_in_dim(dx, jnp.where(is_mine, new, old), start, 0)
+            return dx, dw + _contract(dy, take(rounded), (0, 0))
+
+        sums = dx, jnp.zeros(weight.shape, jnp.float32)
+        dx, dw = lax.fori_loop(0, -(-size // tile), add, sums)
+        return dx, dw.astype(w.dtype)
+
+    dx, dw = lax.scan(of_group, jnp.zeros(x.shape, jnp.float32), (w, begins, group_sizes))
+    return dx.astype(x.dtype), dw
+
+
+def _contract(x: jax.Array, w: jax.Array, contracted: tuple[int, int] = (1, 1)) -> jax.Array:
+    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
