@@ -31,9 +31,9 @@ from paged_jax.profiling import check_profile_folder
 
 try:
     from paged_jax.server import Limits, Service, Settings
-    from paged_jax.server.http import Server, url_of
-    from paged_jax.server.log_format import LogFormat, logs_on_stderr
-    from paged_jax.server.startup import Startup
+    from paged_jax.server.app import Startup
+    from paged_jax.server.http_server import Server, url_of
+    from paged_jax.server.request_log import LogFormat, logs_on_stderr
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"paged_jax.serve: error: {error.name} is not installed. "

@@ -1,11 +1,11 @@
-"""The HTTP server, on Starlette and uvicorn: needs the extra ``serve``.
+"""The HTTP server, on Starlette and uvicorn. It needs the extra ``serve``.
 
-`paged_jax.serve` is its command line. To mount it in an application of your own::
+`paged_jax.serve` is its command line. To mount it in another application::
 
     service = Service(engine, Settings(model_name="mine"))
     app = Starlette(routes=[Mount("/llm", create_app(service))], lifespan=service.lifespan)
 
-The service's lifespan runs the engine, so the outer application must include it.
+The lifespan of the service runs the engine, so the outer application must include it.
 """
 
 from paged_jax.server.app import create_app

@@ -1,7 +1,7 @@
-"""The routes for whoever runs the server: sleep, weights, the prefix cache, with vLLM's names.
+"""Routes for the operator: sleep, weights, prefix cache and profiles, with vLLM's names.
 
-(``/update_weights_from_disk`` is SGLang's, as vLLM has none.) They need the admin key, as a bearer
-token: a browser that knows it as a password would send it by itself, whichever site has asked it.
+(``/update_weights_from_disk`` is SGLang's, because vLLM has no such route.) They need the admin key
+as a bearer token. A browser would send it as a password to requests of any web site.
 """
 
 import asyncio
@@ -16,26 +16,26 @@ from starlette.routing import Route
 from paged_jax.engine.engine import Engine
 from paged_jax.profiling import start_profile
 from paged_jax.server.bodies import Body
-from paged_jax.server.errors import ApiError, bad_request
-from paged_jax.server.receiving import receive
-from paged_jax.server.security import MAY_CHANGE
+from paged_jax.server.receiving import receive_body
+from paged_jax.server.responses import ApiError, bad_request
+from paged_jax.server.security import ACCESS
 from paged_jax.server.service import Service
 
 _Endpoint = Callable[[Service, Request], Awaitable[dict[str, Any]]]
 
 
 class WeightsBody(Body):
-    """Where new weights are: a folder on the server's machine."""
+    """Location of new weights: a folder on the server's machine."""
 
     model_path: str
 
 
 def routes(service: Service) -> list[Route]:
-    """Routes that change the engine; without an admin key they are closed to all."""
+    """Return the routes that change the engine. Without an admin key they are closed."""
 
     def route(path: str, endpoint: _Endpoint, method: str = "POST") -> Route:
         async def for_admins(request: Request) -> Response:
-            if not request.scope[MAY_CHANGE]:
+            if not request.scope[ACCESS].may_change:
                 raise _needs_admin_key(service)
             return JSONResponse(await endpoint(service, request))
 
@@ -61,16 +61,16 @@ def _needs_admin_key(service: Service) -> ApiError:
 
 
 async def _change(service: Service, request: Request, change: Callable[[Engine], Any]) -> None:
-    """Change the engine between two steps, and note its state for probes and metrics."""
+    """Change the engine between two steps, and take a snapshot for probes and metrics."""
 
-    def change_and_note(engine: Engine) -> None:
+    def change_and_observe(engine: Engine) -> None:
         try:
             change(engine)
         finally:
-            service.note(engine)
+            service.observe(engine)
 
     try:
-        await service.call_engine(request.receive, change_and_note)
+        await service.call_engine(request.receive, change_and_observe)
     except ValueError as error:
         raise bad_request(error) from None
     except RuntimeError as error:
@@ -101,9 +101,9 @@ async def _reset_prefix_cache(service: Service, request: Request) -> dict[str, A
 
 
 async def _update_weights(service: Service, request: Request) -> dict[str, Any]:
-    body = await receive(service, request, WeightsBody)
+    body = await receive_body(service, request, WeightsBody)
     try:
-        # Beside the engine, which goes on meanwhile: files take seconds.
+        # In a thread, because loading takes seconds.
         params = await asyncio.to_thread(service.load_params, body.model_path)
     except (ValueError, OSError) as error:
         raise ApiError(400, str(error), param="model_path", code="weights_not_loaded") from None
@@ -113,13 +113,13 @@ async def _update_weights(service: Service, request: Request) -> dict[str, Any]:
 
 async def _start_profile(service: Service, request: Request) -> dict[str, Any]:
     folder = _profile_folder(service)
-    await _record(lambda: start_profile(folder))
+    await _profile(lambda: start_profile(folder))
     return {"success": True}
 
 
 async def _stop_profile(service: Service, request: Request) -> dict[str, Any]:
     folder = _profile_folder(service)
-    await _record(jax.profiler.stop_trace)
+    await _profile(jax.profiler.stop_trace)
     return {"success": True, "message": f"The profile is in {folder}."}
 
 
@@ -130,8 +130,8 @@ def _profile_folder(service: Service) -> str:
     return folder
 
 
-async def _record(change: Callable[[], None]) -> None:
+async def _profile(change: Callable[[], None]) -> None:
     try:
-        await asyncio.to_thread(change)  # to write it takes seconds
+        await asyncio.to_thread(change)  # writing a profile takes seconds
     except RuntimeError as error:
         raise ApiError(409, str(error), code="profile_state") from None

@@ -1,27 +1,27 @@
-"""What tells a router which of several servers has a prompt's blocks, from the body alone.
+"""Prefix affinity: a key that lets a router send requests with equal prompt prefixes together.
 
-Each server has a prefix cache of its own. Requests whose prompts begin alike belong to the same
-one, so a router sends all with one `prompt_key` there. It needs no tokenizer: texts that begin with
-the same characters have the same first tokens, but for one at the cut.
+Each server has its own prefix cache, so a router should send all requests with the same
+`prompt_key` to the same server. The key needs no tokenizer: texts that begin with the same
+characters begin with the same tokens, except for a token at the cut.
 """
 
 import hashlib
 import json
 from typing import Any
 
-# Characters of a block of 16 tokens, about, in English.
+# Characters of a block of 16 tokens, approximately, in English.
 BLOCK_CHARS = 64
-# Blocks that count. More of them tell prompts apart that share a long beginning, such as the
-# instructions of an application, and so divide them between servers; what begins a conversation
-# must be longer than that to stay where it began.
+# Number of blocks in a key. More blocks distinguish prompts that share a long prefix, such as the
+# instructions of an application, and distribute them over servers. But a conversation only stays on
+# its server if its first messages are longer than the key's blocks.
 NUM_BLOCKS = 4
 
 
 def prompt_text(body: bytes) -> str:
-    """The prompt in the JSON body of a request, as text; empty if there is none.
+    """Return the prompt in the JSON body of a request as text; empty if there is none.
 
-    A chat is its tools and messages as JSON, tokens are numbers, and of several prompts the first
-    counts.
+    A chat becomes its tools and messages as JSON, token ids become numbers, and only the first of
+    several prompts is used.
 
     Example:
       >>> prompt_text(b'{"prompt": [[5, 17], [8]]}'), prompt_text(b"no JSON")
@@ -33,18 +33,19 @@ def prompt_text(body: bytes) -> str:
 def prompt_key(
     body: bytes, *, block_chars: int = BLOCK_CHARS, num_blocks: int = NUM_BLOCKS
 ) -> str | None:
-    """A digest of the first blocks of a request's prompt, the same for prompts that share them.
+    """Return a digest of the first blocks of a request's prompt; None if there is no prompt.
 
-    Of a prompt with fewer blocks all whole ones count, or all of it if it has none. OpenAI's
-    ``prompt_cache_key`` is part of the digest: with it clients tell prompts apart that begin alike.
+    A prompt with fewer blocks contributes all its full blocks, or its whole text if it has no full
+    block. OpenAI's ``prompt_cache_key`` is part of the digest; clients use it to distinguish
+    prompts with equal prefixes.
 
     Args:
-      body: the JSON body of a request.
-      block_chars: characters of a block.
-      num_blocks: most blocks that count.
+      body: JSON body of a request.
+      block_chars: characters per block.
+      num_blocks: maximum number of blocks.
 
     Returns:
-      Hexadecimal digits, or None if there is no prompt.
+      Hexadecimal digits.
 
     Example:
       >>> story = "Once upon a time there was a castle on a hill. " * 8
@@ -56,13 +57,13 @@ def prompt_key(
     text = _prompt(data)
     if not text:
         return None
-    whole = min(len(text) // block_chars, num_blocks) * block_chars
-    beginning = json.dumps([data.get("prompt_cache_key"), text[: whole or len(text)]])
+    full = min(len(text) // block_chars, num_blocks) * block_chars
+    beginning = json.dumps([data.get("prompt_cache_key"), text[: full or len(text)]])
     return hashlib.sha256(beginning.encode()).hexdigest()
 
 
 def _load(body: bytes) -> dict[str, Any]:
-    """The object that a body is; empty if it is none, which the server will refuse."""
+    """Return the JSON object of a body; empty if it is none and the server will reject it."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`Answer`: how an endpoint reads a request's body and writes its answer, whole or as a stream."""
+"""`Answer`: how an endpoint reads a request body and writes its response, whole or as a stream."""
 
 import dataclasses
 import re
@@ -8,23 +8,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from paged_jax.checks import ArgumentError
 from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
-from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.scheduler.explain import describe_preemption, describe_wait, name_request
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
-from paged_jax.server.deltas import SampleDelta
-from paged_jax.server.errors import ApiError, bad_request
-from paged_jax.server.records import RequestRecord
-from paged_jax.server.responses import encode_event
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.responses import ApiError, JsonDict, bad_request, encode_event, to_json_dict
 from paged_jax.server.service import Client, Service
 
-# The log-probability that OpenAI reports for a token that cannot come: JSON has no infinity.
+# Log-probability that OpenAI reports for impossible tokens, because JSON has no infinity.
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-# Fields of bodies that have a prompt, and those that ask for a form.
-_PROMPTS = ("messages", "prompt_token_ids", "prompt")
-_FORMS = ("structured_outputs", "tools", "response_format")
-# Fields of a body that are also fields of `SamplingParams`, with the same meaning.
+# Body fields that contain the prompt, and fields that require a form of the text.
+_PROMPT_FIELDS = ("messages", "prompt_token_ids", "prompt")
+_FORM_FIELDS = ("structured_outputs", "tools", "response_format")
+# Body fields that are also fields of `SamplingParams`, with the same meaning.
 _PARAMS = [
     field.name
     for field in dataclasses.fields(SamplingParams)
@@ -32,24 +33,95 @@ _PARAMS = [
 ]
 
 
-class Answer(ABC):
-    """The answer to one request: an endpoint is a subclass.
-
-    Args:
-      service: the engine and how it is served.
-      body: the request's body.
-      client: who asks.
-      record: the record of the request, which gets what is generated.
+@dataclasses.dataclass(frozen=True)
+class SampleDelta:
+    """New part of a sample since the previous event; the whole sample if there was none.
 
     Attributes:
-      prefix: the beginning of the answer's id.
-      id: the id of the answer.
-      name: name of the request in the engine, where no two may have the same.
-      unrecommended: fields of `SamplingParams` for a model whose authors recommend none.
+      sample: the whole sample so far.
+      text: the new text.
+      start: index of the first new token.
+    """
+
+    sample: CompletionOutput
+    text: str
+    start: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return self.sample.token_ids[self.start :]
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """Candidates at each new token, by token id; None if they were not requested."""
+        logprobs = self.sample.logprobs
+        return None if logprobs is None else logprobs[self.start :]
+
+
+def whole_samples(output: RequestOutput) -> list[SampleDelta]:
+    """Return deltas that cover each sample completely."""
+    return [SampleDelta(sample, sample.text, 0) for sample in output.outputs]
+
+
+def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
+    """Return the number of tokens and log-probabilities that an event or response will have."""
+    count = 0
+    for delta in deltas:
+        count += len(delta.sample.token_ids) - delta.start
+        if delta.sample.logprobs is not None:
+            count += sum(map(len, delta.sample.logprobs[delta.start :]))
+    # The log-probabilities of the prompt are in the first event or in the last event.
+    if output.prompt_logprobs is not None:
+        if output.finished or any(delta.start == 0 for delta in deltas):
+            count += sum(len(row) for row in output.prompt_logprobs if row is not None)
+    return count
+
+
+class DeltaTracker:
+    """Tracks how much of each sample a stream has sent."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], tuple[int, int, bool]] = {}
+
+    def deltas(self, prompt: int, output: RequestOutput) -> list[SampleDelta]:
+        """Return the new parts of all samples of a prompt, and mark them as sent.
+
+        Args:
+          prompt: index of the prompt in its request.
+          output: output of the prompt so far.
+        """
+        new = []
+        for sample in output.outputs:
+            key = prompt, sample.index
+            num_chars, num_tokens, is_done = self._sent.get(key, (0, 0, False))
+            ends = sample.finish_reason is not None
+            counts = len(sample.text), len(sample.token_ids), ends
+            if is_done or counts == (num_chars, num_tokens, False):
+                continue
+            self._sent[key] = counts
+            new.append(SampleDelta(sample, sample.text[num_chars:], num_tokens))
+        return new
+
+
+class Answer(ABC):
+    """The response to a request for generated text. Each endpoint is a subclass.
+
+    Args:
+      service: the engine and its settings.
+      body: the parsed request body.
+      client: the sender of the request.
+      record: log record of the request, which receives the outputs.
+
+    Attributes:
+      prefix: prefix of the response's id.
+      id: id of the response.
+      name: unique name of the request in the engine.
+      fallback_params: fields of `SamplingParams` for models without recommended values.
     """
 
     prefix = "cmpl"
-    unrecommended: dict[str, Any] = {}
+    fallback_params: dict[str, Any] = {}
 
     def __init__(
         self, service: Service, body: bodies.SamplingBody, client: Client, record: RequestRecord
@@ -60,17 +132,17 @@ class Answer(ABC):
         self.record = record
         self.created = int(time.time())
         self.id = self.name = f"{self.prefix}-{record.request_id}"
-        if record.is_given:  # perhaps to another request too
+        if record.is_given:  # the client may use the same id for several requests
             self.name = f"{self.id}-{secrets.token_hex(4)}"
 
     @abstractmethod
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, as text or token ids. It may take a while, so it is called in a thread."""
+        """Return the prompts as text or token ids. Called in a thread, because it may be slow."""
 
     @property
     def prompt_field(self) -> str:
-        """The field of the body that has the prompt."""
-        return self._given(_PROMPTS)
+        """Name of the body field that contains the prompt."""
+        return self._first_given(_PROMPT_FIELDS)
 
     @property
     def num_prompts(self) -> int:
@@ -80,86 +152,203 @@ class Answer(ABC):
     @property
     @abstractmethod
     def num_chars(self) -> int:
-        """Characters of the longest prompt's text, before a template adds to it."""
+        """Characters of the longest prompt, without the text of a chat template."""
 
     @property
     def has_form(self) -> bool:
-        """Whether its text must have a form, which takes time to compile as a long prompt does."""
+        """Whether the text must have a form, which may take long to compile."""
         return self.body.structured_outputs is not None
 
     @property
     def form_field(self) -> str:
-        """The field of the body that asks for a form, if one does."""
-        return self._given(_FORMS)
+        """Name of the body field that requires a form of the text."""
+        return self._first_given(_FORM_FIELDS)
 
     @property
     def num_samples(self) -> int:
-        """Samples to draw of each prompt."""
+        """Number of samples to draw for each prompt."""
         return self.body.n or 1
 
     @property
+    def uses_beam_search(self) -> bool:
+        """Whether beam search finds the samples."""
+        return False
+
+    @property
     def max_tokens(self) -> int | None:
-        """Most tokens of each sample, where the body says so."""
+        """Maximum tokens of each sample; None if the body does not limit them."""
         return self.body.max_tokens
 
     @property
-    def longest_prompt(self) -> int:
-        """Most tokens of a prompt: it may fill the context if no token is to follow."""
+    def max_prompt_tokens(self) -> int:
+        """Maximum tokens of a prompt. It may fill the context if `max_tokens` is 0."""
         return self.service.max_model_len - (self.max_tokens != 0)
 
-    def _given(self, names: Sequence[str]) -> str:
-        """The first of some fields that the body gives; the last if it gives none."""
+    def _first_given(self, names: Sequence[str]) -> str:
+        """Return the first of these fields that the body has; the last if it has none."""
         given = (name for name in names if getattr(self.body, name, None) is not None)
         return next(given, names[-1])
 
     def params(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the body gives."""
+        """Return the fields of `SamplingParams` that the body has."""
         given = {name: getattr(self.body, name) for name in _PARAMS}
         if self.body.seed is not None and self.body.seed != -1:
             given["seed"] = self.body.seed % 2**63  # OpenAI allows negative seeds
         if self.body.logit_bias is not None:
             given["logit_bias"] = _as_token_ids(self.body.logit_bias)
         if self.body.structured_outputs is not None:
-            given["structured_outputs"] = _form(self.body.structured_outputs)
+            form = self.body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            try:
+                given["structured_outputs"] = StructuredOutputsParams(**form)
+            except ArgumentError as error:
+                raise bad_request(error) from None
         return {name: value for name, value in given.items() if value is not None}
 
     @abstractmethod
-    def answer(self, outputs: Sequence[RequestOutput]) -> schemas.Piece:
-        """The whole answer, from the finished outputs of all prompts."""
+    def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
+        """Return the whole response from the finished outputs of all prompts."""
 
-    def opening(self) -> list[schemas.Piece]:
-        """The first events of a stream, before any text."""
+    def opening(self) -> list[JsonDict]:
+        """Return the first events of a stream, before any text."""
         return []
 
     @abstractmethod
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
-    ) -> list[schemas.Piece]:
-        """The events of a stream that hold new text.
+    ) -> list[JsonDict]:
+        """Return the events of a stream for new text.
 
         Args:
-          prompt: the index of the prompt in its request.
-          output: its output so far.
-          deltas: what is new in its samples.
+          prompt: index of the prompt in its request.
+          output: output of the prompt so far.
+          deltas: new parts of its samples.
         """
 
     def events(self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
-        """As `chunks`, ready to be sent."""
+        """Return the events of `chunks` as bytes."""
         return b"".join(map(encode_event, self.chunks(prompt, output, deltas)))
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> list[schemas.Piece]:
-        """The last events of a stream, after all text."""
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
+        """Return the last events of a stream, after all text."""
         del outputs
         return []
 
 
+class OpenAiAnswer(Answer):
+    """Common part of the responses of OpenAI's two endpoints.
+
+    Attributes:
+      chunk_type: schema of a stream's events.
+    """
+
+    body: bodies.OpenAiBody
+    chunk_type: type[BaseModel]
+
+    @property
+    def uses_beam_search(self) -> bool:
+        """Whether beam search finds the samples."""
+        return bool(self.body.use_beam_search)
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters, including log-probabilities of the prompt and a form."""
+        params, body = super().params(), self.body
+        if body.prompt_logprobs is not None:
+            if body.stream:
+                raise ApiError(
+                    400,
+                    "prompt_logprobs must be null in a stream. Ask for the whole answer.",
+                    param="prompt_logprobs",
+                )
+            params["prompt_logprobs"] = body.prompt_logprobs
+        if body.length_penalty not in (None, 1) and not self.uses_beam_search:
+            raise ApiError(
+                400, "length_penalty needs use_beam_search to be true.", param="length_penalty"
+            )
+        if body.response_format is not None and body.response_format.type != "text":
+            if "structured_outputs" in params:
+                raise ApiError(
+                    400,
+                    "give response_format or structured_outputs, not both.",
+                    param="response_format",
+                )
+            params["structured_outputs"] = _json_form(body.response_format)
+        return params
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the text must have a form."""
+        return super().has_form or self.body.response_format is not None
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Fields at the top of the response and of each event."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.service.settings.model_name,
+        }
+
+    @property
+    def _sends_usage(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def usage_so_far(self, output: RequestOutput, delta: SampleDelta) -> schemas.Usage | None:
+        """Return the usage of a sample, for streams with the usage in each event."""
+        options = self.body.stream_options
+        if not (self._sends_usage and options and options.continuous_usage_stats):
+            return None
+        return usage([dataclasses.replace(output, outputs=[delta.sample])])
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
+        """Return an event with the usage and the explanations, if either was requested."""
+        end: dict[str, Any] = {}
+        if self._sends_usage:
+            end["usage"] = usage(outputs)
+        if self.body.explain:
+            end["explanations"] = [explanation(output) for output in outputs]
+        return [self.event([], **end)] if end else []
+
+    def event(self, choices: list[JsonDict], **fields: Any) -> JsonDict:
+        """Return an event of a stream."""
+        return to_json_dict(self.chunk_type, **self.head, choices=choices, **fields)
+
+    def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the fields at the end of a whole response."""
+        explanations = [explanation(output) for output in outputs] if self.body.explain else None
+        return {"usage": usage(outputs), "explanations": explanations}
+
+    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the token ids and log-probabilities of a prompt that were requested."""
+        fields: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        if (count := self.body.prompt_logprobs) is not None and output.prompt_logprobs is not None:
+            rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            fields["prompt_logprobs"] = by_token_id([keep_top(*row, count) for row in rows])
+        return fields
+
+    def sample_token_ids(self, delta: SampleDelta) -> list[int] | None:
+        """Return the new token ids of a sample if they were requested."""
+        return delta.token_ids if self.body.return_token_ids else None
+
+
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can represent."""
     return max(logprob, _LOWEST)
 
 
+def keep_top(
+    token_id: int, row: dict[int, Logprob] | None, count: int
+) -> dict[int, Logprob] | None:
+    """Return the candidate `token_id` and the `count` most probable candidates of a position."""
+    if row is None:
+        return None
+    return {other: each for other, each in row.items() if each.rank <= count or other == token_id}
+
+
 def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
-    """Candidates at each position as `schemas.Candidate` dicts, by their token ids."""
+    """Return the candidates at each position as `schemas.Candidate` dicts by token id."""
     if rows is None:
         return None
     return [
@@ -178,7 +367,7 @@ def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
-    """Numbers of prompt tokens, generated tokens, and tokens found in the prefix cache."""
+    """Return the numbers of prompt tokens, generated tokens and cached tokens."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -190,15 +379,57 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
     )
 
 
-def _form(asked: bodies.StructuredOutputs) -> StructuredOutputsParams:
-    try:
-        return StructuredOutputsParams(**asked.model_dump(by_alias=True, exclude_none=True))
-    except ArgumentError as error:
-        raise bad_request(error) from None
+def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
+    """Return the explanation of a request for its client; None if it was not requested.
+
+    Ids of other requests are replaced by "another request", because other clients chose them.
+    """
+    explanation = output.explanation
+    if explanation is None:
+        return None
+
+    def name(request_id: str) -> str:
+        return name_request(request_id) if request_id == output.request_id else "another request"
+
+    return {
+        "waits": [
+            {
+                "reason": wait.reason,
+                "start": wait.start,
+                "seconds": wait.seconds,
+                "detail": describe_wait(wait, name),
+                "sample": wait.sample,
+            }
+            for wait in explanation.waits
+        ],
+        "preemptions": [
+            {
+                "seconds": note.seconds,
+                "kind": note.kind,
+                "num_tokens": note.num_tokens,
+                "detail": describe_preemption(note, name),
+                "sample": note.sample,
+            }
+            for note in explanation.preemptions
+        ],
+        "num_cached_tokens": explanation.num_cached_tokens,
+        "prefix_match": explanation.prefix_match,
+    }
+
+
+def _json_form(format: bodies.ResponseFormat) -> StructuredOutputsParams:
+    if format.json_schema is None:
+        return StructuredOutputsParams(json_object=True)
+    schema, is_strict = format.json_schema.schema_, format.json_schema.strict
+    guidance = schema.get("x-guidance", {})
+    if not is_strict and isinstance(guidance, dict):
+        # A schema is a hint unless it is strict: unsupported keywords are ignored.
+        schema = {**schema, "x-guidance": {"lenient": True, **guidance}}
+    return StructuredOutputsParams(json=schema)
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:
-    # int() alone would read "05", and digits of other scripts, as the id of "5" beside them.
+    # int() alone would also accept "05" and digits of other scripts as duplicates of "5".
     if not all(map(_TOKEN_ID.fullmatch, bias)):
         raise ApiError(400, "logit_bias must have token ids for keys.", param="logit_bias")
     return {int(token_id): value for token_id, value in bias.items()}

@@ -1,48 +1,58 @@
-"""`create_app`: the routes of the server, and what they answer besides generated text."""
+"""The ASGI application: its routes, its error handlers, and `Startup`, which serves it later."""
 
+import asyncio
+import concurrent.futures
+import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import __version__
-from paged_jax.server import admin, bodies, cache_page, openapi, router_info, schemas
-from paged_jax.server.completions import AnswerType, complete
-from paged_jax.server.connected import ClientGone
-from paged_jax.server.errors import ApiError
-from paged_jax.server.generate_answer import GenerateAnswer
-from paged_jax.server.observer import Observer
-from paged_jax.server.openai_answers import ChatAnswer, CompletionAnswer
-from paged_jax.server.records import RECORD
-from paged_jax.server.responses import json_response
-from paged_jax.server.security import IS_KNOWN, Security
-from paged_jax.server.service import Service
+from paged_jax.server import admin, bodies, cache_page, openapi, schemas
+from paged_jax.server.chat_answers import ChatAnswer
+from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
+from paged_jax.server.completions import CompletionEndpoint
+from paged_jax.server.request_log import RECORD, RequestLogMiddleware
+from paged_jax.server.responses import ApiError, json_response
+from paged_jax.server.security import ACCESS, Security
+from paged_jax.server.service import ClientGone, Service
 from paged_jax.server.tokenization import detokenize, tokenize, tokenizer_info
 
-B = TypeVar("B", bound=bodies.SamplingBody)
-
-# The status that nginx logs for a client that has left, which no client receives.
+# nginx' status for a client that has left. It appears in logs and metrics only.
 _CLIENT_CLOSED_REQUEST = 499
+# Seconds after which a client may retry while the server starts.
+_RETRY_AFTER = 5
 
 
 def create_app(service: Service) -> Starlette:
-    """The ASGI application that serves an engine."""
+    """Return the ASGI application that serves an engine."""
 
     def route(path: str, endpoint: Callable[..., Any], *methods: str) -> Route:
         return Route(path, functools.partial(endpoint, service), methods=methods or ["GET"])
 
-    def text(path: str, body: type[B], answer: AnswerType[B]) -> Route:
-        return route(path, functools.partial(complete, body_type=body, answer_type=answer), "POST")
+    def text(path: str, body: Any, answer: Any) -> Route:
+        return Route(path, CompletionEndpoint(service, body, answer), methods=["POST"])
 
+    def constant(path: str, model: BaseModel) -> Route:
+        async def answer(request: Request) -> Response:
+            return json_response(model)
+
+        return Route(path, answer)
+
+    model_info, server_info = _router_infos(service)
     routes = [
-        # Requests are compared with them one by one, so the most frequent ones are the first.
+        # Starlette tries routes in order, so the most frequent routes are first.
         text("/generate", bodies.GenerateBody, GenerateAnswer),
         text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
         text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
@@ -56,29 +66,34 @@ def create_app(service: Service) -> Starlette:
         route("/tokenize", tokenize, "POST"),
         route("/detokenize", detokenize, "POST"),
         route("/tokenizer_info", tokenizer_info),
-        *router_info.routes(service),
+        # For SGLang's router, whose versions use two names for each path.
+        constant("/get_model_info", model_info),
+        constant("/model_info", model_info),
+        constant("/get_server_info", server_info),
+        constant("/server_info", server_info),
         *admin.routes(service),
         *cache_page.routes(service),
     ]
-    observer = Middleware(
-        Observer,
-        observe=service.metrics.http.observe,
+    request_log = Middleware(
+        RequestLogMiddleware,
+        observe=service.metrics.observe_response,
         model_name=service.settings.model_name,
         routes=routes,
     )
     app = Starlette(
         routes=routes,
-        middleware=[observer, Middleware(Security, service=service)],
+        middleware=[request_log, Middleware(Security, service=service)],
         exception_handlers={
             ApiError: _api_error,
             ClientGone: _client_gone,
             ClientDisconnect: _client_gone,
             HTTPException: _http_error,
-            Exception: _unexpected,
+            Exception: _internal_error,
         },
         lifespan=service.lifespan,
     )
-    # Otherwise a path with a slash too many is redirected to the host named by the Host header.
+    # Starlette would redirect a path with an additional slash to the host in the Host header, which
+    # the client chooses.
     app.router.redirect_slashes = False
     return app
 
@@ -87,20 +102,20 @@ def create_app(service: Service) -> Starlette:
 
 
 async def _live(service: Service, request: Request) -> Response:
-    """Whether the process can still be of use: only a new one can, once the engine has failed."""
+    """Report whether the process can still serve. After an engine failure, it must be restarted."""
     has_failed = service.engine.failure is not None
     status = "failed" if has_failed else "ok"
     return json_response(schemas.Probe(status=status), 503 if has_failed else 200)
 
 
 async def _ready(service: Service, request: Request) -> Response:
-    """Whether requests should be sent here."""
+    """Report whether load balancers should send requests."""
     reason = service.unreadiness
     return json_response(schemas.Probe(status=reason or "ok"), 503 if reason else 200)
 
 
 async def _health(service: Service, request: Request) -> Response:
-    """Whether the engine is alive and makes progress, without waiting for its thread."""
+    """Report whether the engine makes progress, without waiting for its thread."""
     if service.engine.failure is not None:
         status = "failed"
     elif service.stalls.is_stalled:
@@ -110,28 +125,28 @@ async def _health(service: Service, request: Request) -> Response:
     else:
         status = "sleeping" if service.is_sleeping else "ok"
     health = schemas.Health(status=status)
-    if request.scope[IS_KNOWN]:
+    if request.scope[ACCESS].is_known:
         health = health.model_copy(update=_details(service))
     return json_response(health, 200 if status in ("ok", "sleeping") else 503)
 
 
 def _details(service: Service) -> dict[str, Any]:
-    reading = service.metrics.reading
-    stats = reading.stats
+    snapshot = service.snapshot
+    stats = snapshot.stats
     return {
         "model": service.settings.model_name,
         "version": __version__,
-        "num_running": reading.num_running,
-        "num_waiting": reading.num_waiting,
-        "blocks": schemas.Blocks(
+        "num_running": snapshot.num_running,
+        "num_waiting": snapshot.num_waiting,
+        "blocks": schemas.BlockCounts(
             total=service.num_blocks,
-            used=reading.num_used_blocks,
-            free=service.num_blocks - reading.num_used_blocks,
+            used=snapshot.num_used_blocks,
+            free=service.num_blocks - snapshot.num_used_blocks,
             block_size=service.block_size,
         ),
         "prefix_cache_hit_rate": stats.num_cached_tokens / max(1, stats.num_queried_tokens),
         "num_preemptions": stats.num_preemptions,
-        "seconds_since_step": time.perf_counter() - reading.time if stats.num_steps else None,
+        "seconds_since_step": time.perf_counter() - snapshot.time if stats.num_steps else None,
     }
 
 
@@ -144,20 +159,39 @@ async def _openapi(service: Service, request: Request) -> Response:
 
 
 async def _models(service: Service, request: Request) -> Response:
-    return json_response(schemas.ModelList(data=[_served_model(service)]))
+    return json_response(schemas.ModelList(data=[_model_card(service)]))
 
 
 async def _model(service: Service, request: Request) -> Response:
     service.check_model(request.path_params["model"])
-    return json_response(_served_model(service))
+    return json_response(_model_card(service))
 
 
-def _served_model(service: Service) -> schemas.Model:
-    return schemas.Model(
+def _model_card(service: Service) -> schemas.ModelCard:
+    return schemas.ModelCard(
         id=service.settings.model_name,
         created=service.created,
         max_model_len=service.max_model_len,
     )
+
+
+def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerInfo]:
+    """Return the information about the model and the server for SGLang's router."""
+    name = service.settings.model_name
+    model = schemas.ModelInfo(
+        model_path=name,  # not the folder, which is private
+        served_model_name=name,
+        max_context_length=service.max_model_len,
+        vocab_size=service.vocab_size,
+    )
+    # Without `model_path`, because the router would load a tokenizer from there.
+    server = schemas.ServerInfo(
+        served_model_name=name,
+        version=__version__,
+        max_running_requests=service.max_num_seqs,
+        max_total_num_tokens=service.num_blocks * service.block_size,
+    )
+    return model, server
 
 
 # Errors
@@ -165,7 +199,8 @@ def _served_model(service: Service) -> schemas.Model:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _answer(request, error)
+    request.scope[RECORD].note_error(error.code, str(error))
+    return error.response()
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -174,24 +209,119 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    # Without request.url, which would parse the Host header, an arbitrary text.
+    # `request.url` would parse the Host header, which may be any text.
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
         404: f"There is no {place}. See /openapi.json for what there is.",
         405: f"{place} is not allowed.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
-    return _answer(request, ApiError(error.status_code, message, headers=headers))
+    return await _api_error(request, ApiError(error.status_code, message, headers=headers))
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, so the log has its traceback. The answer passes the observer
-    # no more, so it gets the header here.
+async def _internal_error(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again, so the log contains its traceback. This response bypasses
+    # the request log, which would add the header.
     headers = {"X-Request-ID": request.scope[RECORD].request_id}
     message = "Something went wrong in the server."
     return ApiError(500, message, code="internal_error", headers=headers).response()
 
 
-def _answer(request: Request, error: ApiError) -> Response:
-    request.scope[RECORD].note_error(error.code, str(error))
-    return error.response()
+# Startup
+
+
+class Startup:
+    """ASGI application that answers probes before the service exists, and then serves it.
+
+    Until then ``/live`` returns 200, and all other paths return 503 with the progress.
+
+    Args:
+      make: function that creates the service. Called in a thread, with a function that reports a
+        line about the progress.
+
+    Attributes:
+      service: the engine and its settings; None until `make` has returned.
+      on_failure: function that is called in the event loop if `make` raises.
+
+    Example:
+      >>> startup = Startup(lambda report: report("loading the model"))
+      >>> startup.service is None, startup.detail
+      (True, 'starting')
+    """
+
+    def __init__(self, make: Callable[[Callable[[str], None]], Service]):
+        self._make = make
+        self._made: concurrent.futures.Future[Service] = concurrent.futures.Future()
+        self._is_ending = asyncio.Event()
+        self._app: ASGIApp = RequestLogMiddleware(self._answer_early)
+        self.service: Service | None = None
+        self.detail = "starting"
+        self.on_failure: Callable[[], None] = lambda: None
+
+    @property
+    def is_making(self) -> bool:
+        """Whether the thread that creates the service is running. It cannot be stopped."""
+        return not self._made.done()
+
+    def check(self) -> None:
+        """Raise the exception of `make` if it has failed."""
+        if self._made.done():
+            self._made.result()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an event of the lifespan or a request."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _answer_early(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that arrives before the service exists."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == "/live":
+            response = JSONResponse({"status": "ok"})
+        elif path in ("/health", "/ready"):
+            response = JSONResponse({"status": "starting", "detail": self.detail}, 503)
+        else:
+            response = ApiError(
+                503,
+                f"The server is starting: {self.detail}.",
+                code="starting",
+                headers={"Retry-After": str(_RETRY_AFTER)},
+            ).response()
+        await response(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Handle the ASGI lifespan: create the service in a thread, and run its engine."""
+        await receive()
+        # The thread is a daemon, because a running compiler must not keep the process alive.
+        threading.Thread(target=self._run_make, name="paged_jax startup", daemon=True).start()
+        serving = asyncio.create_task(self._serve())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        self._is_ending.set()
+        if self.is_making:
+            serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _run_make(self) -> None:
+        try:
+            self._made.set_result(self._make(self._report))
+        except BaseException as error:
+            self._made.set_exception(error)
+
+    def _report(self, line: str) -> None:
+        self.detail = line
+
+    async def _serve(self) -> None:
+        try:
+            # Shielded, because the thread sets the result even after this task was cancelled.
+            service = await asyncio.shield(asyncio.wrap_future(self._made))
+        except Exception:
+            self.on_failure()
+            return
+        async with service.lifespan(self):
+            self.service, self._app = service, create_app(service)
+            await self._is_ending.wait()

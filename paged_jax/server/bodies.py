@@ -1,8 +1,10 @@
-"""Pydantic models of the bodies of requests: checked here, published by `openapi`.
+"""Pydantic models of request bodies. `openapi` publishes them.
 
-Fields have OpenAI's names, or vLLM's where OpenAI has none.
+Fields have OpenAI's names, or vLLM's names if OpenAI has no such field.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -17,18 +19,17 @@ from pydantic_core import PydanticCustomError
 
 from paged_jax.argument_names import suggest
 from paged_jax.sampling.params import NUMBERS, Number
-from paged_jax.server import neutral
 from paged_jax.server.limits import MAX_PROMPTS
 
 T = TypeVar("T")
 
-# A list is refused at its first mistake: reporting a million of them would block the server for
+# Validation of a list stops at the first mistake: a million of them would block the server for
 # seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    """Return a number without a fraction as an integer: JSON has one kind of number."""
+    """Return a float without a fraction as an integer, because JSON has one type of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -36,15 +37,65 @@ WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
 TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
-# The kind of error that a field is which does not exist.
+# Pydantic's error type for unknown fields.
 UNKNOWN_FIELD = "extra_forbidden"
 
-# How vLLM named the fields of structured outputs before they were one: guided_json and so on.
+# Prefix of vLLM's former fields for structured outputs, such as guided_json.
 _OLD_FORMS = "guided_"
+
+# Unknown fields that are ignored: hints for caches, routers, logs and reasoning models, which do
+# not change the response. (Chats pass the reasoning effort to the chat template.)
+_IGNORED = frozenset({
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "rid",
+    "safety_identifier",
+    "separate_reasoning",
+    "stream_reasoning",
+    "verbosity",
+})  # fmt: skip
+
+# Unknown fields that are ignored if they are null or have one of these values: the defaults of
+# OpenAI, vLLM and SGLang, which clients often send. Other values would change the response.
+_NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "custom_params": ({},),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
+    "vllm_xargs": ({},),
+}
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether an unknown field can be ignored without changing the response.
+
+    Example:
+      >>> _is_neutral("no_stop_trim", False), _is_neutral("no_stop_trim", True)
+      (True, False)
+      >>> _is_neutral("anything", None)
+      True
+    """
+    return value is None or name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ())
 
 
 class Body(BaseModel):
-    """A JSON object of a request. A field that does not exist is an error, unless it is null."""
+    """A JSON object of a request. Unknown fields are errors unless they are null."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -62,32 +113,36 @@ class Body(BaseModel):
 
     @classmethod
     def ignores(cls, name: str, value: Any) -> bool:
-        """Whether a field that the object does not have is ignored."""
+        """Return whether an unknown field is ignored."""
         return value is None
 
     @classmethod
     def _unknown(cls, name: str) -> dict[str, str]:
-        """What the error of an unknown field says."""
+        """Return the name and the error message of an unknown field."""
         name = name[:100]
         wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
         near = suggest(wanted, cls.model_fields)
         hint = "" if near is None else f" Did you mean {near}?"
-        return {"name": name, "rule": f"{neutral.refusal(name)}.{hint}"}
+        rule = f"{name} is not supported here"
+        if (values := _NEUTRAL_VALUES.get(name)) is not None:
+            allowed = " or ".join(map(json.dumps, [None, *values]))
+            rule = f"{name} is supported here only as {allowed}"
+        return {"name": name, "rule": f"{rule}.{hint}"}
 
 
-class Part(Body):
-    """A JSON object within a request, such as a message. Its unknown fields are ignored."""
+class LenientBody(Body):
+    """A JSON object within a request, such as a message. Unknown fields are ignored."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     @classmethod
     def ignores(cls, name: str, value: Any) -> bool:
-        """Return True, because a field that no template reads cannot change the answer."""
+        """Return True, because a field that no template reads cannot change the response."""
         return True
 
 
 def _optional(number: Number) -> Any:
-    """Return the type of a sampling parameter: the number within its bounds, or null."""
+    """Return the type of a sampling parameter: a number within its bounds, or null."""
     bounds: dict[str, Any] = dict(number.bounds)
     if number.type is float:
         return Annotated[float | None, Field(**bounds)]
@@ -96,7 +151,7 @@ def _optional(number: Number) -> Any:
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer: whether its last event, or each one, has the usage."""
+    """Options of a stream: whether its last event, or each event, has the usage."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(
@@ -110,15 +165,17 @@ _SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
 
 
 def _add_neutral(schema: dict[str, Any]) -> None:
-    # A field that a body has itself, such as the reasoning effort of chats, is not ignored there.
-    schema["properties"] = neutral.schemas() | schema["properties"]
+    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(_IGNORED)}
+    neutral = {name: {"enum": [None, *values]} for name, values in _NEUTRAL_VALUES.items()}
+    # Fields of the body itself, such as the reasoning effort of chats, are not ignored.
+    schema["properties"] = ignored | neutral | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}
 
 
 class StructuredOutputs(Body):
-    """The form that a text must have: exactly one of the fields."""
+    """The form that the text must have. Exactly one field must be given."""
 
-    # Under these names pydantic has methods.
+    # The alias is needed because Pydantic's models have a method `json`.
     json_schema_: str | dict[str, Any] | None = Field(
         None, alias="json", description="A JSON schema, as an object or as a text."
     )
@@ -129,14 +186,14 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(_SamplingNumbers):
-    """Fields that all endpoints take; null stands for the default of the model or the endpoint."""
+    """Fields of all endpoints. Null means the default of the model or of the endpoint."""
 
     model_config = ConfigDict(json_schema_extra=_add_neutral)
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     n: Annotated[int, Field(ge=1), WHOLE] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
-        None, description="0 scores the prompt and draws nothing."
+        None, description="0 scores the prompt and generates nothing."
     )
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     stop: Text | Items[Text] | None = None
@@ -146,8 +203,8 @@ class SamplingBody(_SamplingNumbers):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(
         None,
-        description="Whether the tokenizer adds special tokens, such as the one that starts every "
-        "text; by default to texts, and not to chats, whose template has them.",
+        description="Whether the tokenizer adds special tokens such as BOS. By default true for "
+        "texts, and false for chats, because the chat template adds them.",
     )
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -159,22 +216,22 @@ class SamplingBody(_SamplingNumbers):
         None, description="Requests with a lower value are served first."
     )
     timeout: Annotated[float | None, Field(gt=0)] = Field(
-        None, description="Seconds after which the request ends, with the tokens generated by then."
+        None, description="Seconds after which the request ends with the tokens generated so far."
     )
     explain: bool = Field(
         False,
-        description="Whether the answer explains why the request waited or was preempted, and "
+        description="Whether the response explains why the request waited or was preempted, and "
         "where its match in the prefix cache ended.",
     )
 
     @classmethod
     def ignores(cls, name: str, value: Any) -> bool:
-        """Whether a field that the object does not have is ignored, as it asks for nothing."""
-        return neutral.asks_for_nothing(name, value)
+        """Return whether an unknown field can be ignored without changing the response."""
+        return _is_neutral(name, value)
 
 
 class GenerateBody(SamplingBody):
-    """The body of `POST /generate`: `prompt` or `prompt_token_ids`, and sampling parameters."""
+    """Body of `POST /generate`: `prompt` or `prompt_token_ids`, and sampling parameters."""
 
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
@@ -183,7 +240,7 @@ class GenerateBody(SamplingBody):
 
 
 class NamedSchema(Body):
-    """A JSON schema and its name. Unless strict, parts that cannot be expressed are left out."""
+    """A named JSON schema. Unless it is strict, unsupported keywords are ignored."""
 
     name: str
     description: str | None = None
@@ -192,7 +249,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of an answer: any text, a JSON object, or JSON of a schema."""
+    """Format of the text: any text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -207,32 +264,32 @@ class ResponseFormat(Body):
 
 
 class OpenAiBody(SamplingBody):
-    """Fields that both of OpenAI's endpoints take."""
+    """Fields of both endpoints of OpenAI's API."""
 
     model: str | None = None
     prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
-        None, description="Most probable tokens to report at each position of the prompt."
+        None, description="Number of most probable tokens to report at each prompt position."
     )
     use_beam_search: bool | None = Field(
-        None, description="Whether the answer has the `n` most probable samples, found by beams."
+        None, description="Whether beam search finds the `n` most probable samples."
     )
     length_penalty: Annotated[float | None, Field(ge=-10, le=10)] = Field(
-        None, description="Of beam search: above 0 favours long samples, below 0 short ones."
+        None, description="For beam search: above 0 favours long samples, below 0 short samples."
     )
     return_token_ids: bool | None = Field(
-        None, description="Whether the answer has the token ids of the prompt and of each sample."
+        None, description="Whether to return the token ids of the prompt and of each sample."
     )
     stream_options: StreamOptions | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
-    # Fields that clients often send: accepted with the values that change nothing.
+    # Fields that clients often send. They are accepted with values that change nothing.
     metadata: dict[str, str] | None = None
-    store: bool | None = Field(None, description="Ignored: answers are not stored.")
+    store: bool | None = Field(None, description="Ignored: responses are not stored.")
     service_tier: Literal["auto", "default"] | None = None
 
 
 class CompletionBody(OpenAiBody):
-    """The body of `POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: (
         Text
@@ -244,41 +301,41 @@ class CompletionBody(OpenAiBody):
     echo: bool | None = None
     suffix: Literal[""] | None = None
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = Field(
-        None, description="Samples to draw, of which the answer has the `n` most probable ones."
+        None, description="Number of samples to draw; the `n` most probable are returned."
     )
 
 
-class TextPart(Part):
-    """A part of a message's content: a text."""
+class TextPart(LenientBody):
+    """Text as part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Part):
-    """A part of a message's content: the model's refusal of an earlier request."""
+class RefusalPart(LenientBody):
+    """Refusal of an earlier request by the model, as part of a message's content."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class FunctionCall(Part):
-    """A call that the model has made: the name of a function, and its arguments as JSON."""
+class FunctionCallParam(LenientBody):
+    """Name and JSON arguments of a function that the model called earlier."""
 
     name: Text
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Part):
-    """A call that the model has made, as an answer has it."""
+class ToolCallParam(LenientBody):
+    """A tool call of an earlier response, sent back by the client."""
 
     id: str | None = None
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: FunctionCallParam
 
 
-class Function(Part):
-    """A function that the model may call: `parameters` is a JSON schema, a hint unless strict."""
+class FunctionParam(LenientBody):
+    """A function that the model may call. `parameters` is a JSON schema, a hint unless strict."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -286,30 +343,30 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
-    """A tool that the model may use: a function."""
+class ToolParam(LenientBody):
+    """A tool that the model may use, which is a function."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionParam
 
 
 class FunctionName(Body):
-    """The name of a function."""
+    """Name of a function."""
 
     name: Text
 
 
 class ToolChoice(Body):
-    """The one function that the model is to call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class Message(Part):
-    """A message of a chat; one with calls may have no content.
+class MessageParam(LenientBody):
+    """A message of a chat. Messages with tool calls may lack content.
 
-    The chat template gets all fields, so one that it does not read is ignored.
+    All fields are passed to the chat template, which may ignore them.
     """
 
     model_config = ConfigDict(
@@ -319,13 +376,13 @@ class Message(Part):
     role: Text
     content: str | Items[TextPart | RefusalPart] | None = None
     name: str | None = None
-    tool_calls: Items[ToolCall] | None = None
+    tool_calls: Items[ToolCallParam] | None = None
     tool_call_id: str | None = None
-    # The reasoning before the message. Clients use either name.
+    # Reasoning that precedes the message. Clients use either name.
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    # Fields of an answer's message, which clients send back as part of the chat.
+    # Fields of a response's message, which clients send back as part of the chat.
     audio: None = None
     function_call: None = None
 
@@ -338,49 +395,49 @@ class Message(Part):
 
 
 class TokenizeBody(Body):
-    """The body of `POST /tokenize`: a text or a chat, as vLLM has it."""
+    """Body of `POST /tokenize`, as in vLLM: a text or a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Items[Message] | None, Field(min_length=1)] = None
+    messages: Annotated[Items[MessageParam] | None, Field(min_length=1)] = None
     add_special_tokens: bool | None = Field(
-        None, description="By default true for a text, and false for a chat."
+        None, description="By default true for a text and false for a chat."
     )
     add_generation_prompt: bool | None = Field(
-        None, description="Whether a chat ends with what opens an answer; by default true."
+        None, description="Whether to append the start of the next message; by default true."
     )
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Items[Tool] | None = None
+    tools: Items[ToolParam] | None = None
     return_token_strs: bool | None = None
 
     @classmethod
     def ignores(cls, name: str, value: Any) -> bool:
-        """Whether a field that the object does not have is ignored, as it asks for nothing."""
-        return neutral.asks_for_nothing(name, value)
+        """Return whether an unknown field can be ignored without changing the response."""
+        return _is_neutral(name, value)
 
 
 class DetokenizeBody(Body):
-    """The body of `POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Items[TokenId]
 
 
 class ChatBody(OpenAiBody):
-    """The body of `POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[Items[Message], Field(min_length=1)]
+    messages: Annotated[Items[MessageParam], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     reasoning_effort: str | None = Field(
-        None, description="A variable for the chat template; most templates do not read it."
+        None, description="Variable for the chat template. Most templates do not read it."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the model's chat template, such as enable_thinking."
+        None, description="Variables for the chat template, such as enable_thinking."
     )
-    tools: Items[Tool] | None = None
+    tools: Items[ToolParam] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None

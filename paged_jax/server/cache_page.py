@@ -1,4 +1,4 @@
-"""The routes under ``/cache``: a page that shows the block map and its changes live."""
+"""Routes under ``/cache``: a page that shows the block map and its changes live."""
 
 import asyncio
 import dataclasses
@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paged_jax.cache_map import block_text
-from paged_jax.server.errors import ApiError
-from paged_jax.server.security import IS_ADMIN, wrong_key
+from paged_jax.server.responses import ApiError
+from paged_jax.server.security import ACCESS, wrong_key
 from paged_jax.server.service import Service
 
 _FILES = {
@@ -20,7 +20,7 @@ _FILES = {
     "cache.js": "text/javascript; charset=utf-8",
     "cache.css": "text/css; charset=utf-8",
 }
-# The page shows the prompts of all clients: it loads nothing from other sites, and no site can
+# The page shows the prompts of all clients, so it loads nothing from other sites, and no site can
 # frame it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -32,12 +32,11 @@ _HEADERS = {
 
 
 def routes(service: Service) -> list[Route]:
-    """Routes of the page, its files, and the data that it asks for."""
+    """Return the routes of the page, its files and its data."""
 
     def route(path: str, endpoint: Any, **bound: Any) -> Route:
         async def for_admins(request: Request) -> Response:
-            # The page shows the prompts of all tenants.
-            if not request.scope[IS_ADMIN]:
+            if not request.scope[ACCESS].is_admin:
                 raise wrong_key()
             return await endpoint(service, request, **bound)
 
@@ -58,6 +57,7 @@ async def _file(service: Service, request: Request, *, name: str) -> Response:
 
 
 async def _state(service: Service, request: Request) -> Response:
+    """Return the cache map, and the events after the event numbered `since`."""
     since = request.query_params.get("since", "0")
     if not _is_number(since):
         raise ApiError(400, "since must be the number of an event.", param="since")
@@ -67,12 +67,12 @@ async def _state(service: Service, request: Request) -> Response:
             request.receive, lambda engine: service.cache_recorder.state(engine, number)
         )
 
-    generated = service.metrics.reading.stats.num_generated_tokens
+    generated = service.snapshot.stats.num_generated_tokens
 
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # Shows the page when the server was restarted, which resets the numbers of events.
+            # Tells the page about a restart of the server, which resets the numbers of events.
             "started": service.created,
             "num_generated_tokens": generated,
             **dataclasses.asdict(cache_map),
@@ -80,21 +80,29 @@ async def _state(service: Service, request: Request) -> Response:
         }
         return JSONResponse(state, headers=_HEADERS)
 
-    # In a thread, as a large cache is megabytes of JSON, and streams must not wait for it.
+    # In a thread, because the JSON of a large cache has megabytes and would delay streams.
     return await asyncio.to_thread(render)
 
 
 async def _recent(service: Service, request: Request) -> Response:
-    """What the curves begin with: counts of the last minutes, whether a page was open or not."""
+    """Return counts of the last minutes, for the curves of a page that was just opened."""
     now = time.perf_counter()
     samples = [
-        {"age": now - each.time, **{k: v for k, v in each._asdict().items() if k != "time"}}
-        for each in service.recent.samples(now)
+        {
+            "age": now - snapshot.time,
+            "generated": snapshot.stats.num_generated_tokens,
+            "queried": snapshot.stats.num_queried_tokens,
+            "cached": snapshot.stats.num_cached_tokens,
+            "waiting": snapshot.num_waiting,
+            "used": snapshot.num_used_blocks,
+        }
+        for snapshot in service.history.snapshots(now)
     ]
     return JSONResponse(samples, headers=_HEADERS)
 
 
 async def _block(service: Service, request: Request) -> Response:
+    """Return the text in a block, for each sequence that holds it."""
     name = request.path_params["block"]
     if not _is_number(name) or int(name) >= service.num_blocks:
         raise ApiError(404, f"There are {service.num_blocks} blocks, no block {name[:20]}.")
@@ -105,5 +113,5 @@ async def _block(service: Service, request: Request) -> Response:
 
 
 def _is_number(text: str) -> bool:
-    # int() may refuse longer ones.
+    # int() may refuse longer texts.
     return text.isascii() and text.isdecimal() and len(text) < 16

@@ -1,114 +1,135 @@
-"""`complete`: from a request for text to its answer, whole or as a stream."""
+"""`CompletionEndpoint`: answers a request for generated text, whole or as a stream of events."""
 
 import contextlib
 import functools
-import math
 from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server import bodies
-from paged_jax.server.answers import Answer
-from paged_jax.server.beam_answers import check_beams, search
-from paged_jax.server.deltas import Sent, num_entries, whole
-from paged_jax.server.generation import generate
-from paged_jax.server.jobs import Job, check_sizes, make_job
-from paged_jax.server.receiving import receive
-from paged_jax.server.records import RECORD, RequestRecord
-from paged_jax.server.responses import DONE, EventStream, encode_event, json_response
-from paged_jax.server.security import CLIENT
-from paged_jax.server.service import Client, Service
+from paged_jax.server.answers import Answer, DeltaTracker, num_entries, whole_samples
+from paged_jax.server.generation import check_request, make_job, run
+from paged_jax.server.receiving import receive_body
+from paged_jax.server.request_log import RECORD, RequestRecord
+from paged_jax.server.responses import ApiError, encode_event, json_response
+from paged_jax.server.security import ACCESS
+from paged_jax.server.service import Client, ClientGone, Service
 
 B = TypeVar("B", bound=bodies.SamplingBody)
 AnswerType = Callable[[Service, B, Client, RequestRecord], Answer]
 
+# The event that ends a stream, and the message that starts it.
+_DONE = b"data: [DONE]\n\n"
+_STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # tells nginx to pass on each event
+    ],
+}
 
-async def complete(
-    service: Service,
-    request: Request,
-    *,
-    body_type: type[B],
-    answer_type: AnswerType[B],
-) -> Response:
-    """Answer a request for generated text.
+
+class CompletionEndpoint(Generic[B]):
+    """ASGI endpoint for generated text.
+
+    A request takes these steps: `receive_body` parses it, an `Answer` interprets the fields of its
+    endpoint, `check_request` applies the limits, `Service.admit` counts it, `make_job` tokenizes
+    the prompts, `run` yields the engine's outputs, and the `Answer` turns them into JSON.
 
     Args:
-      service: the engine and how it is served.
-      request: the request, whose body is not read yet.
-      body_type: the schema of the endpoint's body.
-      answer_type: the endpoint's answer.
-
-    Raises:
-      ApiError: the request has a mistake, exceeds a limit, or cannot be run.
-      ClientGone: the client has left.
+      service: the engine and its settings.
+      body_type: schema of the endpoint's request bodies.
+      answer_type: the endpoint's subclass of `Answer`.
     """
-    client = request.scope[CLIENT]
-    service.check_room(1, client)
-    body = await receive(service, request, body_type)
-    if isinstance(body, bodies.OpenAiBody):
-        service.check_model(body.model)
-    answer = answer_type(service, body, client, request.scope[RECORD])
-    check_sizes(answer)
-    run = generate
-    if isinstance(body, bodies.OpenAiBody) and body.use_beam_search:
-        check_beams(answer)
-        run = functools.partial(search, length_penalty=body.length_penalty)
-    with contextlib.ExitStack() as stack:
+
+    def __init__(self, service: Service, body_type: type[B], answer_type: AnswerType[B]):
+        self._service = service
+        self._body_type = body_type
+        self._answer_type = answer_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        service, client, request = self._service, scope[ACCESS].client, Request(scope, receive)
+        service.check_room(1, client)
+        body = await receive_body(service, request, self._body_type)
+        answer = self._answer_type(service, body, client, scope[RECORD])
+        check_request(answer)
         num_samples = answer.num_prompts * answer.num_samples
-        stack.enter_context(service.admit(num_samples, client, is_stream=bool(body.stream)))
-        size = math.inf if answer.has_form else answer.record.size(answer.num_chars)
-        job = await service.encode(request.receive, size, lambda: make_job(answer))
-        if body.stream:
-            events = _events(service, answer, job)
-            # The first event is made before the status is sent, so that an error can have its own.
-            async with service.while_connected(request.receive):
-                first = await anext(events)
-            return EventStream(service, first, events, stack.pop_all())
-        async with service.while_connected(request.receive):
-            return await _collect(service, answer, job, run(service, answer, job))
+        with service.admit(num_samples, client, is_stream=bool(body.stream)):
+            if body.stream:
+                await _stream(answer, receive, send)
+                return
+            async with service.while_connected(receive):
+                response = await _respond(answer)
+        await response(scope, receive, send)
 
 
-async def _collect(
-    service: Service,
-    answer: Answer,
-    job: Job,
-    outputs: AsyncGenerator[tuple[int, RequestOutput]],
-) -> Response:
-    done: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(outputs):
+async def _respond(answer: Answer) -> Response:
+    """Generate all samples and return the whole response."""
+    job = await make_job(answer)
+    finished: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(run(answer, job)) as outputs:
         async for index, output in outputs:
-            done[index] = output
-    ordered = [done[index] for index in range(len(job.prompts))]
-    make = functools.partial(_whole, answer, ordered)
-    if service.is_small(sum(num_entries(output, whole(output)) for output in ordered)):
-        return make()
-    return await service.render(make)
+            finished[index] = output
+    ordered = [finished[index] for index in range(len(job.prompts))]
+    size = sum(num_entries(output, whole_samples(output)) for output in ordered)
+    return await answer.service.render(size, lambda: json_response(answer.response_body(ordered)))
 
 
-def _whole(answer: Answer, outputs: list[RequestOutput]) -> Response:
-    return json_response(answer.answer(outputs))
+async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
+    """Generate all samples and send their text as events.
+
+    The response starts with its first event, so that an earlier error has its own status. A later
+    error becomes the last event.
+    """
+    is_started, ending = False, b""
+    async with contextlib.aclosing(_events(answer)) as events:
+        try:
+            async with answer.service.while_connected(receive):
+                async for data in events:
+                    if not is_started:
+                        await send(_STREAM_START)
+                        is_started = True
+                    await send(_body(data))
+        except ClientGone:
+            if not is_started:
+                raise
+            return
+        except ApiError as error:
+            if not is_started:
+                raise
+            answer.record.note_error(error.code, str(error))
+            ending = encode_event(error.body())
+        await send(_body(ending, is_last=True))
 
 
-async def _events(service: Service, answer: Answer, job: Job) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events: opening, chunks, closing, and the end mark."""
-    sent, done = Sent(), {}
+async def _events(answer: Answer) -> AsyncGenerator[bytes]:
+    """Yield server-sent events: opening, new text, closing, and the end mark."""
+    job = await make_job(answer)
+    tracker, finished = DeltaTracker(), {}
     data = b"".join(map(encode_event, answer.opening()))
-    async with contextlib.aclosing(generate(service, answer, job)) as outputs:
+    async with contextlib.aclosing(run(answer, job)) as outputs:
         async for index, output in outputs:
-            deltas = sent.deltas(index, output)
-            if service.is_small(num_entries(output, deltas)):
-                data += answer.events(index, output, deltas)
-            else:
-                make = functools.partial(answer.events, index, output, deltas)
-                data += await service.render(make)
+            deltas = tracker.deltas(index, output)
+            data += await answer.service.render(
+                num_entries(output, deltas),
+                functools.partial(answer.events, index, output, deltas),
+            )
             if output.finished:
-                done[index] = output
-            # The last of them goes with the end, in one piece.
-            if data and len(done) < len(job.prompts):
+                finished[index] = output
+            # The last events are sent together with the closing events.
+            if data and len(finished) < len(job.prompts):
                 yield data
                 data = b""
-    closing = answer.closing([done[index] for index in range(len(job.prompts))])
-    yield b"".join([data, *map(encode_event, closing), DONE])
+    closing = answer.closing([finished[index] for index in range(len(job.prompts))])
+    yield b"".join([data, *map(encode_event, closing), _DONE])
+
+
+def _body(data: bytes, *, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not is_last}

@@ -1,36 +1,218 @@
-"""`generate`: the engine's outputs for a job, merged over its prompts."""
+"""Generation for a request: check it, tokenize its prompts, and run it in the engine.
+
+`check_request`, `make_job` and `run` are called in this order. Beam search is at the end.
+"""
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import AsyncGenerator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paged_jax.async_engine import EngineClosedError
+from paged_jax.checks import ArgumentError
+from paged_jax.engine.beams import Beam, BeamChoice, BeamSearchParams, num_candidates
 from paged_jax.engine.sleep import EngineAsleepError
-from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.models.text.grammar import Grammar
+from paged_jax.sampling.params import (
+    MAX_LOGPROBS,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenBias,
+)
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
+from paged_jax.server import bodies
 from paged_jax.server.answers import Answer
-from paged_jax.server.errors import ApiError, bad_request
-from paged_jax.server.jobs import Job
-from paged_jax.server.service import Service, engine_stopped, sleeping
+from paged_jax.server.responses import ApiError, bad_request, engine_stopped, sleeping
+from paged_jax.server.service import Service
 
 T = TypeVar("T")
 
+# Parameters that beam search supports, or that have no effect without random sampling.
+_BEAM_PARAMS = frozenset(
+    {"n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "seed"}
+)
 
-def generate(
-    service: Service, answer: Answer, job: Job
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Run a job: yield the outputs of all its prompts as they grow, each with its prompt's index.
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Validated and tokenized form of a request, for the engine.
+
+    Attributes:
+      prompts: token ids of each prompt.
+      params: sampling parameters of all prompts.
+      cache_salt: salt of the client's API key, joined to the request's own salt.
+      options: further keyword arguments of `AsyncEngine.generate`.
+      grammar: grammar of the required form. The engine finds it in a cache while it is referenced.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    cache_salt: str
+    options: dict[str, Any]
+    grammar: Grammar | None = None
+
+
+def check_request(answer: Answer) -> None:
+    """Check the parts of a request that can be checked without tokenizing its prompts.
 
     Raises:
-      ApiError: the engine refuses the job, fails, or has stopped.
+      ApiError: the request names an unknown model, exceeds a limit or the model's context, or has
+        options that beam search does not support.
     """
-    streams = [_output(service, answer, job, index) for index in range(len(job.prompts))]
-    return streams[0] if len(streams) == 1 else _merged(streams)
+    body, limits = answer.body, answer.service.limits
+    if isinstance(body, bodies.OpenAiBody):
+        answer.service.check_model(body.model)
+    limits.check("max_prompts", answer.num_prompts, "prompt", what="the number of prompts")
+    given = "n" if answer.num_samples == (body.n or 1) else "best_of"
+    limits.check("max_n", answer.num_samples, given)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    limits.check("max_stop", len(stop), "stop", what="the number of stop strings")
+    longest = max(map(len, stop), default=0)
+    limits.check("max_stop_chars", longest, "stop", what="the length of a stop string")
+    num_chars, per_token = answer.num_chars, answer.service.max_token_chars
+    if num_chars > answer.max_prompt_tokens * per_token:
+        least = math.ceil(num_chars / per_token)
+        raise _too_long(answer, f"{num_chars} characters, which are {least} tokens or more")
+    if answer.uses_beam_search:
+        _check_beam_search(answer)
 
 
-async def _output(
-    service: Service, answer: Answer, job: Job, index: int
+async def make_job(answer: Answer) -> Job:
+    """Check the body of a request and tokenize its prompts, in a thread if that takes long.
+
+    Raises:
+      ApiError: the body is invalid or exceeds a limit.
+    """
+    num_chars = math.inf if answer.has_form else answer.record.size(answer.num_chars)
+    return await answer.service.encode(num_chars, functools.partial(_make_job, answer))
+
+
+def _make_job(answer: Answer) -> Job:
+    service, body = answer.service, answer.body
+    try:
+        params = _sampling_params(answer)
+        token_ids = [_tokenize(answer, prompt) for prompt in answer.prompts()]
+        params = _limit_tokens(service, params, token_ids)
+        form = params.structured_outputs
+        # Compiled in this thread, so that streams need not wait for it.
+        grammar = None if form is None else _compile(answer, form)
+    except ValueError as error:
+        raise bad_request(error) from None
+    options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}
+    if body.priority is not None:
+        if body.priority < 0 and service.settings.api_keys:
+            raise ApiError(
+                400,
+                "priority must be at least 0, as a lower one would delay the requests of other "
+                f"tenants, got {body.priority}.",
+                param="priority",
+            )
+        options["priority"] = body.priority
+    if body.timeout is not None:
+        options["timeout"] = body.timeout
+    salt, own = answer.client.salt, body.cache_salt or ""
+    # The separator makes the joined salts of different pairs differ.
+    return Job(token_ids, params, f"{salt}:{own}" if salt else own, options, grammar)
+
+
+def _compile(answer: Answer, form: StructuredOutputsParams) -> Grammar:
+    try:
+        return answer.service.grammars.compile(form)
+    except ArgumentError as error:
+        raise ArgumentError(error.function, error.problem, answer.form_field) from None
+
+
+def _too_long(answer: Answer, found: str) -> ApiError:
+    context, most = answer.service.max_model_len, answer.max_prompt_tokens
+    room = ", to leave room for an answer" if most < context else ""
+    return ApiError(
+        400,
+        # Clients recognise this error by OpenAI's first sentence.
+        f"This model's maximum context length is {context} tokens. The prompt must have at most "
+        f"{most}{room}, got {found}.",
+        param=answer.prompt_field,
+        code="context_length_exceeded",
+    )
+
+
+def _sampling_params(answer: Answer) -> SamplingParams:
+    service, params = answer.service, answer.params()
+    for name in ("logprobs", "prompt_logprobs"):
+        service.limits.check("max_logprobs", params.get(name), name)
+    recommended = service.generation_config
+    # Chats always give `max_tokens`. If it is None, the model's recommendation applies.
+    if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
+        del params["max_tokens"]
+    return SamplingParams(**recommended.fill_in(params, answer.fallback_params))
+
+
+def _limit_tokens(
+    service: Service, params: SamplingParams, prompts: list[list[int]]
+) -> SamplingParams:
+    """Check the number of log-probabilities, and give `max_tokens` a default within the limit."""
+    limits = service.limits
+    room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
+    per_token = params.n * _num_logprobs(params.logprobs)
+    count = params.n * _num_logprobs(params.prompt_logprobs) * sum(map(len, prompts))
+    if per_token:
+        most = params.max_tokens
+        if most is None:
+            most = max(1, min(*room, (limits.max_answer_logprobs - count) // per_token))
+            params = dataclasses.replace(params, max_tokens=most)
+        count += per_token * sum(min(most, each) for each in room)
+    product = "n times the tokens times the log-probabilities of each"
+    limits.check("max_answer_logprobs", count, None, what=product)
+    return params
+
+
+def _num_logprobs(asked: int | None) -> int:
+    """Return the number of log-probabilities reported per token, including its own."""
+    return 0 if asked is None else asked + 1
+
+
+def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
+    service = answer.service
+    if isinstance(prompt, str):
+        if service.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer. Send token ids.")
+        adds = answer.body.add_special_tokens is not False
+        prompt = service.tokenizer.encode(prompt, add_special_tokens=adds)
+    limits, last = service.limits, service.vocab_size - 1
+    if (most := max(prompt, default=0)) > last:
+        name = answer.prompt_field
+        raise ApiError(400, f"{name} must hold token ids in 0..{last}, got {most}.", param=name)
+    what = "the number of prompt tokens"
+    limits.check("max_prompt_tokens", len(prompt), answer.prompt_field, what=what)
+    if len(prompt) > answer.max_prompt_tokens:
+        raise _too_long(answer, str(len(prompt)))
+    return prompt
+
+
+def run(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Run a job: yield the outputs of all its prompts as they grow, with the prompts' indices.
+
+    Raises:
+      ApiError: the engine rejects the job, fails, or has stopped.
+    """
+    if answer.uses_beam_search:
+        return _beam_search(answer, job)
+    return _sample(answer, job)
+
+
+def _sample(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    streams = [_outputs(answer, job, index) for index in range(len(job.prompts))]
+    return streams[0] if len(streams) == 1 else _merge(streams)
+
+
+async def _outputs(
+    answer: Answer, job: Job, index: int
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Yield the outputs of a prompt."""
+    service = answer.service
     stream = service.engine.generate(
         {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
         job.params,
@@ -43,9 +225,9 @@ async def _output(
             with service.stalls.arrival():
                 first = await anext(stream, None)
             if first is not None:
-                yield index, _noted(answer, index, first)
+                yield index, _record(answer, index, first)
             async for output in stream:
-                yield index, _noted(answer, index, output)
+                yield index, _record(answer, index, output)
     except ValueError as error:
         raise bad_request(error) from None
     except EngineAsleepError:
@@ -54,7 +236,8 @@ async def _output(
         raise engine_stopped() from None
 
 
-def _noted(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
+def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
+    """Record an output in the request log, and raise an `ApiError` if a sample has failed."""
     answer.record.note_output(index, output)
     for sample in output.outputs:
         if sample.finish_reason == "error":
@@ -62,12 +245,13 @@ def _noted(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """The items of several streams as they arrive; the first error ends them all."""
-    # One item: a slow client then gets the newest output of a prompt, which holds those before.
+async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Yield the items of several streams as they arrive. The first error ends all streams."""
+    # The queue is short, so a slow client receives the newest output of a prompt, which includes
+    # the previous outputs.
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
-    async def run(stream: AsyncGenerator[T]) -> None:
+    async def forward(stream: AsyncGenerator[T]) -> None:
         end = None
         try:
             async with contextlib.aclosing(stream):
@@ -77,7 +261,7 @@ async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
             end = error
         await queue.put(end)
 
-    tasks = [asyncio.create_task(run(stream)) for stream in streams]
+    tasks = [asyncio.create_task(forward(stream)) for stream in streams]
     try:
         num_left = len(tasks)
         while num_left:
@@ -92,3 +276,122 @@ async def _merged(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Beam search. The engine's own beam search needs an idle engine. Here each beam is a request for
+# the most probable next tokens, and other requests run meanwhile. The prefix cache contains all
+# full blocks of a beam, so each step computes less than a block per beam.
+
+
+def _check_beam_search(answer: Answer) -> None:
+    plain = SamplingParams(temperature=0)
+    for name, value in answer.params().items():
+        neutral = getattr(plain, name)
+        if name not in _BEAM_PARAMS and value != neutral:
+            name = answer.form_field if name == "structured_outputs" else name
+            raise _unsupported(name, "null" if neutral in (None, ()) else f"null or {neutral}")
+    for name in ("stream", "timeout", "explain"):
+        if getattr(answer.body, name):
+            raise _unsupported(name, "null")
+    if answer.max_tokens == 0:
+        raise _unsupported("max_tokens", "at least 1")
+    service = answer.service
+    most = max(
+        width
+        for width in range(MAX_LOGPROBS)
+        if _num_candidates(service, width, len(service.eos_token_ids)) <= MAX_LOGPROBS or not width
+    )
+    if not most or not service.token_bias.suppresses_only:
+        problem = "use_beam_search is not implemented for the token biases of this model."
+        raise ApiError(400, problem, param="use_beam_search")
+    if (answer.body.n or 1) > most:
+        raise _unsupported("n", f"at most {most}")
+
+
+def _unsupported(name: str, rule: str) -> ApiError:
+    return ApiError(400, f"{name} must be {rule} with use_beam_search.", param=name)
+
+
+def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
+    """Return the number of candidate tokens per beam, including suppressed tokens."""
+    return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
+
+
+async def _beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Yield the finished output of each prompt, with its best beams as samples."""
+    service, body = answer.service, answer.body
+    length_penalty = body.length_penalty if isinstance(body, bodies.OpenAiBody) else None
+    params = BeamSearchParams(
+        beam_width=job.params.n,
+        max_tokens=job.params.max_tokens or service.max_model_len,
+        ignore_eos=job.params.ignore_eos,
+        length_penalty=1.0 if length_penalty is None else length_penalty,
+        include_stop_str_in_output=job.params.include_stop_str_in_output,
+    )
+    end_ids = frozenset() if params.ignore_eos else service.eos_token_ids
+    choices = [
+        BeamChoice(
+            prompt,
+            max(1, min(params.max_tokens, service.max_length - len(prompt))),
+            params,
+            end_ids,
+        )
+        for prompt in job.prompts
+    ]
+    count = min(_num_candidates(service, params.beam_width, len(end_ids)), service.vocab_size)
+    next_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
+    first: dict[int, RequestOutput] = {}
+    while running := {i: choice for i, choice in enumerate(choices) if not choice.is_done}:
+        prompts = [
+            [*job.prompts[i], *beam.token_ids] for i, each in running.items() for beam in each.beams
+        ]
+        step = dataclasses.replace(job, prompts=prompts, params=next_token)
+        outputs = {row: output async for row, output in _sample(answer, step)}
+        in_order = (outputs[row] for row in range(len(prompts)))
+        for index, choice in running.items():
+            own = list(itertools.islice(in_order, len(choice.beams)))
+            first.setdefault(index, own[0])
+            suppressed = _suppressed(service.token_bias, choice.num_generated)
+            rows = [_most_probable(output, count, suppressed) for output in own]
+            choice.advance([list(row) for row in rows], [[*row.values()] for row in rows])
+    for index, choice in enumerate(choices):
+        samples = [
+            _beam_sample(service, choice, rank, beam) for rank, beam in enumerate(choice.best())
+        ]
+        output = dataclasses.replace(first[index], outputs=samples, finished=True)
+        answer.record.note_output(index, output)
+        yield index, output
+
+
+def _suppressed(bias: TokenBias, index: int) -> set[int]:
+    """Return the tokens that may not be the generated token with this index."""
+    return {i for i, value in zip(bias.all_ids, bias.values_at(index), strict=True) if value}
+
+
+def _most_probable(output: RequestOutput, count: int, suppressed: set[int]) -> dict[int, float]:
+    """Return the most probable next tokens and their log-probabilities, most probable first."""
+    [sample] = output.outputs
+    if not sample.logprobs:
+        raise ApiError(500, "The search was ended.", code="generation_failed")
+    row: dict[int, Logprob] = sample.logprobs[0]
+    best = sorted(row.items(), key=lambda item: item[1].rank)[:count]
+    return {token_id: each.logprob for token_id, each in best if token_id not in suppressed}
+
+
+def _beam_sample(service: Service, choice: BeamChoice, rank: int, beam: Beam) -> CompletionOutput:
+    token_ids, tokenizer = list(beam.token_ids), service.tokenizer
+    keeps_end = not beam.is_complete or choice.params.include_stop_str_in_output
+    text = ""
+    if tokenizer is not None:
+        text = tokenizer.decode(
+            token_ids if keeps_end else token_ids[:-1],
+            skip_special_tokens=not choice.params.include_stop_str_in_output,
+            continues_text=not all(map(tokenizer.is_special, choice.prompt_token_ids)),
+        )
+    return CompletionOutput(
+        index=rank,
+        text=text,
+        token_ids=token_ids,
+        cumulative_logprob=beam.cum_logprob,
+        finish_reason="stop" if beam.is_complete else "length",
+    )

@@ -1,41 +1,49 @@
-"""`Limits`: how much a client may ask for. An error names the limit that was exceeded."""
+"""Limits on requests, and fair quotas of samples and streams for each client.
 
+An error names the limit that was exceeded.
+"""
+
+import contextlib
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Iterator
 
 from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
-from paged_jax.server.errors import ApiError
+from paged_jax.server.responses import ApiError
 
-# A bound in the schema itself, which refuses a list of a million prompts without reading them all.
+# The request schema enforces this bound, so a list of a million prompts is rejected without being
+# parsed completely.
 MAX_PROMPTS = 4096
-# Bytes of a body for each token of the context. English has 4 bytes per token; a character that
-# JSON escapes has 6 or 12 bytes. Small contexts need room for schemas and token biases.
-_BYTES_PER_TOKEN, _LEAST_BODY = 16, 2**20
+# Default maximum size of a body: bytes per token of the context, and a minimum. English text has 4
+# bytes per token; a character that JSON escapes takes 6 or 12 bytes. Models with a small context
+# still need room for schemas and logit biases.
+_BYTES_PER_TOKEN, _MIN_BODY_BYTES = 16, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds of requests, answers and connections.
+    """Limits on requests, responses and connections.
 
     Attributes:
-      max_body_bytes: bytes of a request's body; by default 16 for each token of the context, at
-        least 1 MiB.
-      max_header_bytes: bytes of a request's first line and headers.
+      max_body_bytes: bytes of a request body; by default 16 per token of the context, at least
+        1 MiB.
+      max_header_bytes: bytes of the request line and the headers.
       header_timeout: seconds from the first byte of a request to the end of its headers.
       body_timeout: seconds from the end of the headers to the end of the body.
-      send_timeout: seconds after which a client that does not read its answer is disconnected.
-      max_queue: samples that wait for a place in the batch.
-      max_streams: answers streamed at the same time.
-      max_connections: open connections, idle ones included.
-      max_prompts: prompts in one request.
-      max_prompt_tokens: tokens of each prompt, which the model's context limits as well.
-      max_n: samples of each prompt.
+      send_timeout: seconds after which a client that does not read its response is disconnected.
+      max_queue: samples that wait for a slot of the batch.
+      max_streams: concurrent streams.
+      max_connections: open connections, including idle connections.
+      max_prompts: prompts per request.
+      max_prompt_tokens: tokens per prompt; the model's context limits them as well.
+      max_n: samples per prompt.
       max_logprobs: most probable tokens reported at each position.
-      max_answer_logprobs: log-probabilities in an answer, each up to a hundred bytes: `n` times the
-        number of tokens (of the prompt too, where asked for), times one more than the number of
+      max_answer_logprobs: log-probabilities in a response, each up to 100 bytes: `n` times the
+        number of tokens (including prompt tokens if requested), times one more than the number of
         most probable tokens. A chat without `max_tokens` ends at this limit.
-      max_stop: number of stop strings.
-      max_stop_chars: characters of each stop string.
+      max_stop: stop strings per request.
+      max_stop_chars: characters per stop string.
     """
 
     max_body_bytes: int | None = None
@@ -45,7 +53,7 @@ class Limits:
     send_timeout: float = 30.0
     max_queue: int = 256
     max_streams: int = 256
-    max_connections: int = 900  # most systems let a process open 1024 files
+    max_connections: int = 900  # most systems limit a process to 1024 open files
     max_prompts: int = 64
     max_prompt_tokens: int = 2**20
     max_n: int = 16
@@ -70,7 +78,7 @@ class Limits:
                 )
 
     def for_context(self, num_tokens: int) -> "Limits":
-        """Return the limits of a server whose model has a context of `num_tokens` tokens.
+        """Return the limits for a model with a context of `num_tokens` tokens.
 
         Example:
           >>> Limits().for_context(131_072).max_body_bytes
@@ -78,7 +86,7 @@ class Limits:
         """
         if self.max_body_bytes is not None:
             return self
-        size = max(_LEAST_BODY, _BYTES_PER_TOKEN * num_tokens)
+        size = max(_MIN_BODY_BYTES, _BYTES_PER_TOKEN * num_tokens)
         return dataclasses.replace(self, max_body_bytes=size)
 
     def check(
@@ -90,14 +98,14 @@ class Limits:
         what: str | None = None,
         status: int = 400,
     ) -> None:
-        """Raise an `ApiError` that names the limit if a value exceeds it.
+        """Raise an `ApiError` that names the limit if `value` exceeds it.
 
         Args:
-          name: the name of the limit.
-          value: what the request asks for; None is within any limit.
-          param: the field that is wrong; None if it is no single one.
-          what: the name of the value in the message; by default that of the field.
-          status: the HTTP status of the error.
+          name: name of the limit.
+          value: requested amount; None is within any limit.
+          param: name of the request's field; None if no single field is responsible.
+          what: description of the value in the message; by default `param`.
+          status: HTTP status of the error.
         """
         most = getattr(self, name)
         if value is not None and value > most:
@@ -107,3 +115,99 @@ class Limits:
                 param=param,
                 code=f"{name}_exceeded",
             )
+
+
+class FairQuota:
+    """Quota that many clients share, and that no client can use up for all others.
+
+    A client may take any places that are free. When none are free, each client may still take its
+    fair share, which is ``most`` divided by the number of clients. With n clients at most
+    ``1 + 1/2 + ... + 1/n`` times `most` places are taken.
+
+    Args:
+      things: plural noun of the counted things, for error messages.
+      limit: name of the limit.
+      most: number of places that a single client may take.
+
+    Attributes:
+      total: number of places taken.
+
+    Example:
+      >>> quota = FairQuota("samples", limit="max_queue", most=8)
+      >>> with quota.take("a", 8):
+      ...     [quota.has_room(client, count) for client, count in (("a", 1), ("b", 4), ("b", 5))]
+      [False, True, False]
+    """
+
+    def __init__(self, things: str, *, limit: str, most: int):
+        self.total = 0
+        self._things = things
+        self._limit = limit
+        self._most = most
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all places are taken."""
+        return self.total >= self._most
+
+    def has_room(self, client: str, count: int) -> bool:
+        """Return whether a client may take `count` more places."""
+        num_clients = len(self._taken.keys() | {client})
+        is_fair = self._taken[client] + count <= self._most // num_clients
+        return is_fair or self.total + count <= self._most
+
+    def check(self, client: str, count: int) -> None:
+        """Raise an `ApiError` if a client may not take `count` more places."""
+        if not self.has_room(client, count):
+            raise too_many(
+                self._things,
+                limit=self._limit,
+                most=self._most,
+                now=self.total,
+                own=self._taken[client],
+                count=count,
+            )
+
+    @contextlib.contextmanager
+    def take(self, client: str, count: int) -> Iterator[None]:
+        """Take `count` places for a client while the context is active.
+
+        Raises:
+          ApiError: the client may not take `count` more places.
+        """
+        self.check(client, count)
+        self._add(client, count)
+        try:
+            yield
+        finally:
+            self._add(client, -count)
+
+    def _add(self, client: str, count: int) -> None:
+        self.total += count
+        self._taken[client] += count
+        if not self._taken[client]:
+            del self._taken[client]
+
+
+def too_many(
+    things: str, *, limit: str, most: int, now: int, own: int | None = None, count: int = 1
+) -> ApiError:
+    """Return the error for requests, streams or connections beyond a limit.
+
+    Args:
+      things: plural noun of the counted things.
+      limit: name of the limit.
+      most: maximum number.
+      now: current number.
+      own: the client's part of the current number; None leaves it out of the message.
+      count: number of further things that the client requested.
+    """
+    yours = "" if own is None else f", {own} of them yours"
+    return ApiError(
+        429,
+        f"There are {now} {things} already{yours}, and {count} more would exceed the {most} that "
+        f"are allowed ({limit}). Try again later.",
+        code=f"{limit}_exceeded",
+        headers={"Retry-After": "1"},
+    )

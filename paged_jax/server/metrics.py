@@ -1,26 +1,37 @@
-"""`Metrics`: what ``/metrics`` reports to Prometheus, under vLLM's names where meanings agree.
+"""Metrics for Prometheus at ``/metrics``.
 
-Names and labels are as dashboards made for vLLM expect them.
+Names and labels are vLLM's where the meaning is the same, so that its dashboards work unchanged.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from paged_jax.scheduler.outputs import RequestMetrics, WaitReason
 from paged_jax.scheduler.request import Request
-from paged_jax.server.bulk_histogram import BulkHistogram
-from paged_jax.server.http_metrics import HttpMetrics
-from paged_jax.server.reading import Reading
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.snapshot import EngineSnapshot
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 300)
+_HTTP_SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
+# Histograms of finished requests and of steps: help text and bucket bounds.
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _SECONDS),
     "request_time_per_output_token_seconds": (
@@ -35,41 +46,65 @@ _HISTOGRAMS = {
     ),
     "request_decode_time_seconds": ("Time from a request's first token to its end.", _SECONDS),
     "request_inference_time_seconds": ("Time from a request's first step to its end.", _SECONDS),
-    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
     "request_max_num_generation_tokens": (
         "Tokens generated for the longest sample of a request.",
         _TOKENS,
     ),
-    "request_params_n": ("Samples that a request asks for.", (1, 2, 4, 8, 16, 32, 64)),
-    "request_params_max_tokens": ("Most tokens of a sample that a request asks for.", _TOKENS),
-    "iteration_tokens_total": ("Tokens of a step, of prompts and generated ones.", _TOKENS),
+    "request_params_n": ("Number of samples that a request asks for.", (1, 2, 4, 8, 16, 32, 64)),
+    "request_params_max_tokens": ("Maximum tokens per sample that a request asks for.", _TOKENS),
+    "iteration_tokens_total": ("Prompt tokens and generated tokens of a step.", _TOKENS),
 }
-# What vLLM calls these reasons to wait; all others are a lack of room.
+# Gauges of the engine's state: help text, and how to read the value from a snapshot.
+_GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
+    "vllm:num_requests_running": ("Samples that hold a slot.", lambda now: now.num_running),
+    "vllm:num_requests_waiting": ("Samples that wait for a slot.", lambda now: now.num_waiting),
+    "vllm:kv_cache_usage_perc": (
+        "Fraction of blocks that samples hold, 0 to 1.",
+        lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
+    ),
+}
+# Counters of the engine: help text, and the field of `EngineStats`.
+_COUNTERS = {
+    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "vllm:prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        "num_queried_tokens",
+    ),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+    "vllm:spec_decode_num_drafts": ("Drafts of speculative decoding.", "num_drafts"),
+    "vllm:spec_decode_num_draft_tokens": (
+        "Draft tokens of speculative decoding.",
+        "num_draft_tokens",
+    ),
+    "vllm:spec_decode_num_accepted_tokens": (
+        "Draft tokens that the model accepted.",
+        "num_accepted_tokens",
+    ),
+    "paged_jax:recomputed_tokens": (
+        "Tokens computed again after a preemption.",
+        "num_recomputed_tokens",
+    ),
+    "paged_jax:swap_preemptions": (
+        "Preemptions that copied blocks to host memory.",
+        "num_swap_preemptions",
+    ),
+    "paged_jax:steps": ("Engine steps.", "num_steps"),
+}
+# Reasons to wait that vLLM calls "deferred"; all others are "capacity".
 _DEFERRED = ("same prefix", "fork")
-
-
-@dataclasses.dataclass
-class _Observed:
-    """What the metrics already hold of a running request.
-
-    Attributes:
-      time: the moment of its last tokens, in seconds of ``time.perf_counter()``.
-      num_tokens: number of tokens generated for it so far.
-    """
-
-    time: float
-    num_tokens: int
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class CacheConfig(NamedTuple):
-    """The cache, by the names of vLLM's ``cache_config_info``.
+    """Constant facts about the cache, named as in vLLM's ``cache_config_info``.
 
     Attributes:
-      block_size: C, tokens in a block.
-      num_gpu_blocks: P, blocks in the pool, on whatever device.
-      cache_dtype: the dtype of K and V.
-      enable_prefix_caching: whether requests share the blocks of prompts that begin alike.
+      block_size: tokens per block (C).
+      num_gpu_blocks: blocks in the pool (P), on any kind of device.
+      cache_dtype: dtype of K and V.
+      enable_prefix_caching: whether requests share the blocks of equal prompt prefixes.
     """
 
     block_size: int
@@ -78,28 +113,40 @@ class CacheConfig(NamedTuple):
     enable_prefix_caching: bool
 
 
-class Metrics:
-    """Histograms and counters of requests, and the engine's own counts as of the last step.
-
-    Args:
-      model_name: the label of every metric.
-      cache_config: what is said once of the cache, by vLLM's names.
-      reading: the engine's counts before its first step.
+@dataclasses.dataclass
+class _RequestProgress:
+    """Part of a running request that the metrics already include.
 
     Attributes:
-      reading: the engine's counts after the last step.
-      http: what is counted of requests whether they reach the engine or not.
+      time: time of its newest tokens, in seconds of ``time.perf_counter()``.
+      num_tokens: number of tokens generated so far.
     """
 
-    def __init__(self, model_name: str, cache_config: CacheConfig, reading: Reading):
-        self.reading = reading
+    time: float
+    num_tokens: int
+
+
+class Metrics:
+    """Metrics of the engine, of its requests and of HTTP responses.
+
+    Args:
+      model_name: label of every metric.
+      cache_config: constant facts about the cache.
+      snapshot: snapshot of the engine before its first step.
+
+    Attributes:
+      snapshot: snapshot of the engine after its last step.
+    """
+
+    def __init__(self, model_name: str, cache_config: CacheConfig, snapshot: EngineSnapshot):
+        self.snapshot = snapshot
         self._registry = CollectorRegistry(auto_describe=False)
-        # vLLM numbers the engines of a server; here there is one.
+        # vLLM numbers the engines of a server; this server has a single engine.
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._num_blocks = cache_config.num_gpu_blocks
+        names = list(self._labels)
         self._histograms = {
             name: Histogram(
-                f"vllm:{name}", text, list(self._labels), registry=self._registry, buckets=buckets
+                f"vllm:{name}", text, names, registry=self._registry, buckets=buckets
             ).labels(**self._labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
@@ -110,174 +157,84 @@ class Metrics:
             _SECONDS,
         )
         self._registry.register(self._latency)
-        self._success = Counter(
-            "vllm:request_success",
-            "Finished requests.",
-            [*self._labels, "finished_reason"],
-            registry=self._registry,
+        self._success = self._counter(
+            "vllm:request_success", "Finished requests.", [*names, "finished_reason"]
         )
         self._prompt_tokens, self._cached_tokens, self._generation_tokens = (
-            Counter(f"vllm:{name}", text, list(self._labels), registry=self._registry).labels(
-                **self._labels
-            )
+            self._counter(f"vllm:{name}", text, names).labels(**self._labels)
             for name, text in (
                 ("prompt_tokens", "Prompt tokens processed."),
                 ("prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
                 ("generation_tokens", "Tokens generated."),
             )
         )
-        self._running: dict[str, _Observed] = {}
-        self.http = HttpMetrics(self._registry)
+        self._progress: dict[str, _RequestProgress] = {}
+        # The names of the library for FastAPI that vLLM's server uses.
+        self._http_responses = self._counter(
+            "http_requests",
+            "Requests by method, status and handler.",
+            ["handler", "method", "status"],
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time from a request's arrival to the end of its response, by handler.",
+            ["handler", "method"],
+            registry=self._registry,
+            buckets=_HTTP_SECONDS,
+        )
         ProcessCollector(registry=self._registry)
-        self._registry.register(_EngineCollector(self))
+        self._registry.register(_EngineCollector(self, self._labels))
         config = self._labels | {k: str(v) for k, v in cache_config._asdict().items()}
-        name, text = "vllm:cache_config_info", "What the cache is, in labels."
+        name, text = "vllm:cache_config_info", "Configuration of the cache, in labels."
         Gauge(name, text, list(config), registry=self._registry).labels(**config).set(1)
 
+    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def engine_metrics(self) -> Iterator[Metric]:
-        """The engine's own counts, as of the last step."""
-        reading, stats = self.reading, self.reading.stats
-        gauges = {
-            "vllm:num_requests_running": ("Samples that hold a slot.", reading.num_running),
-            "vllm:num_requests_waiting": ("Samples that wait for a slot.", reading.num_waiting),
-            "vllm:kv_cache_usage_perc": (
-                "Fraction of blocks that samples hold, 0 to 1.",
-                reading.num_used_blocks / self._num_blocks,
-            ),
-        }
-        counters = {
-            "vllm:num_preemptions": ("Preemptions.", stats.num_preemptions),
-            "vllm:prefix_cache_queries": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.num_queried_tokens,
-            ),
-            "vllm:prefix_cache_hits": (
-                "Prompt tokens found in the prefix cache.",
-                stats.num_cached_tokens,
-            ),
-            "vllm:spec_decode_num_drafts": (
-                "Drafts of speculative decoding.",
-                stats.num_drafts,
-            ),
-            "vllm:spec_decode_num_draft_tokens": (
-                "Draft tokens of speculative decoding.",
-                stats.num_draft_tokens,
-            ),
-            "vllm:spec_decode_num_accepted_tokens": (
-                "Draft tokens that the model accepted.",
-                stats.num_accepted_tokens,
-            ),
-            "paged_jax:recomputed_tokens": (
-                "Tokens computed again after a preemption.",
-                stats.num_recomputed_tokens,
-            ),
-            "paged_jax:swap_preemptions": (
-                "Preemptions that copied blocks to host memory.",
-                stats.num_swap_preemptions,
-            ),
-            "paged_jax:steps": ("Engine steps.", stats.num_steps),
-        }
-        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in metrics.items():
-                metric = family(name, text, labels=list(self._labels))
-                metric.add_metric(list(self._labels.values()), value)
-                yield metric
-        if len(reading.groups) > 1:
-            yield self._groups()
-        yield from self._waiting()
-        yield from self._accepted()
-        yield from self._sleep_state()
+    def observe_response(self, record: RequestRecord) -> None:
+        """Count a finished HTTP request."""
+        self.count_response(record.handler, record.method, record.status)
+        self._http_seconds.labels(record.handler, record.method).observe(record.seconds)
 
-    def _groups(self) -> Metric:
-        metric = GaugeMetricFamily(
-            "paged_jax:kv_cache_usage_of_group",
-            "Fraction of blocks that samples hold, 0 to 1, of each group of layers that keep the "
-            "same tokens: all, or those of a window.",
-            labels=[*self._labels, "group", "window"],
-        )
-        for number, group in enumerate(self.reading.groups):
-            window = "all" if group.window is None else str(group.window)
-            labels = [*self._labels.values(), str(number), window]
-            metric.add_metric(labels, group.num_used / group.num_blocks)
-        return metric
+    def count_response(self, handler: str, method: str, status: int) -> None:
+        """Count an HTTP response under the class of its status, such as ``"4xx"``."""
+        self._http_responses.labels(handler, method, f"{status // 100}xx").inc()
 
-    def _accepted(self) -> Iterator[Metric]:
-        accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that the model accepted, by their position in the draft.",
-            labels=[*self._labels, "position"],
-        )
-        for position, count in enumerate(self.reading.stats.num_accepted_at):
-            accepted.add_metric([*self._labels.values(), str(position)], count)
-        yield accepted
-
-    def _sleep_state(self) -> Iterator[Metric]:
-        states = ("awake", "weights_offloaded", "discard_all")
-        state = GaugeMetricFamily(
-            "vllm:engine_sleep_state",
-            "1 for the state of the engine: awake, or asleep with weights on the host or without.",
-            labels=[*self._labels, "sleep_state"],
-        )
-        for level, name in enumerate(states):
-            state.add_metric([*self._labels.values(), name], self.reading.sleep_level == level)
-        yield state
-
-    def _waiting(self) -> Iterator[Metric]:
-        """Waiting samples by reason, in vLLM's two words and in those of `Wait`."""
-        num_waiting = self.reading.num_waiting_for
-        num_deferred = sum(num_waiting[reason] for reason in _DEFERRED)
-        by_reason: dict[str, dict[str, int]] = {
-            "vllm:num_requests_waiting_by_reason": {
-                "capacity": num_waiting.total() - num_deferred,
-                "deferred": num_deferred,
-            },
-            "paged_jax:num_requests_waiting": {
-                reason: num_waiting[reason] for reason in get_args(WaitReason) if reason
-            },
-        }
-        for name, counts in by_reason.items():
-            metric = GaugeMetricFamily(
-                name, "Samples that wait for a slot, by reason.", labels=[*self._labels, "reason"]
-            )
-            for reason, count in counts.items():
-                metric.add_metric([*self._labels.values(), reason], count)
-            yield metric
-
-    def observe(self, reading: Reading, requests: Iterable[Request]) -> None:
+    def observe(self, snapshot: EngineSnapshot, requests: Iterable[Request]) -> None:
         """Record a step. Called in the engine's thread.
 
         Args:
-          reading: the engine's counts after the step.
-          requests: the requests that got tokens or ended in it.
+          snapshot: snapshot of the engine after the step.
+          requests: requests that received tokens or ended in the step.
         """
-        before, self.reading = self.reading.stats, reading
-        num_tokens = reading.stats.num_prompt_tokens - before.num_prompt_tokens
-        num_tokens += reading.stats.num_generated_tokens - before.num_generated_tokens
-        if reading.stats.num_steps > before.num_steps:  # else a request was aborted
+        before, self.snapshot = self.snapshot.stats, snapshot
+        num_tokens = snapshot.stats.num_prompt_tokens - before.num_prompt_tokens
+        num_tokens += snapshot.stats.num_generated_tokens - before.num_generated_tokens
+        if snapshot.stats.num_steps > before.num_steps:  # otherwise a request was aborted
             self._histograms["iteration_tokens_total"].observe(num_tokens)
-        num_generated = 0  # counted once: each count takes a lock
+        num_generated = 0  # counted once per step, because each count takes a lock
         for request in requests:
             num_tokens = sum([sequence.num_generated for sequence in request.sequences])
-            num_generated += self._observe_tokens(request, num_tokens, reading.time)
+            num_generated += self._observe_tokens(request, num_tokens, snapshot.time)
             if request.is_finished:
                 self._observe_end(request, num_tokens)
-                self._running.pop(request.request_id, None)
+                self._progress.pop(request.request_id, None)
         self._generation_tokens.inc(num_generated)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> int:
-        """Record what a request has gained since it was last seen; return its new tokens."""
-        seen = self._running.get(request.request_id)
+        """Record the new tokens of a request and return their number."""
+        seen = self._progress.get(request.request_id)
         if seen is None:
             self._observe_beginning(request)
-            self._running[request.request_id] = _Observed(now, num_tokens)
+            self._progress[request.request_id] = _RequestProgress(now, num_tokens)
             return num_tokens
         num_new = num_tokens - seen.num_tokens
         if num_new > 0:
-            # Each of the n samples got an equal share of the tokens in this time.
+            # Assume that each of the n samples received an equal share of the tokens.
             per_sample = num_new / len(request.sequences)
             count = max(1, round(per_sample))
             self._latency.observe((now - seen.time) / max(1, per_sample), count)
@@ -327,10 +284,122 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Lets the registry read the engine's counts at each scrape."""
+    """Metrics that are read from the engine's newest snapshot at each scrape."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, labels: Mapping[str, str]):
         self._metrics = metrics
+        self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.engine_metrics()
+        now = self._metrics.snapshot
+        for name, (text, read) in _GAUGES.items():
+            yield self._gauge(name, text, {(): read(now)})
+        for name, (text, field) in _COUNTERS.items():
+            yield self._counter(name, text, {(): getattr(now.stats, field)})
+        if len(now.groups) > 1:
+            yield self._gauge(
+                "paged_jax:kv_cache_usage_of_group",
+                "Fraction of blocks that samples hold, 0 to 1, by group of layers that keep the "
+                "same tokens: all tokens, or the tokens of a sliding window.",
+                {
+                    (str(index), str(group.window or "all")): group.num_used / group.num_blocks
+                    for index, group in enumerate(now.groups)
+                },
+                ("group", "window"),
+            )
+        waiting = now.num_waiting_for
+        num_deferred = sum(waiting[reason] for reason in _DEFERRED)
+        text = "Samples that wait for a slot, by reason."
+        yield self._gauge(
+            "vllm:num_requests_waiting_by_reason",
+            text,
+            {("capacity",): waiting.total() - num_deferred, ("deferred",): num_deferred},
+            ("reason",),
+        )
+        reasons = {(reason,): waiting[reason] for reason in get_args(WaitReason) if reason}
+        yield self._gauge("paged_jax:num_requests_waiting", text, reasons, ("reason",))
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that the model accepted, by their position in the draft.",
+            {(str(place),): count for place, count in enumerate(now.stats.num_accepted_at)},
+            ("position",),
+        )
+        yield self._gauge(
+            "vllm:engine_sleep_state",
+            "1 for the engine's current state: awake, or asleep with or without its weights.",
+            {(name,): now.sleep_level == level for level, name in enumerate(_SLEEP_STATES)},
+            ("sleep_state",),
+        )
+
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        values: Mapping[tuple[str, ...], float],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        return self._filled(GaugeMetricFamily(name, text, labels=[*self._labels, *labels]), values)
+
+    def _counter(
+        self,
+        name: str,
+        text: str,
+        values: Mapping[tuple[str, ...], float],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
+        return self._filled(family, values)
+
+    def _filled(
+        self,
+        family: GaugeMetricFamily | CounterMetricFamily,
+        values: Mapping[tuple[str, ...], float],
+    ) -> Metric:
+        for labels, value in values.items():
+            family.add_metric([*self._labels.values(), *labels], value)
+        return family
+
+
+class BulkHistogram(Collector):
+    """Prometheus histogram that records many equal values in a single call.
+
+    `prometheus_client.Histogram` takes one value per call: for 64 requests with 8 new tokens each
+    that is 590 us per step in the engine's thread, here it is 10 us. One thread observes; other
+    threads may collect at the same time.
+
+    Args:
+      name: name of the metric.
+      text: help text.
+      labels: labels and their values.
+      buckets: upper bounds of the buckets, ascending.
+
+    Example:
+      >>> gaps = BulkHistogram("gap_seconds", "Seconds between two tokens.", {}, (0.1, 1.0))
+      >>> gaps.observe(0.1, 3)
+      >>> gaps.observe(5.0)
+      >>> [(sample.labels.get("le"), sample.value) for sample in next(gaps.collect()).samples[:3]]
+      [('0.1', 3), ('1.0', 3), ('+Inf', 4)]
+    """
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]):
+        self._name = name
+        self._text = text
+        self._labels = dict(labels)
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        self._created = time.time()
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Record `value` `count` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += count * value
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram, for the registry."""
+        metric = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        totals = itertools.accumulate(self._counts.copy())
+        buckets = list(zip(map(floatToGoString, self._bounds), totals, strict=True))
+        metric.add_metric(list(self._labels.values()), buckets, self._sum)
+        metric.add_sample(f"{self._name}_created", self._labels, self._created)
+        yield metric

@@ -1,4 +1,8 @@
-"""The OpenAPI document: every route, the schemas that bodies are checked against, the statuses."""
+"""The OpenAPI document: routes, schemas of bodies and responses, and statuses.
+
+FastAPI would derive it from handlers, but handlers here do more than FastAPI's: they limit bodies
+while reading them, parse large bodies in a thread, and report mistakes in OpenAI's format.
+"""
 
 from typing import Any
 
@@ -8,28 +12,6 @@ from paged_jax import __version__
 from paged_jax.server import bodies, schemas
 from paged_jax.server.limits import Limits
 
-_BODIES = (
-    bodies.GenerateBody,
-    bodies.CompletionBody,
-    bodies.ChatBody,
-    bodies.TokenizeBody,
-    bodies.DetokenizeBody,
-)
-_ANSWERS = (
-    schemas.Generated,
-    schemas.Completion,
-    schemas.ChatCompletion,
-    schemas.Tokens,
-    schemas.Text,
-    schemas.TokenizerInfo,
-    schemas.ModelList,
-    schemas.Model,
-    schemas.ModelInfo,
-    schemas.ServerInfo,
-    schemas.Probe,
-    schemas.Health,
-    schemas.Error,
-)
 _ERRORS = {
     400: "The request has a mistake, which the message names.",
     401: "The API key is missing or wrong.",
@@ -41,22 +23,44 @@ _ERRORS = {
     500: "Generation failed.",
     503: "The server is shutting down, or its engine has stopped.",
 }
+# POST routes: operation id, schema of the body, schema of the response, whether it can be a stream.
+_POSTS: dict[str, tuple[str, type, type, bool]] = {
+    "/generate": ("generate", bodies.GenerateBody, schemas.GenerateResponse, True),
+    "/v1/completions": ("complete", bodies.CompletionBody, schemas.CompletionResponse, True),
+    "/v1/chat/completions": ("chat", bodies.ChatBody, schemas.ChatCompletionResponse, True),
+    "/tokenize": ("tokenize", bodies.TokenizeBody, schemas.TokenizeResponse, False),
+    "/detokenize": ("detokenize", bodies.DetokenizeBody, schemas.DetokenizeResponse, False),
+}
+# GET routes: operation id, schema of the response, statuses of errors.
+_GETS: dict[str, tuple[str, type, tuple[int, ...]]] = {
+    "/tokenizer_info": ("tokenizerInfo", schemas.TokenizerInfo, (400, 401, 503)),
+    "/v1/models": ("listModels", schemas.ModelList, (400, 401, 503)),
+    "/v1/models/{model}": ("getModel", schemas.ModelCard, (400, 401, 404, 503)),
+    "/get_model_info": ("getModelInfo", schemas.ModelInfo, (400, 401, 503)),
+    "/get_server_info": ("getServerInfo", schemas.ServerInfo, (400, 401, 503)),
+    "/live": ("live", schemas.Probe, (400,)),
+    "/ready": ("ready", schemas.Probe, (400,)),
+    "/health": ("health", schemas.Health, (400,)),
+}
+_PROBES = ("/live", "/ready", "/health")
 
 
 def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
-    """The document, in OpenAPI 3.1.
+    """Return the document, in OpenAPI 3.1.
 
-    Limits are listed in its description rather than in the schemas, as the error of an exceeded
+    Limits are listed in the description and not in the schemas, because the error of an exceeded
     limit names the limit.
 
     Args:
-      limits: bounds of requests.
-      root_path: the path under which a proxy serves this server.
+      limits: limits on requests.
+      root_path: path under which a proxy serves this server.
     """
     _, definitions = models_json_schema(
         [
-            *((model, "validation") for model in _BODIES),
-            *((model, "serialization") for model in _ANSWERS),
+            *((body, "validation") for _, body, _, _ in _POSTS.values()),
+            *((model, "serialization") for _, _, model, _ in _POSTS.values()),
+            *((model, "serialization") for _, model, _ in _GETS.values()),
+            (schemas.ErrorResponse, "serialization"),
         ],
         ref_template="#/components/schemas/{model}",
     )
@@ -71,32 +75,9 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
         },
         **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": {
-            "/generate": _text("generate", bodies.GenerateBody, schemas.Generated),
-            "/v1/completions": _text("complete", bodies.CompletionBody, schemas.Completion),
-            "/v1/chat/completions": _text("chat", bodies.ChatBody, schemas.ChatCompletion),
-            "/tokenize": _post("tokenize", bodies.TokenizeBody, _answer(schemas.Tokens)),
-            "/detokenize": _post("detokenize", bodies.DetokenizeBody, _answer(schemas.Text)),
-            "/tokenizer_info": _get("tokenizerInfo", schemas.TokenizerInfo, 400, 401, 503),
-            "/v1/models": _get("listModels", schemas.ModelList, 400, 401, 503),
-            "/v1/models/{model}": _get("getModel", schemas.Model, 400, 401, 404, 503)
-            | {"parameters": [_path_parameter("model")]},
-            "/get_model_info": _get("getModelInfo", schemas.ModelInfo, 400, 401, 503),
-            "/get_server_info": _get("getServerInfo", schemas.ServerInfo, 400, 401, 503),
-            "/live": _get("live", schemas.Probe, 400) | {"security": []},
-            "/ready": _get("ready", schemas.Probe, 400) | {"security": []},
-            "/health": _get("health", schemas.Health, 400) | {"security": []},
-            "/metrics": {
-                "get": {
-                    "operationId": "metrics",
-                    "responses": {
-                        "200": {
-                            "description": "Metrics in Prometheus' text format.",
-                            "content": {"text/plain": {"schema": {"type": "string"}}},
-                        },
-                        **_errors(400, 401, 503),
-                    },
-                }
-            },
+            **{path: _post(*route) for path, route in _POSTS.items()},
+            **{path: _get(path, *route) for path, route in _GETS.items()},
+            "/metrics": _metrics(),
         },
         "components": {
             "schemas": definitions["$defs"],
@@ -106,51 +87,55 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
     }
 
 
-def _text(name: str, body: type, answer: type) -> dict[str, Any]:
-    generated = {
-        "description": "The generated text, if asked for as a stream of server-sent events whose "
-        "data is JSON; the data of the last event is [DONE].",
-        # Without a schema: OpenAPI has none for events before version 3.2.
-        "content": _content(answer) | {"text/event-stream": {}},
-    }
-    return _post(name, body, generated)
-
-
-def _post(name: str, body: type, answer: dict[str, Any]) -> dict[str, Any]:
+def _post(name: str, body: type, model: type, can_stream: bool) -> dict[str, Any]:
+    response = {"description": "The response.", "content": _content(model)}
+    if can_stream:
+        response["description"] = (
+            "The generated text. If a stream was requested, it consists of server-sent events with "
+            "JSON as data, and the data of the last event is [DONE]."
+        )
+        # Without a schema, because OpenAPI cannot describe events before version 3.2.
+        response["content"]["text/event-stream"] = {}
     return {
         "post": {
             "operationId": name,
             "requestBody": {"required": True, "content": _content(body)},
-            "responses": {"200": answer, **_errors(*_ERRORS)},
+            "responses": {"200": response, **_errors(*_ERRORS)},
         }
     }
 
 
-def _answer(answer: type) -> dict[str, Any]:
-    return {"description": "The answer.", "content": _content(answer)}
-
-
-def _get(name: str, answer: type, *errors: int) -> dict[str, Any]:
-    responses = {"200": _answer(answer)}
-    if answer in (schemas.Health, schemas.Probe):
+def _get(path: str, name: str, model: type, errors: tuple[int, ...]) -> dict[str, Any]:
+    responses = {"200": {"description": "The response.", "content": _content(model)}}
+    item: dict[str, Any] = {"get": {"operationId": name, "responses": responses}}
+    if path in _PROBES:
+        item["security"] = []
         responses["503"] = {
             "description": "The server cannot do that now; `status` says why.",
-            "content": _content(answer),
+            "content": _content(model),
         }
-    return {"get": {"operationId": name, "responses": {**responses, **_errors(*errors)}}}
+    if path.endswith("{model}"):
+        schema = {"type": "string"}
+        item["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
+    responses.update(_errors(*errors))
+    return item
+
+
+def _metrics() -> dict[str, Any]:
+    text = {
+        "description": "Metrics in Prometheus' text format.",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+    responses = {"200": text, **_errors(400, 401, 503)}
+    return {"get": {"operationId": "metrics", "responses": responses}}
 
 
 def _errors(*statuses: int) -> dict[str, Any]:
     return {
-        str(status): {"description": _ERRORS[status], "content": _content(schemas.Error)}
+        str(status): {"description": _ERRORS[status], "content": _content(schemas.ErrorResponse)}
         for status in statuses
     }
 
 
 def _content(model: type) -> dict[str, Any]:
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"application/json": {"schema": reference}}
-
-
-def _path_parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}

@@ -1,52 +1,77 @@
-"""`receive`: the body of a request, read within its limits and checked against its schema."""
+"""`receive_body`: read the body of a request within the limits, and check it against its schema."""
 
 import asyncio
+import itertools
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from paged_jax.server.errors import ApiError
-from paged_jax.server.records import RECORD
+from paged_jax.server.bodies import UNKNOWN_FIELD
+from paged_jax.server.request_log import RECORD
+from paged_jax.server.responses import ApiError
 from paged_jax.server.service import Service
-from paged_jax.server.validation import of_validation
 
 B = TypeVar("B", bound=BaseModel)
 
-# Bytes of a body that is checked in ten milliseconds, whatever it holds.
-_AT_ONCE = 2**15
+# Maximum bytes of a body that is parsed in the event loop: at most ten milliseconds.
+_SMALL = 2**15
+# Maximum number of mistakes that are examined to find the best message.
+_MAX_MISTAKES = 100
+# Rules of fields that are accepted only with values that change nothing.
+_NO_AUDIO = "as this server does not support audio"
+_UNSUPPORTED = {
+    "function_call": "be null, as calls are tool_calls here",
+    "audio": f"be null, {_NO_AUDIO}",
+    "content": 'be a text or a list of {"type": "text"} parts, as this server does not support '
+    "images or audio",
+    "modalities": f'be null or ["text"], {_NO_AUDIO}',
+    "include_obfuscation": "be null or false, as this server does not pad its events",
+    "suffix": "be null or empty, as this server does not support text after the completion",
+    "service_tier": 'be null, "auto" or "default", as this server has one tier',
+}
+# Rules of fields with several types. Pydantic reports a mistake for each type.
+_UNIONS = {
+    "prompt": "be a text, a list of texts, token ids, or a list of token ids of each prompt, "
+    "none of them empty",
+    "stop": "be a text or a list of texts, none of them empty",
+    "tool_choice": 'be "none", "auto", "required" or {"type": "function", "function": '
+    '{"name": NAME}}',
+}
 
 
-async def receive(service: Service, request: Request, body_type: type[B]) -> B:
-    """The body of a request, which is not read yet.
+async def receive_body(service: Service, request: Request, body_type: type[B]) -> B:
+    """Read and parse the body of a request.
 
     Args:
-      service: the engine and how it is served.
+      service: the engine and its settings.
       request: the request.
-      body_type: the schema of the endpoint's body.
+      body_type: schema of the endpoint's bodies.
 
     Raises:
-      ApiError: the body is not JSON, has a mistake, or is too long or too slow.
+      ApiError: the body is not JSON, invalid, too large or too slow.
       ClientDisconnect: the client has left.
+      ClientGone: the client has left while the body was parsed.
     """
     content = await _read(service, request)
     request.scope[RECORD].num_bytes = len(content)
     try:
-        if len(content) <= _AT_ONCE:
+        if len(content) <= _SMALL:
             return body_type.model_validate_json(content)
-        # Many at a time would be checked before the next event of a stream is sent.
-        return await service.encode(
-            request.receive, len(content), lambda: body_type.model_validate_json(content)
-        )
+        # In a thread, because streams wait while many large bodies are parsed.
+        async with service.while_connected(request.receive):
+            return await service.encode(
+                len(content), lambda: body_type.model_validate_json(content)
+            )
     except ValidationError as error:
-        raise of_validation(error) from None
+        raise _invalid_body(error) from None
 
 
 async def _read(service: Service, request: Request) -> bytes:
-    """Read the body; refuse one that is not JSON, too long, or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # This also keeps out web pages of other sites, which may not send JSON here unasked.
+        # Web pages of other sites may not send JSON without asking, so this keeps them out as well.
         raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
     limits = service.limits
     declared = request.headers.get("content-length", "")
@@ -67,3 +92,46 @@ async def _read(service: Service, request: Request) -> bytes:
             headers={"Connection": "close"},
         ) from None
     return b"".join(parts)
+
+
+def _invalid_body(error: ValidationError) -> ApiError:
+    """Return the error for an invalid body. It names the first mistake."""
+    if error.error_count() > _MAX_MISTAKES:
+        return ApiError(
+            400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
+        )
+    errors = error.errors(include_url=False, include_input=False)
+    first = errors[0]
+    if first["type"] == UNKNOWN_FIELD:
+        return _unknown_field(first)
+    # Combine the mistakes of all types of the same field.
+    same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
+    places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
+    place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]
+    param = ".".join(map(str, place)) or None
+    messages = list(dict.fromkeys(each["msg"] for each in same))
+    if len(messages) > 1 and place and place[0] in _UNIONS:
+        message, param = f"{place[0]} must {_UNIONS[place[0]]}.", str(place[0])
+    else:
+        message = ", or ".join(messages)
+        message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
+    return ApiError(400, message, param=param, code=first["type"])
+
+
+def _unknown_field(error: ErrorDetails) -> ApiError:
+    facts = error.get("ctx", {})
+    place = ".".join(map(str, filter(_is_place, (*error["loc"], facts["name"]))))
+    return ApiError(400, facts["rule"], param=place, code=UNKNOWN_FIELD)
+
+
+def _unsupported(place: list[int | str]) -> str | None:
+    """Return the message for a place within an unsupported field; None for other fields."""
+    for index, part in enumerate(place):
+        if part in _UNSUPPORTED:
+            return f"{'.'.join(map(str, place[: index + 1]))} must {_UNSUPPORTED[part]}."
+    return None
+
+
+def _is_place(part: int | str) -> bool:
+    """Return whether `part` is a field or an index, not a type name as in "prompt.list[int]"."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))

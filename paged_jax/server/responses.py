@@ -1,96 +1,163 @@
-"""How answers are sent: `json_response` at once, `EventStream` as server-sent events."""
+"""JSON responses, events of a stream, and errors, in the format of OpenAI's API."""
 
-import contextlib
-from collections.abc import AsyncGenerator
+import functools
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
-from paged_jax.server import schemas
-from paged_jax.server.connected import ClientGone
-from paged_jax.server.errors import ApiError
-from paged_jax.server.records import RECORD
-from paged_jax.server.service import Service
+from paged_jax.checks import ArgumentError
 
-DONE = b"data: [DONE]\n\n"
-"""The event that ends a stream."""
+JsonDict = dict[str, Any]
+"""A JSON object in the form of one of the models in `schemas`, without being an instance of it."""
 
-
-# Line ends of Unicode that JSON leaves as they are, and their escapes. Clients that read a stream
-# with `str.splitlines`, such as `httpx.Response.iter_lines`, would split an event there.
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+# Maximum characters of an error message, which may quote text from the client.
+_MAX_CHARS = 500
+# Unicode line ends that JSON does not escape, and their escapes. Clients that read a stream with
+# `str.splitlines`, such as `httpx.Response.iter_lines`, would split an event at these characters.
 _LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
 
 
-def json_response(answer: BaseModel | schemas.Piece, status: int = 200) -> Response:
+def json_response(answer: BaseModel | JsonDict, status: int = 200) -> Response:
     """Return a response with a model or a dict as JSON."""
-    return Response(_one_line(answer), status, media_type="application/json")
+    return Response(_encode(answer), status, media_type="application/json")
 
 
-def encode_event(piece: schemas.Piece) -> bytes:
-    """Return a dict as an event of a stream."""
-    return b"data: %b\n\n" % _one_line(piece)
+def encode_event(event: JsonDict) -> bytes:
+    """Return the bytes of a server-sent event with this JSON as its data."""
+    return b"data: %b\n\n" % _encode(event)
 
 
-def _one_line(answer: BaseModel | schemas.Piece) -> bytes:
-    """Return an answer as JSON without any character that ends a line."""
+def _encode(answer: BaseModel | JsonDict) -> bytes:
     data = to_json(answer)
     for end, escape in _LINE_ENDS.items():
         data = data.replace(end, escape)
     return data
 
 
-class EventStream(Response):
-    """Sends events until they end, the client leaves, or the server stops.
+def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
+    """Return the JSON object that ``model(**fields)`` serialises to, at a fifth of the cost.
+
+    Fields are not validated. Fields of the model with `exclude_if` are omitted if they are None.
 
     Args:
-      service: the engine and how it is served.
-      first: the first events, as bytes.
-      events: the following events; closed at the end in any case.
-      stack: a context that is left at the end in any case, which admitted the request.
-    """
+      model: the Pydantic model, which has the defaults.
+      **fields: values of its fields; fields with a default may be left out.
 
-    media_type = "text/event-stream"
+    Example:
+      >>> class Choice(BaseModel):
+      ...     index: int
+      ...     finish_reason: str | None = None
+      >>> to_json_dict(Choice, index=0)
+      {'index': 0, 'finish_reason': None}
+    """
+    defaults, optional = _defaults(model)
+    given = {k: value for k, value in fields.items() if value is not None or k not in optional}
+    for name, value in defaults.items():
+        given.setdefault(name, value)
+    return given
+
+
+@functools.cache
+def _defaults(model: type[BaseModel]) -> tuple[JsonDict, frozenset[str]]:
+    """Return the defaults that are always written, and the fields that are omitted if None."""
+    fields = model.model_fields.items()
+    optional = frozenset(name for name, field in fields if field.exclude_if is not None)
+    defaults = {
+        name: field.default
+        for name, field in fields
+        if name not in optional and not field.is_required()
+    }
+    return defaults, optional
+
+
+class ApiError(Exception):
+    """An error that is sent to the client as JSON.
+
+    Args:
+      status: HTTP status, 400 to 599.
+      message: a sentence for the client; truncated after 500 characters.
+      param: name of the invalid field; None if the error concerns no single field.
+      code: a short identifier for programs.
+      headers: additional response headers.
+    """
 
     def __init__(
         self,
-        service: Service,
-        first: bytes,
-        events: AsyncGenerator[bytes],
-        stack: contextlib.ExitStack,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ):
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._service = service
-        self._first = first
-        self._events = events
-        self._stack = stack
+        super().__init__(_truncate(message))
+        self.status = status
+        self.param = None if param is None else _truncate(param)
+        self.code = code
+        self.headers = headers
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._stack:
-            async with contextlib.aclosing(self._events):
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": self.status_code,
-                        "headers": self.raw_headers,
-                    }
-                )
-                ending = b""
-                try:
-                    async with self._service.while_connected(receive):
-                        await send(_body(self._first))
-                        async for event in self._events:
-                            await send(_body(event))
-                except ClientGone:
-                    return
-                except ApiError as error:
-                    scope[RECORD].note_error(error.code, str(error))
-                    ending = encode_event(error.body())
-                await send(_body(ending, is_last=True))
+    def body(self) -> JsonDict:
+        """Return the JSON of the response."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _ERROR_TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """Return the error as an HTTP response."""
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
-def _body(data: bytes, *, is_last: bool = False) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": not is_last}
+def bad_request(error: ValueError) -> ApiError:
+    """Return the 400 error for a `ValueError` of the engine or tokenizer.
+
+    The message leaves out the name of the Python function that raised the error.
+    """
+    if isinstance(error, ArgumentError):
+        return ApiError(400, error.message, param=error.field)
+    return ApiError(400, str(error))
+
+
+def shutting_down() -> ApiError:
+    """Return the error for requests that arrive during shutdown or are unfinished at its end."""
+    return ApiError(
+        503,
+        "The server is shutting down.",
+        code="shutting_down",
+        headers={"Retry-After": "10", "Connection": "close"},
+    )
+
+
+def sleeping() -> ApiError:
+    """Return the error for requests that arrive while the engine sleeps."""
+    return ApiError(
+        503,
+        "The engine sleeps, and takes requests again after POST /wake_up.",
+        code="sleeping",
+        headers={"Retry-After": "10"},
+    )
+
+
+def engine_stopped() -> ApiError:
+    """Return the error for requests that a stopped engine can no longer run."""
+    return ApiError(503, "The engine has stopped.", code="engine_stopped")
+
+
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."

@@ -1,65 +1,28 @@
-"""Pydantic models of answers: written here, published by `openapi`.
+"""Pydantic models of responses. `openapi` publishes them.
 
-Fields have OpenAI's names, or vLLM's where OpenAI has none.
+Fields have OpenAI's names, or vLLM's names if OpenAI has no such field. OpenAI sends null for some
+fields that do not apply, and leaves out others; `_OMITTED` marks the fields that are left out.
+
+Objects that a response may contain in thousands are typed dicts, because models would take ten
+times as long. Texts and events are built by `responses.to_json_dict` for the same reason.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel, Field
-from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
-
-# Answers. OpenAI sends null for some fields that do not apply, and leaves others out. Objects of
-# which an answer may hold thousands are dicts, as models would take ten times as long; and so are
-# generated texts, whole and as events: what `piece` returns.
-
-Piece = dict[str, Any]
-"""What is written as a model is, without being one."""
+from typing_extensions import TypedDict  # before Python 3.12, pydantic accepts no other
 
 
 def _is_none(value: object) -> bool:
     return value is None
 
 
-_LEFT_OUT: Any = Field(default=None, exclude_if=_is_none)
-
-
-def piece(model: type[BaseModel], /, **fields: Any) -> Piece:
-    """What a model with these fields is written as, for a fifth of what it costs.
-
-    Args:
-      model: the model; nothing is checked against it.
-      **fields: its fields; those with a default may be missing.
-
-    Example:
-      >>> piece(ChatDelta, content="It", role=None)
-      {'content': 'It'}
-      >>> piece(ChatChunkChoice, index=0, delta={}, finish_reason="stop")
-      {'index': 0, 'delta': {}, 'finish_reason': 'stop', 'logprobs': None}
-    """
-    defaults, left_out = _unstated(model)
-    given = {k: value for k, value in fields.items() if value is not None or k not in left_out}
-    for name, value in defaults.items():
-        given.setdefault(name, value)
-    return given
-
-
-@functools.cache
-def _unstated(model: type[BaseModel]) -> tuple[Piece, frozenset[str]]:
-    """The defaults that are written, and the names of fields that are left out if None."""
-    fields = model.model_fields.items()
-    left_out = frozenset(name for name, field in fields if field.exclude_if is not None)
-    defaults = {
-        name: field.default
-        for name, field in fields
-        if name not in left_out and not field.is_required()
-    }
-    return defaults, left_out
+_OMITTED: Any = Field(default=None, exclude_if=_is_none)
 
 
 class PromptTokensDetails(BaseModel):
-    """What is known of the prompt's tokens: how many were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
@@ -74,7 +37,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities of a completion: one item of each list for each token."""
+    """Log-probabilities of a completion. Each list has an entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -82,8 +45,8 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class Wait(TypedDict):
-    """A time in which a sample waited: from `start`, for `seconds`, and why."""
+class WaitEntry(TypedDict):
+    """A wait of a sample, in seconds since the request's arrival, and the reason."""
 
     reason: str
     start: float
@@ -92,8 +55,8 @@ class Wait(TypedDict):
     sample: int
 
 
-class Preemption(TypedDict):
-    """A moment, in seconds, at which a sample lost its blocks, and why."""
+class PreemptionEntry(TypedDict):
+    """A preemption of a sample: seconds since the request's arrival, and the reason."""
 
     seconds: float
     kind: str
@@ -102,64 +65,64 @@ class Preemption(TypedDict):
     sample: int
 
 
-class Explanation(TypedDict):
-    """Why a request waited or was preempted, and what the prefix cache had of its prompt."""
+class RequestExplanation(TypedDict):
+    """Why a request waited or was preempted, and how much of its prompt was cached."""
 
-    waits: list[Wait]
-    preemptions: list[Preemption]
+    waits: list[WaitEntry]
+    preemptions: list[PreemptionEntry]
     num_cached_tokens: int
     prefix_match: str | None
 
 
 class Choice(BaseModel):
-    """Fields that each sample of an answer has, whatever the endpoint."""
+    """Fields of a sample at both endpoints of OpenAI's API."""
 
     index: int
     finish_reason: str | None = None
-    stop_reason: str | int | None = _LEFT_OUT
-    token_ids: list[int] | None = _LEFT_OUT
+    stop_reason: str | int | None = _OMITTED
+    token_ids: list[int] | None = _OMITTED
 
 
 class OpenAiObject(BaseModel):
-    """Fields that each answer and event of OpenAI's endpoints has."""
+    """Fields of all responses and events of OpenAI's endpoints."""
 
     id: str
     created: int
     model: str
-    usage: Usage | None = _LEFT_OUT
-    explanations: list[Explanation | None] | None = _LEFT_OUT
+    usage: Usage | None = _OMITTED
+    explanations: list[RequestExplanation | None] | None = _OMITTED
 
 
 class Candidate(TypedDict):
-    """A token that was generated or was among the most probable ones at its position."""
+    """A token that was generated, or was among the most probable tokens at its position."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# Of each position, by token id; None for the first one of a prompt.
+# Candidates at each prompt position by token id; None at the first position.
 PromptLogprobs = list[dict[int, Candidate] | None]
 
 
 class CompletionChoice(Choice):
-    """A sample of a completion; in an event of a stream, what is new in it."""
+    """A sample of a completion. An event of a stream has only its new text and tokens."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | None = _LEFT_OUT
-    prompt_token_ids: list[int] | None = _LEFT_OUT
+    prompt_logprobs: PromptLogprobs | None = _OMITTED
+    prompt_token_ids: list[int] | None = _OMITTED
 
 
-class Completion(OpenAiObject):
-    """The answer of `POST /v1/completions`, and each event of its stream."""
+class CompletionResponse(OpenAiObject):
+    """Response of `POST /v1/completions`, and each event of its stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
 
 
 class TopLogprob(TypedDict):
-    """One of the most probable tokens at a position of a chat's answer."""
+    """One of the most probable tokens at a position of a chat response."""
 
     token: str
     logprob: float
@@ -167,28 +130,28 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of a chat's answer, and the most probable tokens at its position."""
+    """A token of a chat response, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """Log-probabilities of a chat's answer."""
+    """Log-probabilities of a chat response."""
 
-    # Made one by one while they are written: if all existed at once, Python's garbage collector
-    # would search them, and block the server meanwhile.
+    # Entries are created lazily, during serialisation. If all existed at the same time, Python's
+    # garbage collector would traverse them and block the server.
     content: Iterable[TokenLogprob]
 
 
 class CalledFunction(BaseModel):
-    """A function and its arguments as JSON; in an event of a stream, what is new of the JSON."""
+    """A called function and its JSON arguments. An event of a stream has only new arguments."""
 
-    name: str | None = _LEFT_OUT
+    name: str | None = _OMITTED
     arguments: str
 
 
 class ToolCall(BaseModel):
-    """A call of a function, which the client is to make."""
+    """A function call for the client to execute."""
 
     id: str
     type: Literal["function"] = "function"
@@ -196,63 +159,63 @@ class ToolCall(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """What is new in a call: its id and its name first, its arguments in pieces."""
+    """New parts of a tool call: first its id and name, then its arguments."""
 
     index: int
-    id: str | None = _LEFT_OUT
-    type: Literal["function"] | None = _LEFT_OUT
+    id: str | None = _OMITTED
+    type: Literal["function"] | None = _OMITTED
     function: CalledFunction
 
 
 class ChatMessage(BaseModel):
-    """The message that answers a chat."""
+    """The assistant's message in a chat response."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[ToolCall] | None = _LEFT_OUT
+    tool_calls: list[ToolCall] | None = _OMITTED
 
 
 class ChatChoice(Choice):
-    """A sample of a chat's answer."""
+    """A sample of a chat response."""
 
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(OpenAiObject):
-    """The answer of `POST /v1/chat/completions`."""
+class ChatCompletionResponse(OpenAiObject):
+    """Response of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobs | None = _LEFT_OUT
-    prompt_token_ids: list[int] | None = _LEFT_OUT
+    prompt_logprobs: PromptLogprobs | None = _OMITTED
+    prompt_token_ids: list[int] | None = _OMITTED
 
 
 class ChatDelta(BaseModel):
-    """What is new in a message: its role first, its text in pieces."""
+    """New parts of a message: first its role, then its text."""
 
-    role: Literal["assistant"] | None = _LEFT_OUT
-    content: str | None = _LEFT_OUT
-    tool_calls: list[ToolCallDelta] | None = _LEFT_OUT
+    role: Literal["assistant"] | None = _OMITTED
+    content: str | None = _OMITTED
+    tool_calls: list[ToolCallDelta] | None = _OMITTED
 
 
 class ChatChunkChoice(Choice):
-    """What is new in a sample of a chat's answer."""
+    """New parts of a sample of a chat response."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletionChunk(OpenAiObject):
-    """An event in the stream of `POST /v1/chat/completions`."""
+    """An event of the stream of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    prompt_token_ids: list[int] | None = _LEFT_OUT
+    prompt_token_ids: list[int] | None = _OMITTED
 
 
 class GeneratedSample(TypedDict):
-    """A sample of the answer of `POST /generate`; in a stream, what is new in it."""
+    """A sample of `POST /generate`. An event of a stream has only its new text and tokens."""
 
     index: int
     text: str
@@ -263,21 +226,21 @@ class GeneratedSample(TypedDict):
     stop_reason: NotRequired[str | int]
 
 
-class Generated(BaseModel):
-    """The answer of `POST /generate`; in a stream, `text` and `token_ids` are what is new."""
+class GenerateResponse(BaseModel):
+    """Response of `POST /generate`, and each event of its stream, with only new text and tokens."""
 
     request_id: str
     text: list[str]
     outputs: list[GeneratedSample]
     finished: bool
-    usage: Usage | None = _LEFT_OUT
+    usage: Usage | None = _OMITTED
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    explanation: Explanation | None = None
+    explanation: RequestExplanation | None = None
 
 
-class Tokens(BaseModel):
-    """The answer of `POST /tokenize`."""
+class TokenizeResponse(BaseModel):
+    """Response of `POST /tokenize`."""
 
     count: int
     max_model_len: int
@@ -285,14 +248,17 @@ class Tokens(BaseModel):
     token_strs: list[str] | None = None
 
 
-class Text(BaseModel):
-    """The answer of `POST /detokenize`, which vLLM calls a prompt."""
+class DetokenizeResponse(BaseModel):
+    """Response of `POST /detokenize`. vLLM calls the text a prompt."""
 
     prompt: str
 
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
 class TokenizerInfo(BaseModel):
-    """The answer of `GET /tokenizer_info`: what clients need who tokenize through this server."""
+    """Response of `GET /tokenizer_info`, for clients that tokenize through this server."""
 
     tokenizer_class: str | None
     bos_token: str | None
@@ -303,11 +269,8 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
 
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-class Model(BaseModel):
-    """The model that is served."""
+class ModelCard(BaseModel):
+    """The served model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -316,8 +279,15 @@ class Model(BaseModel):
     max_model_len: int
 
 
+class ModelList(BaseModel):
+    """Response of `GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
 class ModelInfo(BaseModel):
-    """The answer of `GET /get_model_info`, by which SGLang's router knows what is served."""
+    """Response of `GET /get_model_info`, for SGLang's router."""
 
     model_path: str
     served_model_name: str
@@ -327,7 +297,7 @@ class ModelInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """The answer of `GET /get_server_info`, by which SGLang's router knows the model's name."""
+    """Response of `GET /get_server_info`, for SGLang's router."""
 
     served_model_name: str
     version: str
@@ -335,15 +305,8 @@ class ServerInfo(BaseModel):
     max_total_num_tokens: int
 
 
-class ModelList(BaseModel):
-    """The answer of `GET /v1/models`."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class Blocks(BaseModel):
-    """Numbers of blocks in the pool, and the number of tokens in each."""
+class BlockCounts(BaseModel):
+    """Numbers of blocks in the pool, and the number of tokens per block."""
 
     total: int
     used: int
@@ -352,29 +315,29 @@ class Blocks(BaseModel):
 
 
 class Probe(BaseModel):
-    """The answer of `GET /live` and `GET /ready`: a word, and what a start is doing."""
+    """Response of `GET /live` and `GET /ready`. `detail` describes the progress of a start."""
 
     status: Literal["ok", "starting", "draining", "sleeping", "full", "stalled", "failed"]
-    detail: str | None = _LEFT_OUT
+    detail: str | None = _OMITTED
 
 
 class Health(BaseModel):
-    """The answer of `GET /health`; only `status` if the client needs an API key and has none."""
+    """Response of `GET /health`. Clients without a required API key get only `status`."""
 
     status: Literal["ok", "starting", "stalled", "failed", "draining", "sleeping"]
-    detail: str | None = _LEFT_OUT
-    model: str | None = _LEFT_OUT
-    version: str | None = _LEFT_OUT
-    num_running: int | None = _LEFT_OUT
-    num_waiting: int | None = _LEFT_OUT
-    blocks: Blocks | None = _LEFT_OUT
-    prefix_cache_hit_rate: float | None = _LEFT_OUT
-    num_preemptions: int | None = _LEFT_OUT
-    seconds_since_step: float | None = _LEFT_OUT
+    detail: str | None = _OMITTED
+    model: str | None = _OMITTED
+    version: str | None = _OMITTED
+    num_running: int | None = _OMITTED
+    num_waiting: int | None = _OMITTED
+    blocks: BlockCounts | None = _OMITTED
+    prefix_cache_hit_rate: float | None = _OMITTED
+    num_preemptions: int | None = _OMITTED
+    seconds_since_step: float | None = _OMITTED
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong: a sentence, the kind of error, the field, and a code for programs."""
+    """A message, the type of error, the invalid field, and a code for programs."""
 
     message: str
     type: str
@@ -382,7 +345,7 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
-    """The answer to a request that fails."""
+class ErrorResponse(BaseModel):
+    """Response to a request that fails."""
 
     error: ErrorDetail

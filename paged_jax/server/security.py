@@ -1,38 +1,50 @@
-"""`Security`: checks the host and the API key of each request, before any route."""
+"""Checks of the host and the API key of each request, before any route."""
 
 import base64
 import hashlib
 import hmac
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paged_jax.server.errors import ApiError
-from paged_jax.server.records import RECORD
-from paged_jax.server.service import Client, Service, shutting_down
+from paged_jax.server.request_log import RECORD
+from paged_jax.server.responses import ApiError, shutting_down
+from paged_jax.server.service import Client, Service
 
-# Keys of the ASGI scope: the `Client`, whether it has a key or needs none, and whether it may read
-# the prompts of other clients.
-CLIENT = "paged_jax.client"
-IS_KNOWN = "paged_jax.is_known"
-IS_ADMIN = "paged_jax.is_admin"
-# Whether it may change the engine: it names the admin key itself, not a browser for it.
-MAY_CHANGE = "paged_jax.may_change"
-
-# Paths that need no key, and are answered while the server drains.
+# Key of the ASGI scope under which the request's `Access` is stored.
+ACCESS = "paged_jax:access"
+# Paths that need no key and are answered while the server drains.
 _PROBES = ("/health", "/live", "/ready")
 
 
-class Security:
-    """ASGI middleware that answers an error to requests without permission.
+class Access(NamedTuple):
+    """The sender of a request and its permissions.
 
-    Each API key has a cache salt of its own. Otherwise the time that an answer takes would show the
-    holder of one key what the holders of others have asked, as cached prompts are faster.
+    Attributes:
+      client: the sender.
+      is_known: whether it has a valid key, or needs none.
+      is_admin: whether it may read the prompts of all clients.
+      may_change: whether it may change the engine. It must have sent the admin key as a bearer
+        token, which browsers never do without being told.
+    """
+
+    client: Client
+    is_known: bool
+    is_admin: bool
+    may_change: bool
+
+
+class Security:
+    """ASGI middleware that rejects requests without permission.
+
+    Each API key has its own cache salt. Otherwise response times would tell the holder of a key
+    which prompts other clients have sent, because cached prompts are faster.
 
     Args:
-      app: the application behind the middleware.
-      service: the engine and how it is served.
+      app: the wrapped application.
+      service: the engine and its settings.
     """
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -43,6 +55,7 @@ class Security:
         self._admin_key = None if settings.admin_key is None else settings.admin_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request, or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -57,27 +70,18 @@ class Security:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
-        authorization = headers.get("authorization", "")
-        given = _given_key(authorization)
-        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
-        # All keys are compared, each in constant time, so that the time reveals nothing.
-        is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
-        is_known = is_admin or is_tenant or not self._keys
-        scope[IS_KNOWN] = is_known
-        scope[MAY_CHANGE] = is_admin and authorization.strip()[:7].lower() == "bearer "
-        scope[IS_ADMIN] = is_admin or (not self._keys and self._admin_key is None)
-        scope[CLIENT] = _client(scope, given) if self._keys else _client(scope)
-        # The part before is the path under which the application is mounted.
+        access = scope[ACCESS] = self._access(scope, headers.get("authorization", ""))
+        # An outer application may have mounted this application under `root_path`.
         if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBES:
             return
         if self._service.is_draining:
             raise shutting_down()
-        if not is_known:
+        if not access.is_known:
             raise wrong_key()
 
     def _check_host(self, host: str) -> None:
-        # A web page can have its own site's name resolved to 127.0.0.1 and send requests here ("DNS
-        # rebinding"), but it cannot choose the Host header.
+        # The name of a web site can be resolved to 127.0.0.1, so that its pages send requests here
+        # ("DNS rebinding"). But pages cannot choose the Host header.
         allowed = self._service.settings.allowed_hosts
         if allowed is None:
             return
@@ -92,31 +96,41 @@ class Security:
                 code="host_not_allowed",
             )
 
-
-def _client(scope: Scope, key: bytes | None = None) -> Client:
-    if key is not None:
-        salt = hashlib.sha256(b"paged_jax salt " + key).hexdigest()
-        return Client(salt, salt)
-    address = scope.get("client")
-    return Client(address[0] if address else "")
+    def _access(self, scope: Scope, authorization: str) -> Access:
+        given = _given_key(authorization)
+        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
+        # Compare all keys, each in constant time, so that the time reveals nothing.
+        is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
+        if self._keys:
+            salt = hashlib.sha256(b"paged_jax salt " + given).hexdigest()
+            client = Client(salt, salt)
+        else:
+            address = scope.get("client")
+            client = Client(address[0] if address else "")
+        return Access(
+            client,
+            is_known=is_admin or is_tenant or not self._keys,
+            is_admin=is_admin or (not self._keys and self._admin_key is None),
+            may_change=is_admin and authorization.strip()[:7].lower() == "bearer ",
+        )
 
 
 def wrong_key() -> ApiError:
-    """The answer to a request without a valid key."""
+    """Return the error for a request without a valid key."""
     return ApiError(
         401,
         "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
         code="invalid_api_key",
-        # A browser asks its user for a name and a password: the password is the key.
+        # Browsers then show a dialog for a name and a password, which is the key.
         headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},
     )
 
 
 def _given_key(authorization: str) -> bytes:
-    """The key of ``Bearer KEY``, or the password of ``Basic``, which browsers send."""
+    """Return the key of ``Bearer KEY``, or the password of ``Basic``, which browsers send."""
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
-        return value.strip().encode("latin-1")  # the encoding in which headers were decoded
+        return value.strip().encode("latin-1")  # ASGI servers decode headers as Latin-1
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]

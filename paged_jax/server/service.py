@@ -1,4 +1,4 @@
-"""`Service`: what the routes share: the engine, the settings, and the requests in progress."""
+"""The service behind all routes: the engine, the settings, and the requests in progress."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 from typing import Literal, NamedTuple, TypeVar
 
 from starlette.types import Receive
@@ -18,35 +19,31 @@ from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.request import Request
-from paged_jax.server.cache_recorder import CacheRecorder
-from paged_jax.server.connected import Connected
-from paged_jax.server.errors import ApiError
-from paged_jax.server.limits import Limits
+from paged_jax.server.limits import FairQuota, Limits
 from paged_jax.server.metrics import CacheConfig, Metrics
-from paged_jax.server.reading import Reading
-from paged_jax.server.recent import Recent
-from paged_jax.server.shares import Shares
-from paged_jax.server.stalls import StallDetector
+from paged_jax.server.responses import ApiError, engine_stopped, shutting_down, sleeping
+from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, History, StallDetector
 
 T = TypeVar("T")
-# Seconds to wait for the last step at the end: one that is stuck must not keep the server alive.
+
+# Seconds to wait for the last step at shutdown, so that a stuck step does not block the exit.
 _LAST_STEP = 10.0
-# Characters of a text that is tokenized in some ten milliseconds, and of one that is tokenized in
-# less time than it takes to hand it to another thread.
-_SHORT, _TINY = 2**14, 2**8
-# Seconds between two looks at what still runs.
+# Seconds between checks for unfinished requests during shutdown.
 _POLL = 0.05
-# Tokens and log-probabilities in an answer that is made while streams wait: microseconds each.
+# Maximum characters of a text that is tokenized in about ten milliseconds, and of a text that is
+# tokenized in less time than a thread switch takes.
+_SHORT, _TINY = 2**14, 2**8
+# Maximum tokens and log-probabilities of a response that is built in the event loop, where each
+# takes a few microseconds.
 _SMALL = 2048
 
 
 class Client(NamedTuple):
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
-      name: what is the same in all requests of a client: of its API key or, where none is needed,
-        its address.
-      salt: the cache salt of its API key; empty without keys.
+      name: identity for quotas: a hash of the API key, or the address if no key is needed.
+      salt: cache salt of the API key; empty without keys.
     """
 
     name: str = ""
@@ -58,15 +55,16 @@ class Settings:
     """Settings of a server.
 
     Attributes:
-      model_name: the model's name in requests and answers.
-      limits: bounds of requests.
-      api_keys: keys of which every route but ``/health`` needs one; if empty, none is needed.
-      admin_key: the key of the cache page; if None, the page is open without API keys and closed
-        with them.
-      allowed_hosts: accepted names in the ``Host`` header; None accepts any.
-      stall_seconds: seconds without a finished step, in spite of work, that make ``/health`` report
+      model_name: name of the model in requests and responses.
+      limits: limits on requests.
+      api_keys: accepted API keys. All routes except the probes require one; if empty, none is
+        needed.
+      admin_key: key of the cache page and of routes that change the engine. If None, the page is
+        open without API keys and closed with them.
+      allowed_hosts: accepted names in the ``Host`` header; None accepts any name.
+      stall_seconds: seconds without a finished step, despite work, after which ``/health`` reports
         a stalled engine.
-      profile_folder: where profiles are written; None closes the routes that record them.
+      profile_folder: folder for profiles; None closes the routes that record them.
     """
 
     model_name: str
@@ -79,16 +77,17 @@ class Settings:
 
 
 class Service:
-    """An engine and the requests that are served with it.
+    """An engine and the requests that it serves.
 
     Args:
-      engine: the engine, which belongs to the service from now on.
-      settings: the server's settings.
+      engine: the engine. The service owns it from now on.
+      settings: settings of the server.
     """
 
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings
         self.limits = settings.limits.for_context(engine.max_model_len)
+        # Constant facts about the engine, which belongs to another thread.
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.grammars = engine.grammars
         self.tool_grammars = ToolGrammars(self.grammars)
@@ -106,31 +105,32 @@ class Service:
         self.num_blocks = engine.num_blocks
         self.block_size = engine.block_size
         self.max_num_seqs = engine.max_num_seqs
-        reading = Reading.of(engine)
+        self.load_params = engine.load_params
+        self._sleep_level = lambda: engine.sleep_level
+        # Observers of the engine's steps.
+        snapshot = EngineSnapshot.of(engine)
         cache_config = CacheConfig(
             engine.block_size,
             engine.num_blocks,
             str(engine.cache.groups[0].k.dtype),
             engine.enable_prefix_caching,
         )
-        self.metrics = Metrics(settings.model_name, cache_config, reading)
+        self.metrics = Metrics(settings.model_name, cache_config, snapshot)
         self.stalls = StallDetector(
-            reading, settings.stall_seconds, lambda: engine.is_compiling or engine.is_sleeping
+            snapshot, settings.stall_seconds, lambda: engine.is_compiling or engine.is_sleeping
         )
-        self.load_params = engine.load_params
-        self._sleep_level = lambda: engine.sleep_level
         self.cache_recorder = CacheRecorder()
-        self.recent = Recent(reading)
+        self.history = History(snapshot)
         self.engine = AsyncEngine(engine, on_step=self._on_step)
+        # Requests in progress.
         self.created = int(time.time())
         self.is_draining = False
-        # A batch and a queue.
-        self._room = engine.max_num_seqs + self.limits.max_queue
-        self._samples = Shares("samples", limit="max_queue", most=self._room)
+        self._max_samples = engine.max_num_seqs + self.limits.max_queue
+        self._samples = FairQuota("samples", limit="max_queue", most=self._max_samples)
         most = self.limits.max_streams
-        self._streams = Shares("streams", limit="max_streams", most=most)
+        self._streams = FairQuota("streams", limit="max_streams", most=most)
         self._is_stopping = asyncio.Event()
-        self._connected: set[Connected] = set()
+        self._connected: set[CancelOnDisconnect] = set()
         self._rendering = asyncio.Lock()
         self._encoders = [
             ThreadPoolExecutor(1, f"paged_jax encode {length}") for length in ("short", "long")
@@ -139,7 +139,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: object):
-        """Run the engine while the application runs; use it as the ASGI lifespan."""
+        """Run the engine while the application runs. Use it as the ASGI lifespan."""
         del app
         self._loop = asyncio.get_running_loop()
         await self.engine.__aenter__()
@@ -150,35 +150,61 @@ class Service:
                 encoder.shutdown(wait=False, cancel_futures=True)
             await self.engine.close(timeout=_LAST_STEP)
 
+    # State of the engine
+
     def _on_step(self, engine: Engine, requests: list[Request]) -> None:
-        reading = self.note(engine, requests)
-        if not reading.sleep_level:
+        self.observe(engine, requests)
+        if not self.snapshot.sleep_level:
             self.cache_recorder.observe(engine)
 
-    def note(self, engine: Engine, requests: Iterable[Request] = ()) -> Reading:
-        """Read the engine for probes and metrics. Called in its thread, after each change."""
-        reading = Reading.of(engine)
-        self.stalls.observe(reading)
-        self.metrics.observe(reading, requests)
-        self.recent.observe(reading)
-        return reading
+    def observe(self, engine: Engine, requests: Iterable[Request] = ()) -> None:
+        """Take a snapshot of the engine after a change. Called in the engine's thread."""
+        snapshot = EngineSnapshot.of(engine)
+        self.stalls.observe(snapshot)
+        self.metrics.observe(snapshot, requests)
+        self.history.observe(snapshot)
 
-    # Shutdown: a signal handler may call both
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The newest snapshot of the engine."""
+        return self.metrics.snapshot
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._sleep_level() > 0
+
+    @property
+    def unreadiness(
+        self,
+    ) -> Literal["failed", "draining", "sleeping", "stalled", "full"] | None:
+        """Reason why load balancers should send no requests; None if the service is ready."""
+        if self.engine.failure is not None:
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        if self.is_sleeping:
+            return "sleeping"
+        if self.stalls.is_stalled:
+            return "stalled"
+        return "full" if self._samples.is_full else None
+
+    # Shutdown. A signal handler may call `drain` and `stop`.
 
     def drain(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
-        """Refuse new requests, and let those in progress finish.
+        """Refuse new requests, and let the requests in progress finish.
 
         Args:
-          timeout: seconds that they have to finish.
-          grace: seconds before `then` is called, at least.
-          then: function that is called, in the event loop, when they have ended.
+          timeout: maximum seconds for requests to finish.
+          grace: minimum seconds before `then` is called.
+          then: function that is called in the event loop after the requests have ended.
         """
         if self._loop is None or self.is_draining:
             return
         self.is_draining = True
-        asyncio.run_coroutine_threadsafe(self._drained(timeout, grace, then), self._loop)
+        asyncio.run_coroutine_threadsafe(self._wait_and_call(timeout, grace, then), self._loop)
 
-    async def _drained(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
+    async def _wait_and_call(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(timeout, self._stop)
         with contextlib.suppress(TimeoutError):
@@ -198,7 +224,7 @@ class Service:
             each.end(shutting_down())
 
     async def stopped(self) -> None:
-        """Wait until `stop` was called or the time to drain has passed."""
+        """Wait until `stop` is called or the time to drain is over."""
         await self._is_stopping.wait()
 
     # Requests
@@ -220,41 +246,21 @@ class Service:
         return self._samples.total
 
     def check_room(self, num_samples: int, client: Client) -> None:
-        """Raise an `ApiError` if so many more samples would exceed the batch and the queue."""
+        """Raise an `ApiError` if a client may not add `num_samples` samples now."""
         if self.is_sleeping:
             raise sleeping()
-        if num_samples > self._room:
+        if num_samples > self._max_samples:
             raise ApiError(
                 400,
-                f"prompts times n must be at most {self._room} (max_queue and the batch), "
+                f"prompts times n must be at most {self._max_samples} (max_queue and the batch), "
                 f"got {num_samples}.",
                 code="max_queue_exceeded",
             )
         self._samples.check(client.name, num_samples)
 
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
-        return self._sleep_level() > 0
-
-    @property
-    def unreadiness(
-        self,
-    ) -> Literal["failed", "draining", "sleeping", "stalled", "full"] | None:
-        """Why no requests should be sent here for now: a word for probes; None if they should."""
-        if self.engine.failure is not None:
-            return "failed"
-        if self.is_draining:
-            return "draining"
-        if self.is_sleeping:
-            return "sleeping"
-        if self.stalls.is_stalled:
-            return "stalled"
-        return "full" if self._samples.is_full else None
-
     @contextlib.contextmanager
     def admit(self, num_samples: int, client: Client, *, is_stream: bool) -> Iterator[None]:
-        """Count the samples of a request, and its stream, while it is served.
+        """Count the samples of a request, and its stream, while the context is active.
 
         Raises:
           ApiError: there are too many samples or streams.
@@ -265,12 +271,24 @@ class Service:
                 stack.enter_context(self._streams.take(client.name, 1))
             yield
 
+    def while_connected(self, receive: Receive) -> "CancelOnDisconnect":
+        """Return an async context that is cancelled when the client leaves or the server stops.
+
+        The context manager raises `ClientGone` or, if the server stops, an `ApiError`.
+
+        Args:
+          receive: ASGI channel of the client, after the body was read.
+        """
+        if self._is_stopping.is_set():
+            raise shutting_down()
+        return CancelOnDisconnect(receive, self._connected)
+
     async def call_engine(self, receive: Receive, function: Callable[[Engine], T]) -> T:
-        """Return ``function(engine)``, called between two steps, unless the client leaves before.
+        """Return ``function(engine)``, called between two steps.
 
         Raises:
-          ClientGone: the client has left.
-          ApiError: the engine or the server stops.
+          ClientGone: the client has left before.
+          ApiError: the engine sleeps or has stopped, or the server stops.
         """
         try:
             async with self.while_connected(receive):
@@ -280,70 +298,86 @@ class Service:
         except EngineAsleepError:
             raise sleeping() from None
 
-    async def encode(self, receive: Receive, num_chars: float, function: Callable[[], T]) -> T:
-        """Return ``function()``, which turns text into tokens, unless the client leaves before.
+    # Work outside the event loop
 
-        In one of two threads, unless it is done at once: short texts do not wait for long ones.
+    async def encode(self, num_chars: float, function: Callable[[], T]) -> T:
+        """Return ``function()``, which tokenizes text.
+
+        Texts of some length are tokenized in one of two threads: short texts do not wait for long
+        texts.
 
         Args:
-          receive: the ASGI channel of the client.
           num_chars: characters of the text; infinity for other work that may take long.
-          function: a function that shares no mutable state with other requests.
+          function: function that shares no mutable state with other requests.
         """
         if num_chars <= _TINY:
             return function()
-        lane = self._encoders[num_chars > _SHORT]
-        async with self.while_connected(receive):
-            return await asyncio.get_running_loop().run_in_executor(lane, function)
+        encoder = self._encoders[num_chars > _SHORT]
+        return await asyncio.get_running_loop().run_in_executor(encoder, function)
 
-    @staticmethod
-    def is_small(size: int) -> bool:
-        """Whether an answer of so many tokens and log-probabilities is made at once."""
-        return size <= _SMALL
+    async def render(self, num_entries: int, function: Callable[[], T]) -> T:
+        """Return ``function()``, which builds a response or events of a stream.
 
-    async def render(self, function: Callable[[], T]) -> T:
-        """Return ``function()``, which makes an answer that is not small: in a thread.
-
-        One thread at a time: several would compete with the streams for Python's interpreter lock.
+        Large responses are built in a thread, in a single thread at a time: several threads would
+        compete with the streams for Python's interpreter lock.
 
         Args:
-          function: a function that shares no mutable state with other requests.
+          num_entries: number of tokens and log-probabilities in the response.
+          function: function that shares no mutable state with other requests.
         """
+        if num_entries <= _SMALL:
+            return function()
         async with self._rendering:
             return await asyncio.to_thread(function)
 
-    def while_connected(self, receive: Receive) -> Connected:
-        """A context whose work is cancelled if the client leaves or the server stops.
 
-        Leaving it raises:
-          ClientGone: the client has left.
-          ApiError: the server stops.
-        """
-        if self._is_stopping.is_set():
-            raise shutting_down()
-        return Connected(receive, self._connected)
+class ClientGone(Exception):
+    """The client disconnected before it received its response."""
 
 
-def shutting_down() -> ApiError:
-    """The answer to a request that arrives during shutdown, or is not finished by its end."""
-    return ApiError(
-        503,
-        "The server is shutting down.",
-        code="shutting_down",
-        headers={"Retry-After": "10", "Connection": "close"},
-    )
+class CancelOnDisconnect:
+    """Async context that cancels its work when the client leaves or the server stops.
 
+    Like `asyncio.timeout`, it cancels the task that entered it, and raises the reason when the task
+    leaves it. The work needs no additional task, which would delay each event of a stream.
 
-def sleeping() -> ApiError:
-    """The answer to a request that arrives while the engine sleeps."""
-    return ApiError(
-        503,
-        "The engine sleeps, and takes requests again after POST /wake_up.",
-        code="sleeping",
-        headers={"Retry-After": "10"},
-    )
+    Args:
+      receive: ASGI channel of the client, after the body was read.
+      others: the active contexts. This context adds itself while it is active.
+    """
 
+    def __init__(self, receive: Receive, others: "set[CancelOnDisconnect]"):
+        self._receive = receive
+        self._others = others
+        self._reason: Exception | None = None
 
-def engine_stopped() -> ApiError:
-    """The answer to a request that the engine can no longer run."""
-    return ApiError(503, "The engine has stopped.", code="engine_stopped")
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancels = task, task.cancelling()
+        self._watcher = asyncio.create_task(self._watch())
+        self._others.add(self)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._others.discard(self)
+        self._watcher.cancel()
+        # If others have cancelled the task as well, it must stay cancelled.
+        if self._reason is not None and self._task.uncancel() <= self._num_cancels:
+            if kind is asyncio.CancelledError:
+                raise self._reason from None
+
+    def end(self, reason: Exception) -> None:
+        """Cancel the work and raise `reason` from the context, unless it has been cancelled."""
+        if self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.end(ClientGone())

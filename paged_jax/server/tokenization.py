@@ -1,4 +1,4 @@
-"""Text to token ids and back, and what is known of the tokenizer: in vLLM's formats."""
+"""Routes of the tokenizer, in vLLM's formats: text to token ids, back, and special tokens."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,39 +8,42 @@ from starlette.responses import Response
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies, schemas
-from paged_jax.server.errors import ApiError, bad_request
-from paged_jax.server.messages import as_messages, num_chars, template_variables
-from paged_jax.server.receiving import receive
-from paged_jax.server.records import RECORD
-from paged_jax.server.responses import json_response
-from paged_jax.server.security import CLIENT
+from paged_jax.server.chat_answers import (
+    num_chars,
+    template_messages,
+    template_tools,
+    template_variables,
+)
+from paged_jax.server.receiving import receive_body
+from paged_jax.server.request_log import RECORD
+from paged_jax.server.responses import ApiError, bad_request, json_response
+from paged_jax.server.security import ACCESS
 from paged_jax.server.service import Service
-from paged_jax.server.tool_calls import as_tools
 
 T = TypeVar("T")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """The token ids of a text or of a chat, of any length.
+    """Return the token ids of a text or chat of any length.
 
     Raises:
-      ApiError: the body has a mistake, or the model has no tokenizer.
+      ApiError: the body is invalid, or the model has no tokenizer.
     """
     tokenizer = _tokenizer(service)
-    body = await receive(service, request, bodies.TokenizeBody)
+    body = await receive_body(service, request, bodies.TokenizeBody)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt or messages must be given, and not both.")
     if body.tools and body.messages is None:
         raise ApiError(400, "tools must be null with a prompt.", param="tools")
-    tools = as_tools(body.tools or (), tokenizer) or None
+    tools = template_tools(body.tools or (), tokenizer) or None
 
     def encode() -> list[int]:
         if body.prompt is not None:
             adds = body.add_special_tokens is not False
             return tokenizer.encode(body.prompt, add_special_tokens=adds)
         return tokenizer.encode_chat(
-            as_messages(body.messages or []),
+            template_messages(body.messages or []),
             template_variables(body),
             tools=tools,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -48,41 +51,40 @@ async def tokenize(service: Service, request: Request) -> Response:
         )
 
     size = len(body.prompt) if body.prompt is not None else num_chars(body.messages or [])
-    token_ids = await _encoded(service, request, size, encode)
-    spelled = tokenizer.spell(token_ids) if body.return_token_strs else None
+    token_ids = await _encode(service, request, size, encode)
     return json_response(
-        schemas.Tokens(
+        schemas.TokenizeResponse(
             count=len(token_ids),
             max_model_len=service.max_model_len,
             tokens=token_ids,
-            token_strs=spelled,
+            token_strs=tokenizer.spell(token_ids) if body.return_token_strs else None,
         )
     )
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of token ids, special tokens included.
+    """Return the text of token ids, including special tokens.
 
     Raises:
-      ApiError: the body has a mistake, or the model has no tokenizer.
+      ApiError: the body is invalid, or the model has no tokenizer.
     """
     tokenizer = _tokenizer(service)
-    body = await receive(service, request, bodies.DetokenizeBody)
+    body = await receive_body(service, request, bodies.DetokenizeBody)
     service.check_model(body.model)
     most = tokenizer.vocab_size - 1
     if (last := max(body.tokens, default=0)) > most:
         raise ApiError(400, f"tokens must hold integers in 0..{most}, got {last}.", param="tokens")
-    text = await _encoded(
+    text = await _encode(
         service,
         request,
         len(body.tokens),
         lambda: tokenizer.decode(body.tokens, skip_special_tokens=False),
     )
-    return json_response(schemas.Text(prompt=text))
+    return json_response(schemas.DetokenizeResponse(prompt=text))
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """The special tokens and the chat template.
+    """Return the special tokens and the chat template.
 
     Raises:
       ApiError: the model has no tokenizer.
@@ -105,11 +107,12 @@ def _tokenizer(service: Service) -> Tokenizer:
     return service.tokenizer
 
 
-async def _encoded(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
-    """Call a function where prompts are tokenized. It counts as load, as a request does."""
+async def _encode(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
+    """Call `function` in a tokenizing thread. The request counts as a sample."""
     size = request.scope[RECORD].size(size)
-    with service.admit(1, request.scope[CLIENT], is_stream=False):
+    with service.admit(1, request.scope[ACCESS].client, is_stream=False):
         try:
-            return await service.encode(request.receive, size, function)
+            async with service.while_connected(request.receive):
+                return await service.encode(size, function)
         except ValueError as error:
             raise bad_request(error) from None

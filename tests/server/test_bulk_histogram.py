@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from paged_jax.server.bulk_histogram import BulkHistogram
+from paged_jax.server.metrics import BulkHistogram
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 BUCKETS = (0.001, 0.5, 2.5, 300)

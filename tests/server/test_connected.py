@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from paged_jax.server.connected import ClientGone, Connected
+from paged_jax.server.service import CancelOnDisconnect, ClientGone
 
-Work = Callable[[Connected], Awaitable[object]]
+Work = Callable[[CancelOnDisconnect], Awaitable[object]]
 
 
 class Stopped(Exception):
@@ -24,7 +24,7 @@ def run(work: Work, *messages: str) -> object:
         return await asyncio.Event().wait()
 
     async def main() -> object:
-        connected = Connected(receive, others)
+        connected = CancelOnDisconnect(receive, others)
         try:
             async with connected:
                 return await work(connected)
@@ -33,27 +33,27 @@ def run(work: Work, *messages: str) -> object:
             assert not others and asyncio.all_tasks() == {asyncio.current_task()}
 
     received: list[str] = []
-    others: set[Connected] = set()
+    others: set[CancelOnDisconnect] = set()
     return asyncio.run(main())
 
 
-async def last(connected: Connected) -> object:
+async def last(connected: CancelOnDisconnect) -> object:
     return await asyncio.Event().wait()
 
 
-async def be_stopped(connected: Connected) -> object:
+async def be_stopped(connected: CancelOnDisconnect) -> object:
     asyncio.get_running_loop().call_soon(connected.end, Stopped())
     return await last(connected)
 
 
-async def fail_late(connected: Connected) -> object:
+async def fail_late(connected: CancelOnDisconnect) -> object:
     try:
         return await last(connected)
     finally:
         raise KeyError("in the end")
 
 
-async def be_cancelled(connected: Connected) -> object:
+async def be_cancelled(connected: CancelOnDisconnect) -> object:
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     loop.call_soon(connected.end, Stopped())
     loop.call_soon(task.cancel)
@@ -81,7 +81,9 @@ def test_work_ends_for_its_reason(work, messages, error) -> None:
 def test_the_task_goes_on_afterwards() -> None:
     async def main() -> int:
         with pytest.raises(ClientGone):
-            async with Connected(lambda: asyncio.sleep(0, {"type": "http.disconnect"}), set()):
+            async with CancelOnDisconnect(
+                lambda: asyncio.sleep(0, {"type": "http.disconnect"}), set()
+            ):
                 await asyncio.Event().wait()
         assert asyncio.current_task().cancelling() == 0
         return await asyncio.sleep(0, 7)

@@ -3,12 +3,12 @@
 import pytest
 
 from paged_jax.models.text.chat_template import ChatTemplate
-from paged_jax.server.bodies import ChatBody, Tool
-from paged_jax.server.messages import as_messages
+from paged_jax.server.bodies import ChatBody, ToolParam
+from paged_jax.server.chat_answers import template_messages
 
 
 def messages_of(*messages):
-    return as_messages(ChatBody.model_validate({"messages": list(messages)}).messages)
+    return template_messages(ChatBody.model_validate({"messages": list(messages)}).messages)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_as_messages_ignores_unknown_fields_of_calls(arguments, want) -> None:
 def test_tools_may_have_unknown_fields() -> None:
     function = {"name": "f", "parameters": {"type": "object"}, "annotations": {"readOnly": True}}
     body = {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}
-    tool = Tool.model_validate(body)
+    tool = ToolParam.model_validate(body)
     assert tool.function.parameters == {"type": "object"}
 
 
@@ -42,13 +42,13 @@ def test_as_messages_passes_on_what_templates_read() -> None:
     """The template gets what it gets from transformers, without fields that are null."""
     message = {"role": "assistant", "content": "a", "reasoning_content": "so", "tool_plan": "p"}
     parsed = ChatBody.model_validate({"messages": [{**message, "name": None, "thinking": None}]})
-    assert as_messages(parsed.messages) == [message]
+    assert template_messages(parsed.messages) == [message]
     template = ChatTemplate("{{ messages[0].reasoning_content }}|{{ messages[0].tool_plan }}")
-    assert template.render(as_messages(parsed.messages)) == "so|p"
+    assert template.render(template_messages(parsed.messages)) == "so|p"
     for name, value in (("reasoning", "so"), ("thinking", "so"), ("reasoning_content", "so")):
         fields = {"role": "assistant", "content": None, "reasoning_content": "", name: value}
         parsed = ChatBody.model_validate({"messages": [fields]})
-        assert template.render(as_messages(parsed.messages)) == "so|"
+        assert template.render(template_messages(parsed.messages)) == "so|"
 
 
 def test_as_messages_keeps_the_text_of_refusals() -> None:
@@ -56,5 +56,6 @@ def test_as_messages_keeps_the_text_of_refusals() -> None:
     for fields in ({"content": [part]}, {"content": None, "refusal": "No."}, {"refusal": "No."}):
         parsed = ChatBody.model_validate({"messages": [{"role": "assistant", **fields}]})
         assert (
-            ChatTemplate("{{ messages[0].content }}").render(as_messages(parsed.messages)) == "No."
+            ChatTemplate("{{ messages[0].content }}").render(template_messages(parsed.messages))
+            == "No."
         )

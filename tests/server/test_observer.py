@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paged_jax import Engine
 from paged_jax.server import Settings
-from paged_jax.server.log_format import JsonFormatter, TextFormatter
+from paged_jax.server.request_log import JsonFormatter, TextFormatter
 from tests.support import ROOT
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import SIZES

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from paged_jax import Engine, SamplingParams
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.server import Limits, Service, Settings, create_app, schemas
-from paged_jax.server.openai_answers import CompletionAnswer
+from paged_jax.server.completion_answers import CompletionAnswer
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import BOS, SIZES, save_tiny_model
 
@@ -252,11 +252,11 @@ def test_answers_are_as_published(server, stream) -> None:
     asked = {**GREEDY, "n": 2, "stream": stream}
     chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 3}
     text = {"prompt": "ab", "logprobs": 3}
-    chat_type = schemas.ChatCompletionChunk if stream else schemas.ChatCompletion
+    chat_type = schemas.ChatCompletionChunk if stream else schemas.ChatCompletionResponse
     for path, body, answer_type in (
         ("/v1/chat/completions", chat, chat_type),
-        ("/v1/completions", {**text, "echo": True}, schemas.Completion),
-        ("/generate", {**text, "prompt_logprobs": 2}, schemas.Generated),
+        ("/v1/completions", {**text, "echo": True}, schemas.CompletionResponse),
+        ("/generate", {**text, "prompt_logprobs": 2}, schemas.GenerateResponse),
     ):
         response = server.post(path, {**asked, **body})
         answers = events(response) if stream else [response.json()]
@@ -266,7 +266,7 @@ def test_answers_are_as_published(server, stream) -> None:
         assert '"logprobs":{' in response.text or '"logprobs":[{' in response.text
 
 
-@pytest.mark.parametrize(("stream", "name"), [(False, "answer"), (True, "chunks")])
+@pytest.mark.parametrize(("stream", "name"), [(False, "response_body"), (True, "chunks")])
 def test_making_a_large_answer_holds_nobody_up(server, monkeypatch, stream, name) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
     make = getattr(CompletionAnswer, name)

@@ -436,9 +436,9 @@ def test_chats_are_as_large_as_their_bodies(server, monkeypatch) -> None:
     """Those of a thousand messages without a character are written in a thread, too."""
     sizes, encode = [], server.service.encode
 
-    def spy(receive, size, function):
+    def spy(size, function):
         sizes.append(size)
-        return encode(receive, size, function)
+        return encode(size, function)
 
     monkeypatch.setattr(server.service, "encode", spy)
     for count in (2, 1000):

@@ -17,7 +17,7 @@ import pytest
 
 from paged_jax import serve
 from paged_jax.server import Settings
-from paged_jax.server.http import url_of
+from paged_jax.server.http_server import url_of
 from tests.support.live_server import check_error, wait_until
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_model import save_tiny_model

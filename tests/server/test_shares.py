@@ -6,15 +6,15 @@ import pytest
 
 from paged_jax import Engine
 from paged_jax.server import Limits, Settings
-from paged_jax.server.errors import ApiError
-from paged_jax.server.shares import Shares
+from paged_jax.server.limits import FairQuota
+from paged_jax.server.responses import ApiError
 from tests.server.test_serve import bearer, error_of
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import SIZES
 
 
 def test_shares() -> None:
-    shares = Shares("samples", limit="max_queue", most=12)
+    shares = FairQuota("samples", limit="max_queue", most=12)
     with shares.take("greedy", 12):
         assert shares.is_full and not shares.has_room("greedy", 1)
         with shares.take("late", 6), pytest.raises(ApiError) as refused, shares.take("late", 1):

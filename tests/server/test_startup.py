@@ -2,17 +2,15 @@
 
 import socket
 import threading
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from paged_jax import Engine
 from paged_jax.server import Limits, Service, Settings
-from paged_jax.server.http import Server
+from paged_jax.server.app import Startup
+from paged_jax.server.http_server import Server
 from paged_jax.server.service import Client
-from paged_jax.server.stalls import StallDetector
-from paged_jax.server.startup import Startup
 from tests.support.live_server import wait_until
 from tests.support.tiny_model import SIZES, save_tiny_model
 
@@ -100,14 +98,3 @@ def test_it_is_ready_while_it_has_room_and_does_not_drain(tmp_path) -> None:
             assert httpx.get(starting.url + "/ready").json() == {"status": "draining"}
             # What is told to stop is alive until it has stopped.
             assert starting.status("/live") == 200 and starting.status("/v1/models") == 503
-
-
-def test_compiling_is_no_stall() -> None:
-    is_compiling = True
-    reading = SimpleNamespace(time=0.0, has_unfinished=True)
-    stalls = StallDetector(reading, 1.0, lambda: is_compiling)  # type: ignore[arg-type]
-    assert not stalls.is_stalled
-    is_compiling = False
-    assert not stalls.is_stalled  # the time begins when the compiler has ended
-    stalls.observe(reading)  # type: ignore[arg-type]
-    assert stalls.is_stalled

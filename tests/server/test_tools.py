@@ -12,8 +12,8 @@ from paged_jax import Engine, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.server import Settings
 from paged_jax.server.bodies import ChatBody
-from paged_jax.server.errors import ApiError
-from paged_jax.server.tool_calls import ToolUse, check_calls
+from paged_jax.server.chat_answers import ToolUse, check_calls
+from paged_jax.server.responses import ApiError
 from tests.server.test_serve import error_of
 from tests.support.live_server import LiveServer
 from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS, ask_pydantic_ai

@@ -14,8 +14,8 @@ import httpx
 
 from paged_jax import Engine
 from paged_jax.server import Service, Settings
-from paged_jax.server.http import Server
-from paged_jax.server.startup import Startup
+from paged_jax.server.app import Startup
+from paged_jax.server.http_server import Server
 
 
 class LiveServer:

@@ -1,0 +1,363 @@
+"""Responses of ``POST /generate`` and ``POST /v1/completions``, and the text of each token."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
+from paged_jax.server import bodies, schemas
+from paged_jax.server.answers import (
+    Answer,
+    OpenAiAnswer,
+    SampleDelta,
+    by_token_id,
+    explanation,
+    finite,
+    keep_top,
+    usage,
+    whole_samples,
+)
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.responses import ApiError, JsonDict, to_json_dict
+from paged_jax.server.service import Client, Service
+
+
+class GenerateAnswer(Answer):
+    """Response of ``POST /generate``, this server's own endpoint."""
+
+    prefix = "gen"
+    fallback_params = {"temperature": 0.0}
+    body: bodies.GenerateBody
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompt as text or token ids."""
+        text, token_ids = self.body.prompt, self.body.prompt_token_ids
+        if (text is None) == (token_ids is None):
+            raise ApiError(400, "prompt or prompt_token_ids must be given, and not both.")
+        return [text if text is not None else token_ids or []]
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt if it is a text."""
+        return len(self.body.prompt or "")
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters, including log-probabilities."""
+        asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
+        return super().params() | {k: v for k, v in asked.items() if v is not None}
+
+    def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
+        """Return the whole response from the output of the prompt."""
+        [output] = outputs
+        return self._json(output, whole_samples(output))
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[JsonDict]:
+        """Return one event with the new parts of all samples."""
+        return [self._json(output, deltas)] if deltas else []
+
+    def _json(self, output: RequestOutput, deltas: list[SampleDelta]) -> JsonDict:
+        end: dict[str, Any] = {}
+        if output.finished:
+            end = {
+                "usage": usage([output]),
+                "prompt_token_ids": output.prompt_token_ids,
+                "prompt_logprobs": by_token_id(output.prompt_logprobs),
+                "explanation": explanation(output),
+            }
+        return to_json_dict(
+            schemas.GenerateResponse,
+            request_id=self.id,
+            text=[each.text for each in deltas],
+            outputs=[_generated_sample(each) for each in deltas],
+            finished=output.finished,
+            **end,
+        )
+
+
+def _generated_sample(delta: SampleDelta) -> schemas.GeneratedSample:
+    sample: schemas.GeneratedSample = {
+        "index": delta.sample.index,
+        "text": delta.text,
+        "token_ids": delta.token_ids,
+        "cumulative_logprob": finite(delta.sample.cumulative_logprob),
+        "logprobs": by_token_id(delta.logprobs),
+        "finish_reason": delta.sample.finish_reason,
+    }
+    if delta.sample.stop_reason is not None:
+        sample["stop_reason"] = delta.sample.stop_reason
+    return sample
+
+
+class CompletionAnswer(OpenAiAnswer):
+    """Response of ``POST /v1/completions``."""
+
+    body: bodies.CompletionBody
+    chunk_type = schemas.CompletionResponse
+
+    def __init__(
+        self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
+    ):
+        super().__init__(service, body, client, record)
+        # By prompt and sample, once something was sent: characters so far, and text per token.
+        self._offsets: dict[tuple[int, int], int] = {}
+        self._texts: dict[tuple[int, int], TokenTexts] = {}
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each as text or token ids."""
+        prompt = self.body.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return list(prompt)  # type: ignore[arg-type]
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts())
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the longest prompt that is a text."""
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts())
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples to draw for each prompt. With `best_of` fewer are returned."""
+        return self.body.best_of or super().num_samples
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters; with `echo` also log-probabilities of the prompt."""
+        params = super().params()
+        if self.body.best_of is not None:
+            if self.body.best_of < (self.body.n or 1):
+                raise ApiError(400, "best_of must be at least n.", param="best_of")
+            if self.body.stream and self.num_samples > (self.body.n or 1):
+                raise ApiError(400, "best_of must be null in a stream.", param="best_of")
+            params["n"] = self.num_samples
+        if self.body.logprobs is not None:
+            params["logprobs"] = self.body.logprobs
+            if self.body.echo:
+                most = max(self.body.logprobs, self.body.prompt_logprobs or 0)
+                params["prompt_logprobs"] = most
+        return params
+
+    def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
+        """Return the whole response, with the samples in the order of the prompts."""
+        best = [_best_samples(output, self.body.n or 1) for output in outputs]
+        choices = [
+            self._choice(prompt, output, delta)
+            for prompt, output in enumerate(best)
+            for delta in whole_samples(output)
+        ]
+        end = self.end(outputs)
+        return to_json_dict(schemas.CompletionResponse, **self.head, choices=choices, **end)
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[JsonDict]:
+        """Return an event for each sample with new text."""
+        return [
+            self.event([self._choice(prompt, output, each)], usage=self.usage_so_far(output, each))
+            for each in deltas
+        ]
+
+    def _choice(self, prompt: int, output: RequestOutput, delta: SampleDelta) -> JsonDict:
+        key = prompt, delta.sample.index
+        is_first = key not in self._offsets
+        echoed = self._prompt_text(prompt, output) if self.body.echo and is_first else ""
+        return to_json_dict(
+            schemas.CompletionChoice,
+            index=prompt * len(output.outputs) + delta.sample.index,
+            text=echoed + delta.text,
+            logprobs=self._logprobs(key, output, delta),
+            finish_reason=delta.sample.finish_reason,
+            stop_reason=delta.sample.stop_reason,
+            token_ids=self.sample_token_ids(delta),
+            **(self.prompt_fields(output) if is_first else {}),
+        )
+
+    def _logprobs(
+        self, key: tuple[int, int], output: RequestOutput, delta: SampleDelta
+    ) -> schemas.CompletionLogprobs | None:
+        """Return the log-probabilities of new tokens; None if they were not requested."""
+        offset, is_first = self._offsets.setdefault(key, 0), key not in self._texts
+        if delta.logprobs is None:
+            return None
+        logprobs = schemas.CompletionLogprobs(
+            tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[]
+        )
+        if is_first:
+            self._texts[key] = self._token_texts(output)
+        texts = self._texts[key]
+        if self.body.echo and is_first:
+            ids = output.prompt_token_ids
+            asked, count = output.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0
+            rows = zip(self._prompt_texts(key[0], output), ids, asked, strict=True)
+            rows = ((text, each, keep_top(each, row, count)) for text, each, row in rows)
+            offset = self._add_tokens(logprobs, rows, offset)
+        # The event's text may be shorter, because the beginning of a stop string is held back.
+        new_texts = map(texts.push, delta.token_ids)
+        rows = zip(new_texts, delta.token_ids, delta.logprobs, strict=True)
+        self._offsets[key] = self._add_tokens(logprobs, rows, offset)
+        if delta.sample.finish_reason is not None and logprobs["tokens"]:
+            logprobs["tokens"][-1] += texts.finish()
+        return logprobs
+
+    def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
+        given = self.prompts()[prompt]
+        return given if isinstance(given, str) else "".join(self._prompt_texts(prompt, output))
+
+    def _prompt_texts(self, prompt: int, output: RequestOutput) -> list[str]:
+        given = self.prompts()[prompt]
+        return prompt_texts(
+            self.service.tokenizer,
+            given if isinstance(given, str) else output.prompt_token_ids,
+            add_special_tokens=self.body.add_special_tokens is not False,
+            skip_special_tokens=self._skips_special,
+        )
+
+    @property
+    def _skips_special(self) -> bool:
+        return self.body.skip_special_tokens is not False
+
+    def _token_texts(self, output: RequestOutput) -> "TokenTexts":
+        before = output.prompt_token_ids
+        return TokenTexts(self.service.tokenizer, before, skip_special_tokens=self._skips_special)
+
+    def _add_tokens(
+        self,
+        logprobs: schemas.CompletionLogprobs,
+        rows: Iterable[tuple[str, int, dict[int, Logprob] | None]],
+        offset: int,
+    ) -> int:
+        """Append tokens with their candidates, and return the text offset of the next token.
+
+        Args:
+          logprobs: lists to append to.
+          rows: text, id and candidates of each token. The first prompt token has no candidates.
+          offset: text offset of the first token, in characters.
+        """
+        for token, token_id, candidates in rows:
+            top, logprob = None, None
+            if candidates is not None:
+                logprob = finite(candidates[token_id].logprob)
+                # Several byte tokens may have the same text. Keep the chosen token's entry.
+                others = (c for each, c in candidates.items() if each != token_id)
+                top = {c.decoded_token: finite(c.logprob) for c in others} | {token: logprob}
+            logprobs["tokens"].append(token)
+            logprobs["token_logprobs"].append(logprob)
+            logprobs["top_logprobs"].append(top)
+            logprobs["text_offset"].append(offset)
+            offset += len(token)
+        return offset
+
+
+def _best_samples(output: RequestOutput, count: int) -> RequestOutput:
+    """Return the output with the `count` samples of highest mean log-probability, best first."""
+    if len(output.outputs) <= count:
+        return output
+
+    def mean_logprob(sample: CompletionOutput) -> float:
+        return sample.cumulative_logprob / max(1, len(sample.token_ids))
+
+    best = sorted(output.outputs, key=mean_logprob, reverse=True)[:count]
+    samples = [dataclasses.replace(sample, index=index) for index, sample in enumerate(best)]
+    return dataclasses.replace(output, outputs=samples)
+
+
+class TokenTexts:
+    """Splits the text of a sample into the texts of its tokens.
+
+    A character that spans several tokens belongs to the last of them. Special tokens that the text
+    leaves out have an empty text.
+
+    Args:
+      tokenizer: the model's tokenizer; with None all texts are empty.
+      before: token ids of the prompt that precedes the text.
+      skip_special_tokens: whether the text leaves out special tokens.
+
+    Example:
+      >>> TokenTexts(None, []).push(5)
+      ''
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        before: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+    ):
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=skip_special_tokens,
+                # A first word keeps its leading space unless only special tokens precede it.
+                continues_text=not all(map(tokenizer.is_special, before)),
+            )
+
+    def push(self, token_id: int) -> str:
+        """Return the text of the next token."""
+        return "" if self._detokenizer is None else self._detokenizer.push(token_id)
+
+    def finish(self) -> str:
+        """Return the text after the last token: replacement characters for incomplete bytes."""
+        return "" if self._detokenizer is None else self._detokenizer.finish()
+
+
+def prompt_texts(
+    tokenizer: Tokenizer | None,
+    prompt: str | Sequence[int],
+    *,
+    add_special_tokens: bool = True,
+    skip_special_tokens: bool = True,
+) -> list[str]:
+    """Return the texts of a prompt's tokens, which together are the text of the prompt.
+
+    Special tokens in a text prompt keep their spelling; special tokens that the tokenizer adds have
+    an empty text. For token ids, the text is the result of `Tokenizer.decode`.
+
+    Args:
+      tokenizer: the model's tokenizer; with None all texts are empty.
+      prompt: the prompt as text or token ids.
+      add_special_tokens: whether the tokenizer added special tokens to a text prompt.
+      skip_special_tokens: whether the text of token ids leaves out special tokens.
+
+    Example:
+      >>> prompt_texts(None, [5, 6])
+      ['', '']
+    """
+    if isinstance(prompt, str):
+        assert tokenizer is not None
+        return split_text(prompt, tokenizer.offsets(prompt, add_special_tokens=add_special_tokens))
+    texts = TokenTexts(tokenizer, [], skip_special_tokens=skip_special_tokens)
+    parts = [texts.push(token_id) for token_id in prompt]
+    parts[-1] += texts.finish()
+    return parts
+
+
+def split_text(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
+    """Split a text at the ends of its tokens.
+
+    A character that spans several tokens belongs to the last of them. A character outside all
+    tokens, such as a space that the tokenizer drops, belongs to the next token.
+
+    Args:
+      text: the text.
+      offsets: start and end of each token in the text, in characters.
+
+    Example:
+      >>> split_text("a  é.", [(0, 0), (0, 1), (3, 4), (3, 4), (4, 5)])
+      ['', 'a', '  ', 'é', '.']
+    """
+    parts, done = [""] * len(offsets), 0
+    places = [(index, *each) for index, each in enumerate(offsets) if each[0] < each[1]]
+    for (index, _, end), (_, start, _) in itertools.pairwise(places):
+        end = max(done, min(end, start))
+        parts[index], done = text[done:end], end
+    parts[places[-1][0] if places else -1] += text[done:]
+    return parts

@@ -1,0 +1,353 @@
+"""`Server`: uvicorn with limits on each connection and an orderly shutdown on a signal."""
+
+import asyncio
+import functools
+import logging
+import re
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paged_jax.server.app import Startup
+from paged_jax.server.limits import Limits, too_many
+from paged_jax.server.responses import ApiError
+
+# Seconds for a last event to reach its client before the server closes all connections.
+_LAST_EVENT = 1.0
+# Seconds for which a rejected client may keep sending before its connection is closed.
+_LINGER = 1.0
+# Absolute form of a request target. An http URL has a host and no user name (RFC 9110, 4.2).
+_ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_HTTP_URL = re.compile(rb"https?://(?P<host>[^:/?#@][^/?#@]*)(?P<path>[/?].*)?", re.IGNORECASE)
+
+_logger = logging.getLogger("paged_jax.server")
+
+
+class Server(uvicorn.Server):
+    """HTTP server that drains on the first signal and stops on the second.
+
+    After the first signal the server still listens, and answers new requests with 503, until the
+    running requests have ended and `grace` is over. The exit status is always 0, because every
+    client receives a response or an error. A signal during startup ends the server immediately.
+
+    Args:
+      startup: the application.
+      limits: limits on headers, bodies and connections.
+      drain_timeout: maximum seconds for running requests to finish after the first signal.
+      grace: minimum seconds to listen after the first signal; Ctrl-C ignores it.
+      **options: further options of `uvicorn.Config`, such as ``log_level``.
+    """
+
+    def __init__(
+        self,
+        startup: Startup,
+        limits: Limits,
+        *,
+        drain_timeout: float,
+        grace: float = 0.0,
+        **options: Any,
+    ):
+        make_connection: Any = functools.partial(Connection, limits, self._count_rejection)
+        super().__init__(
+            uvicorn.Config(
+                startup,
+                http=make_connection,
+                ws="none",
+                lifespan="on",
+                server_header=False,
+                proxy_headers=False,  # a client must not choose its own address
+                **options,
+            )
+        )
+        self._startup = startup
+        self._drain_timeout = drain_timeout
+        self._grace = grace
+        startup.on_failure = self._stop_listening
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal: drain on the first, stop on the second."""
+        # uvicorn's own handler lets the second signal kill the process together with its streams.
+        service = self._startup.service
+        if service is None:
+            self._stop_listening()
+        elif service.is_draining:
+            service.stop()
+            self._stop_listening()
+        else:
+            grace = 0.0 if sig == signal.SIGINT else self._grace
+            service.drain(self._drain_timeout, grace, self._stop_listening)
+
+    def _count_rejection(self, status: int) -> None:
+        if self._startup.service is not None:
+            self._startup.service.metrics.count_response("none", "none", status)
+
+    def _stop_listening(self) -> None:
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets and log their addresses."""
+        await super().startup(sockets)
+        for each in sockets or []:
+            _logger.info("listening on %s, and getting ready", url_of(each))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the connections to end, and close connections that outlast the service."""
+        closing = asyncio.create_task(self._close_connections())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_connections(self) -> None:
+        # uvicorn alone would wait for the end of all connections.
+        if self._startup.service is not None:
+            await self._startup.service.stopped()
+        await asyncio.sleep(_LAST_EVENT)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket for programs on this machine."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # all addresses of this machine
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Connection(H11Protocol):
+    """HTTP connection of a client, with limits on time and size. Errors are OpenAI's JSON.
+
+    Three timers close a connection: uvicorn's timer for idle connections, `_deadline` for a client
+    that has sent a part of a request, and `_unread` for a client that does not read its response.
+
+    Args:
+      limits: limits on headers, bodies and connections.
+      on_rejection: function that is called with the status of each error that is sent without a
+        complete request.
+      **options: the arguments that uvicorn gives each connection.
+    """
+
+    def __init__(self, limits: Limits, on_rejection: Callable[[int], None], **options: Any):
+        super().__init__(**options)
+        self.conn = _Framing(h11.SERVER, limits.max_header_bytes)
+        self._limits = limits
+        self._on_rejection = on_rejection
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._is_rejected = False
+        self._last_use = self.loop.time()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer for idle connections, and reject connections beyond the limit."""
+        super().connection_made(transport)
+        # `pause_writing` is called as soon as the kernel does not accept all data.
+        transport.set_write_buffer_limits(high=0)
+        # uvicorn starts this timer only after the first response.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+        most, now = self._limits.max_connections, len(self.connections) - 1
+        if now >= most and not self._close_an_idle_connection():
+            self._reject(too_many("connections", limit="max_connections", most=most, now=now))
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data from the client, unless the client was rejected."""
+        if self._is_rejected:
+            return
+        self._last_use = self.loop.time()
+        super().data_received(data)
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        """Start or stop the timer for the rest of the client's request."""
+        super().on_response_complete()
+        self._watch_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        self._deadline = _cancelled(self._deadline)
+        super().connection_lost(exc)
+        self._unread = _cancelled(self._unread)
+
+    def send_400_response(self, msg: str) -> None:
+        """Reject data that is not HTTP, and headers that are too long."""
+        # Data that could not be parsed is still in `trailing_data`.
+        if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
+            most = self._limits.max_header_bytes
+            error = ApiError(
+                431,
+                f"The headers must be at most {most} bytes (max_header_bytes).",
+                code="max_header_bytes_exceeded",
+            )
+        else:
+            error = ApiError(400, msg, code="invalid_http")
+        self._reject(error)
+
+    # uvicorn calls `_should_upgrade` before it calls the application, and if it returns True,
+    # `handle_websocket_upgrade` instead of the application. This server upgrades to no protocol, so
+    # both are used to reject ambiguous requests.
+
+    def _should_upgrade(self) -> bool:
+        return self._ambiguity() is not None
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Reject a request that a proxy in front could interpret differently."""
+        self._reject(ApiError(400, self._ambiguity() or "", code="invalid_http"))
+
+    def _ambiguity(self) -> str | None:
+        names = {name for name, _ in self.headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            return "A request must not have both Content-Length and Transfer-Encoding."
+        if (version := self.scope["http_version"]) not in ("1.0", "1.1"):
+            return f"The version of HTTP must be 1.0 or 1.1, got {version}."
+        if _ABSOLUTE.match(self.scope["raw_path"].removeprefix(self.root_path.encode())):
+            return "An absolute request target must be an http URL with a host and no user name."
+        return None
+
+    def _close_an_idle_connection(self) -> bool:
+        """Close the connection that has been idle for longest, and return whether there was one.
+
+        A client with many open connections must not keep out others, such as a cluster's probes.
+        """
+        others = (each for each in self.connections if each is not self)
+        idle = [each for each in others if isinstance(each, Connection) and each._is_idle]
+        if not idle:
+            return False
+        min(idle, key=lambda each: each._last_use).transport.close()
+        return True
+
+    @property
+    def _is_idle(self) -> bool:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        has_begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+        return is_answered and not has_begun and not self.transport.is_closing()
+
+    # Clients that send too slowly
+
+    def _watch_request(self) -> None:
+        seconds = self._seconds_to_send()
+        if seconds is None or self.transport.is_closing():
+            self._deadline = _cancelled(self._deadline)
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(seconds, self._give_up)
+
+    def _seconds_to_send(self) -> float | None:
+        state, is_answered = self.conn.their_state, self.conn.our_state is h11.DONE
+        if state is h11.IDLE and self.conn.trailing_data[0]:
+            return self._limits.header_timeout
+        if state is h11.SEND_BODY and is_answered:  # the rest of the body is ignored
+            return self._limits.body_timeout
+        return None
+
+    def _give_up(self) -> None:
+        seconds = self._limits.header_timeout
+        self._reject(
+            ApiError(
+                408,
+                f"The headers must be complete within {seconds:g} seconds (header_timeout).",
+                code="header_timeout_exceeded",
+            )
+        )
+
+    def _reject(self, error: ApiError) -> None:
+        self._deadline = _cancelled(self._deadline)
+        if self.transport.is_closing():
+            return
+        _logger.info("refused", extra={"fields": {"status": error.status, "error": str(error)}})
+        self._on_rejection(error.status)
+        # A response that has begun cannot be replaced.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send(error)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        # If the connection were closed while the client sends, the client could lose the response.
+        self._is_rejected = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER, self.transport.close)
+
+    def _send(self, error: ApiError) -> None:
+        response = error.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=error.status, headers=headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+
+    # Clients that do not read
+
+    def pause_writing(self) -> None:
+        """Start the timer for a client that does not read."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Stop the timer for a client that does not read."""
+        super().resume_writing()
+        self._unread = _cancelled(self._unread)
+
+    def _watch_reader(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self._limits.send_timeout, self._check_reader, size)
+
+    def _check_reader(self, size: int) -> None:
+        if self.transport.get_write_buffer_size() < size:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+
+class _Framing(h11.Connection):
+    """h11 connection with absolute request targets and faster streams.
+
+    A data event of a stream does not change h11's state, so it bypasses the state machine. A stream
+    has thousands of data events.
+    """
+
+    _is_stream = False
+
+    def next_event(self) -> Any:
+        """Return the next event. Requests have their target in origin form."""
+        event = super().next_event()
+        return _in_origin_form(event) if isinstance(event, h11.Request) else event
+
+    def send(self, event: Any) -> Any:
+        """Return the bytes of an event."""
+        if type(event) is h11.Data and self._is_stream and self.our_state is h11.SEND_BODY:
+            # RFC 9112, 7.1: an empty chunk would end the body. HTTP/1.0 has no chunks (6.3).
+            is_chunk = event.data and self.their_http_version != b"1.0"
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if is_chunk else event.data
+        if type(event) is h11.Response:
+            self._is_stream = all(name != b"content-length" for name, _ in event.headers)
+        return super().send(event)
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """Split an absolute http target of a request into path and Host (RFC 9112, 3.2.2).
+
+    The host of the target replaces the Host header. Other targets are not changed.
+    """
+    url = _HTTP_URL.fullmatch(request.target)
+    if url is None:
+        return request
+    path = url["path"] or (b"*" if request.method == b"OPTIONS" else b"")
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    return h11.Request(
+        method=request.method,
+        target=path if path[:1] in (b"/", b"*") else b"/" + path,
+        headers=[(b"host", url["host"]), *headers],
+        http_version=request.http_version,
+    )
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
