@@ -1,1 +1,1 @@
-"""Measurements of paged_jax, each beside a peer in the same run: ``python -m benchmarks.NAME``."""
+"""Benchmarks of paged_jax, compared with peers in the same run: ``python -m benchmarks.NAME``."""

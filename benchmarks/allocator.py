@@ -1,14 +1,14 @@
-"""What the allocator costs: a decode step, forks, releases, and the prefix cache.
+"""Benchmark of the block allocator: decode steps, forks, releases, and the prefix cache.
 
     python -m benchmarks.allocator [--json]
 
-The decode step is the worst one: every slot stands at a block boundary, so each of them takes a new
-block. The prefix is half of what a slot can hold, published in one call and found in another. The
-last rows have tables for contexts of `LONG_CONTEXT` tokens: a short chat must not pay for those.
+The decode step is the worst case: every slot is at a block boundary and needs a new block. The
+prefix is half as long as a slot can be. One call publishes it and another call finds it. The last
+rows have block tables for contexts of `LONG_CONTEXT` tokens, which must not slow down a short chat.
 
-Each timed call gets a state of its own, copied before the clock starts, since the functions donate
-their input. Times are the median and the 90th percentile of `--repeats` calls, after `WARMUP_CALLS`
-others, from the call until its result is ready.
+The functions donate their input, so each timed call gets a copy of the state, made before the clock
+starts. Times are the median and the 90th percentile of `--repeats` calls after `WARMUP_CALLS`
+warm-up calls, from the call until its result is ready.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def _copy(tables: blocks.BlockTables) -> blocks.BlockTables:
 
 
 def _time(step: Callable, tables: blocks.BlockTables, *arguments: jax.Array, repeats: int) -> dict:
-    """Times the donated `step(tables, *arguments)`, always from the state `tables`."""
+    """Time the donated `step(tables, *arguments)`, always with a copy of `tables`."""
     step = jax.jit(step, donate_argnums=0)
     seconds = []
     for _ in range(WARMUP_CALLS + repeats):
@@ -50,7 +50,7 @@ def _time(step: Callable, tables: blocks.BlockTables, *arguments: jax.Array, rep
 
 
 def _half_full(num_blocks: int, num_slots: int, block_size: int) -> blocks.BlockTables:
-    """Slots that each hold the same number of full blocks, half of the pool in all."""
+    """Create slots with an equal number of full blocks, half of the pool in total."""
     per_slot = num_blocks // num_slots
     tables = blocks.BlockTables.create(num_blocks, num_slots, per_slot, block_size)
     num_tokens = per_slot // 2 * block_size
@@ -61,7 +61,7 @@ def _half_full(num_blocks: int, num_slots: int, block_size: int) -> blocks.Block
 
 
 def run(num_blocks: int, num_slots: int, block_size: int, repeats: int) -> dict:
-    """Returns the times of each operation, by its name."""
+    """Return the times of each operation, by name."""
     tables = _half_full(num_blocks, num_slots, block_size)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
     one_token = jnp.ones(num_slots, jnp.int32)
@@ -75,12 +75,12 @@ def run(num_blocks: int, num_slots: int, block_size: int, repeats: int) -> dict:
     parents = jnp.where(slots >= half, slots - half, -1)
     forked, ok = blocks.fork(to_fork, parents)
     assert ok, "the children are empty"
-    # Every holder of a shared, partly filled block writes: half of the slots must copy.
+    # Every slot writes into a shared, partly filled block: half of the slots must copy it.
     to_write, _, _ = blocks.reserve(to_fork, (slots < half).astype(jnp.int32))
     to_write, _ = blocks.fork(to_write, parents)
 
     everyone = jnp.ones(num_slots, bool)
-    # The beams of every four slots: the second goes on as two, the last one ends.
+    # Beam search with four beams: the second beam is duplicated, and the last one is dropped.
     beams = slots // 4 * 4 + jnp.array([0, 1, 1, 2], jnp.int32)[slots % 4]
 
     entries = _prefix(tables)
@@ -116,7 +116,7 @@ def run(num_blocks: int, num_slots: int, block_size: int, repeats: int) -> dict:
 def _run_long_context(
     num_blocks: int, num_slots: int, block_size: int, time_it: Callable
 ) -> dict[str, dict]:
-    """One slot with a prefix of half the pool, and others that hold a chat, in tables as wide."""
+    """Time a slot with a prefix of half the pool, next to chats, with wide block tables."""
     width = LONG_CONTEXT // block_size
     tables = blocks.BlockTables.create(num_blocks, num_slots, width, block_size)
     long = min(num_blocks // 2, width) * block_size
@@ -146,7 +146,7 @@ def _run_long_context(
 def _prefix(
     tables: blocks.BlockTables,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """All blocks of the first slot with digests of their own, as `publish` takes them."""
+    """Return the blocks of the first slot with their digests, as arguments of `publish`."""
     size = int(tables.lengths[0]) // tables.block_size
     columns = jnp.arange(size, dtype=jnp.int32)
     digests = jax.random.bits(jax.random.key(0), (size, 8), jnp.uint32)

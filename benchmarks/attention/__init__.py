@@ -1,1 +1,1 @@
-"""Attention over a paged pool, beside other kernels on the same device."""
+"""Benchmarks of attention over a paged pool, compared with other kernels on the same device."""

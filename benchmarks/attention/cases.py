@@ -1,7 +1,7 @@
-"""The attention calls that are timed: shapes of models, sweeps over them, and pools to read.
+"""Attention calls to time: shapes of models, sweeps over them, and pools to read.
 
-The numbers in a pool are random, never zero: hardware may run faster on zeros. Every sequence's
-blocks are scattered over the whole pool, as they are after some time of serving.
+The values in a pool are random, never zero, because hardware may run faster on zeros. The blocks of
+every sequence are scattered over the whole pool, as they are after some time of serving.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Heads(NamedTuple):
 
 
 MODELS = {
-    "Llama-3 8B": Heads(32, 8, 128),  # Qwen3 4B and 8B have the same
+    "Llama-3 8B": Heads(32, 8, 128),  # the same as Qwen3 4B and 8B
     "Llama-3 70B": Heads(64, 8, 128),
     "TinyLlama": Heads(32, 4, 64),
     "Qwen3 0.6B": Heads(16, 8, 128),
@@ -40,19 +40,20 @@ BLOCK_SIZES = (16, 64)
 POOL_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 
 CHUNK = 2048
-"""Tokens of a prompt chunk."""
+"""Number of tokens of a prompt chunk."""
 
 RAGGED_RATIO = 10
-"""Longest over shortest sequence of a ragged batch."""
+"""Ratio of the longest to the shortest sequence of a ragged batch."""
 
 SKEW = 128
-"""Longest sequence over all others of a skewed batch."""
+"""Ratio of the longest sequence to all others of a skewed batch."""
 
-# Bytes that calls go through before they meet the same ones again: more than twice what the
-# last-level cache holds, 50 MB on an H100 or H200.
+# Bytes that calls read before they read the same bytes again: more than twice the size of the
+# last-level cache, 50 MB on an H100 or H200.
 _ROTATED_BYTES = 128 << 20
-# All layers are compiled into one program. Only the smallest cases reach this, and then lie in the
-# cache: one sequence of 1K tokens of a small model.
+# Maximum number of layers, because all layers are compiled into one program. Only the smallest
+# cases
+# reach this limit and fit into the cache, such as one sequence of 1K tokens of a small model.
 _MOST_LAYERS = 64
 
 
@@ -62,13 +63,14 @@ class Case:
 
     Attributes:
       model: a key of `MODELS`.
-      batch: sequences.
-      context: tokens of the longest sequence.
-      block_size: tokens in a block.
-      pool_dtype: of K and V, by name.
-      is_ragged: sequences of different lengths, `RAGGED_RATIO` between the longest and shortest.
-      chunk: query tokens of each sequence; 0 is decode, which has one.
-      is_skewed: one sequence is `SKEW` times as long as each of the others.
+      batch: number of sequences.
+      context: number of tokens of the longest sequence.
+      block_size: number of tokens in a block.
+      pool_dtype: name of the dtype of K and V.
+      is_ragged: whether lengths differ, with the ratio `RAGGED_RATIO` of the longest to the
+        shortest.
+      chunk: number of query tokens of each sequence; 0 means decode, with a single query token.
+      is_skewed: whether one sequence is `SKEW` times as long as each of the others.
     """
 
     model: str
@@ -82,12 +84,12 @@ class Case:
 
     @property
     def heads(self) -> Heads:
-        """The heads of the model."""
+        """Attention heads of the model."""
         return MODELS[self.model]
 
     @property
     def q_dtype(self) -> str:
-        """Quantised pools are read by bfloat16 queries."""
+        """Dtype of the queries: bfloat16 for quantised pools."""
         return "float32" if self.pool_dtype == "float32" else "bfloat16"
 
     @property
@@ -97,12 +99,12 @@ class Case:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The width of the block table."""
+        """Width of the block table."""
         return -(-self.context // self.block_size)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sequence, i32[B]."""
+        """Number of tokens of each sequence, i32[B]."""
         if self.is_skewed:
             lengths = np.full(self.batch, self.context // SKEW, np.int32)
             lengths[self.batch // 2] = self.context
@@ -110,44 +112,44 @@ class Case:
         if not self.is_ragged:
             return np.full(self.batch, self.context, np.int32)
         lengths = np.linspace(self.context, self.context // RAGGED_RATIO, self.batch)
-        # The order in which sequences arrive has nothing to do with their lengths.
+        # The order of arrival of sequences is independent of their lengths.
         return np.random.default_rng(0).permutation(lengths.round().astype(np.int32))
 
     @property
     def held_blocks(self) -> np.ndarray:
-        """Blocks of each sequence, ``[B]``: a whole row of the table, but for a skewed batch."""
+        """Number of blocks of each sequence, ``[B]``: the table width, except in skewed batches."""
         held = self.lengths if self.is_skewed else np.full(self.batch, self.context)
         return -(-held // self.block_size)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of the pools, scales included."""
+        """Bytes of one layer of the pools, including scales."""
         return int(self.held_blocks.sum()) * self.block_size * self._token_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of one layer with each sequence in a row as long as the longest."""
+        """Bytes of one layer if each sequence is padded to the longest one."""
         return self.batch * self.blocks_per_sequence * self.block_size * self._token_bytes
 
     @property
     def num_layers(self) -> int:
-        """How many layers the pools need so that no cache still holds what a call reads."""
+        """Number of layers in the pools, so that no cache still contains the data of a call."""
         return min(-(-_ROTATED_BYTES // self.layer_bytes), _MOST_LAYERS)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K, V and scales that a call must read at least."""
+        """Bytes of K, V and scales that a call must read."""
         return int(self.lengths.sum(dtype=np.int64)) * self._token_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a call must move at least: `kv_bytes`, the queries and the result."""
+        """Bytes that a call must move: `kv_bytes`, the queries and the result."""
         rows = self.batch * max(self.chunk, 1) * self.heads.num_heads * self.heads.head_dim
         return self.kv_bytes + 2 * rows * jnp.dtype(self.q_dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two products, of the pairs that are not masked."""
+        """Operations of both matrix multiplications, for pairs that are not masked."""
         last = max(self.chunk, 1) - 1
         pairs = max(self.chunk, 1) * (self.lengths.astype(np.int64) - last) + last * (last + 1) // 2
         return 4 * self.heads.num_heads * self.heads.head_dim * int(pairs.sum())
@@ -168,11 +170,11 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """The arrays of a case.
+    """Arrays of a case.
 
     Attributes:
-      q: ``[B, H, D]``, or ``[B, T, H, D]`` of a prompt chunk.
-      pools: K and V of `Case.num_layers` layers, as many blocks each as the sequences hold.
+      q: ``[B, H, D]``, or ``[B, T, H, D]`` for a prompt chunk.
+      pools: K and V of `Case.num_layers` layers, with as many blocks as the sequences hold.
       block_tables: i32 ``[B, M]``.
       context_lens: i32 ``[B]``.
       query_lens: i32 ``[B]``, or None for decode.
@@ -186,7 +188,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Make the arrays of a case, on the first device."""
+    """Create the arrays of a case on the first device."""
     num_heads, num_kv_heads, head_dim = case.heads
     held = case.held_blocks
     num_blocks = int(held.sum())
@@ -212,14 +214,14 @@ def make_inputs(case: Case) -> Inputs:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> jax.Array:
-    """Uniform numbers: in -1..1 times `scale`, over the whole range of quantised types."""
+    """Return uniform values: in -1..1 times `scale`, or over the range of a quantised dtype."""
     if jnp.dtype(dtype) in QUANTISED:
         scale = QUANTISED[jnp.dtype(dtype)]
     return (scale * jax.random.uniform(key, shape, minval=-1.0)).astype(dtype)
 
 
 def goal_cases() -> list[Case]:
-    """The cases that every goal is about, one or more for each: what is timed first."""
+    """Return the cases of the goals, at least one for each goal. They are timed first."""
     large = Case("Llama-3 8B", batch=64, context=8192)
     return [
         large,
@@ -233,7 +235,7 @@ def goal_cases() -> list[Case]:
 
 
 def gpu_cases(is_full: bool) -> list[Case]:
-    """What is timed on a GPU or TPU: what goals ask for, then in turns over all axes."""
+    """Return the cases for a GPU or TPU: the cases of the goals, then a sweep over all axes."""
     base = Case("Llama-3 8B", batch=16, context=8192)
     first = [*goal_cases(), base]
     whole = [replace(base, batch=b, context=CHUNK, chunk=CHUNK) for b in (1, 4)]
@@ -258,7 +260,7 @@ def gpu_cases(is_full: bool) -> list[Case]:
 
 
 def cpu_cases(is_full: bool) -> list[Case]:
-    """What is timed on a CPU: small sizes."""
+    """Return the cases for a CPU, which are small."""
     base = Case("TinyLlama", batch=4, context=1024, pool_dtype="float32")
     if is_full:
         types = ("float32", *POOL_DTYPES)
@@ -276,11 +278,11 @@ def cpu_cases(is_full: bool) -> list[Case]:
 
 
 def quick_cases(pool_dtype: str) -> list[Case]:
-    """A handful of small cases, for a run of seconds."""
+    """Return a few small cases, for a run of seconds."""
     case = Case("TinyLlama", batch=2, context=256, pool_dtype=pool_dtype)
     return [case, replace(case, is_ragged=True), replace(case, context=128, chunk=128)]
 
 
 def _unique(cases: Iterable[Case]) -> list[Case]:
-    # One sequence is never ragged.
+    # A single sequence cannot be ragged.
     return list(dict.fromkeys(case for case in cases if not (case.is_ragged and case.batch == 1)))

@@ -1,8 +1,9 @@
-"""This library's GPU kernel with its batches divided otherwise, beside its own choice.
+"""Benchmark of the GPU decode kernel with other divisions of the batch.
 
-The question of vLLM's two kernels (V1 and V2 of its paged attention): one program for each sequence
-and head, in one launch, or parts of 512 tokens and a merge? `benchmarks.schedule` predicts the
-answer; ``python -m benchmarks.attention --divisions`` measures it.
+vLLM has two kernels (V1 and V2 of its paged attention). V1 uses one program instance per sequence
+and head. V2 divides sequences into parts of 512 tokens and merges them in a second launch.
+`benchmarks.schedule` predicts which is faster, and
+``python -m benchmarks.attention --divisions`` measures it.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """Other attention kernels that read the same pools, for `benchmarks.attention.run`.
 
-Each peer gets its K and V in the layout that it wants, made before the clock starts. What has
-settings comes in several variants, of which the fastest counts. A peer that cannot do a case, or is
-not installed, says why. Scores are not scaled, since one of the peers cannot.
+Each peer gets K and V in its own layout, converted before the clock starts. A peer with settings
+has several variants, and the fastest variant counts. A peer that does not support a case, or is
+not installed, gives the reason. Scores are not scaled, because one of the peers cannot scale them.
 """
 
 import functools
@@ -25,7 +25,7 @@ from benchmarks.attention.programs import JaxCall, TorchCall, reason, torch_on_g
 from benchmarks.common.process import PeerUnavailable
 
 K_SPLITS = (1, 4, 16, 64)
-"""The splits that JAX's own GPU kernel is tried with."""
+"""Values of `k_splits` to try with JAX's GPU kernel."""
 
 
 Variants = dict[str, JaxCall | TorchCall]
@@ -33,12 +33,12 @@ Make = Callable[[Case, Inputs], Variants]
 
 
 class Peer(NamedTuple):
-    """Another kernel.
+    """Another attention kernel.
 
     Attributes:
-      platforms: where it runs.
-      own_bytes: the memory that it needs besides the pools.
-      make: makes its variants for a case.
+      platforms: platforms that it supports.
+      own_bytes: memory that it needs in addition to the pools.
+      make: creates its variants for a case.
     """
 
     platforms: tuple[str, ...]
@@ -49,16 +49,17 @@ class Peer(NamedTuple):
 def make_peers(
     case: Case, inputs: Inputs, free_bytes: int, chosen: Mapping[str, Peer] | None = None
 ) -> tuple[dict[str, Variants], dict[str, str]]:
-    """Make peers for a case.
+    """Create the peers for a case.
 
     Args:
-      case, inputs: what to compute.
-      free_bytes: memory that is left for a peer's own layout; peers may share it.
+      case: the call to compute.
+      inputs: arrays of the case.
+      free_bytes: memory that is left for layouts of peers; peers may share it.
       chosen: the peers; `KNOWN` if None. See `peer_of_file` for others.
 
     Returns:
-      ``(peers, left_out)``: the variants of each peer by their settings, and why others are not
-      among them.
+      ``(peers, left_out)``: the variants of each peer by their settings, and the reasons why other
+      peers are missing.
     """
     peers: dict[str, Variants] = {}
     left_out: dict[str, str] = {}
@@ -71,27 +72,29 @@ def make_peers(
         try:
             peers[name] = make(case, inputs)
             free_bytes -= own_bytes(case)
-        except Exception as error:  # whatever ails a peer, the benchmark goes on without it
+        except Exception as error:  # the benchmark continues without a peer that fails
             left_out[name] = reason(error)
     return peers, left_out
 
 
 NUM_SPLITS = (1, 2, 4, 32)
-"""The parts of a sequence that a `decode` of one's own is tried with."""
+"""Numbers of parts of a sequence to try with the `decode` function of a file."""
 
 
 def peer_of_file(path: Path) -> Peer:
-    """A kernel that is not part of this project, such as a prototype.
+    """Return a peer for a kernel outside of this project, such as a prototype.
 
-    The file defines ``make(case, inputs)``, which gives functions by their settings:
-    ``op(q, layer, (pools, block_tables, context_lens))`` returns what `paged_attention` would, with
-    a scale of 1. It raises where it cannot do a case. It may import what lies beside it.
+    The file defines ``make(case, inputs)``, which returns functions by their settings:
+    ``op(q, layer, (pools, block_tables, context_lens))`` returns the result of `paged_attention`
+    with
+    a scale of 1, and raises an exception for unsupported cases. The file may import files next to
+    it.
 
-    Or it defines ``decode(q, k_pool, v_pool, block_tables, context_lens, *, num_splits, layer)``
-    alone, with a scale of 1, which is tried with several numbers of parts of a sequence.
+    Alternatively it defines only ``decode(q, k_pool, v_pool, block_tables, context_lens, *,
+    num_splits, layer)`` with a scale of 1. It is tried with several numbers of parts of a sequence.
 
     Raises:
-      ValueError: the file defines neither.
+      ValueError: the file defines neither function.
     """
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -130,7 +133,7 @@ def _decodes(decode: Callable[..., Any], case: Case, inputs: Inputs) -> dict[str
 
 
 def _gathered(pool, scale, layer, tables, dtype):
-    """Tokens of every sequence in order, ``[B, M * C, K, D]``."""
+    """Return the tokens of every sequence in order, ``[B, M * C, K, D]``."""
     blocks = pool.at[layer, tables].get(mode="promise_in_bounds")  # [B, M, K, C, D]
     if scale is not None:
         scales = scale.at[layer, tables].get(mode="promise_in_bounds")
@@ -145,7 +148,8 @@ def _gather(implementation: Literal["xla", "cudnn"]) -> Make:
             raise PeerUnavailable("only a chunk that is the whole sequence needs no mask")
 
         def op(q, layer, arrays):
-            # The tables wait for the query: or XLA may gather one layer before the loop, once.
+            # Make the tables depend on the query. Otherwise XLA may gather one layer once, before
+            # the loop.
             pools, tables, lengths, q = lax.optimization_barrier((*arrays, q))
             k = _gathered(pools.k, pools.k_scale, layer, tables, q.dtype)
             v = _gathered(pools.v, pools.v_scale, layer, tables, q.dtype)
@@ -168,14 +172,15 @@ def _gather(implementation: Literal["xla", "cudnn"]) -> Make:
 
 
 def jax_kernel() -> ModuleType:
-    """The module of JAX's own GPU kernel."""
-    with warnings.catch_warnings():  # to import Pallas Triton warns since JAX 0.11: deprecated
+    """Return the module of JAX's GPU kernel."""
+    # importing Pallas' Triton backend raises a DeprecationWarning since JAX 0.11
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
 
 
 def _jax_pallas(case: Case, inputs: Inputs) -> Variants:
-    """`jax.experimental.pallas.ops.gpu.paged_attention`, over pools ``[K, L * P, C, D]``."""
+    """Return `jax.experimental.pallas.ops.gpu.paged_attention`, over pools ``[K, L * P, C, D]``."""
     if case.chunk:
         raise PeerUnavailable("it has one query token a sequence")
     theirs = jax_kernel()
@@ -189,13 +194,13 @@ def _jax_pallas(case: Case, inputs: Inputs) -> Variants:
     pools = jax.tree.map(jax.jit(heads_first), inputs.pools)
 
     def variant(k_splits: int) -> JaxCall:
-        # A loop step of 128 tokens, which its own benchmark takes, or the part if that is smaller.
+        # A loop step of 128 tokens, as in JAX's own benchmark, or the part if that is smaller.
         pages = case.blocks_per_sequence // k_splits
         pages_per_step = math.gcd(pages, max(128 // C, 1))
 
         def op(q, layer, arrays):
             pools, tables, lengths = arrays
-            with warnings.catch_warnings():  # and so does to lower it
+            with warnings.catch_warnings():  # lowering a kernel warns as well
                 warnings.simplefilter("ignore", DeprecationWarning)
                 return theirs.paged_attention(
                     q,
@@ -209,7 +214,7 @@ def _jax_pallas(case: Case, inputs: Inputs) -> Variants:
                     pages_per_compute_block=pages_per_step,
                 )
 
-        # The tables of each layer are an array, for which nothing need be launched.
+        # The tables of each layer are an array, so no launch is needed to compute them.
         tables = tuple(inputs.block_tables + layer * P for layer in range(L))
         return JaxCall(op, (pools, tables, inputs.context_lens))
 
@@ -218,7 +223,7 @@ def _jax_pallas(case: Case, inputs: Inputs) -> Variants:
 
 
 def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
-    """The paged attention of cuDNN behind JAX, which has no public name."""
+    """Return cuDNN's paged attention, which JAX contains without a public name."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     if case.chunk or case.pool_dtype != "bfloat16":
@@ -227,7 +232,7 @@ def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
         raise PeerUnavailable("it wants as many blocks as the tables have entries")
     L, P, K, C, D = inputs.pools.k.shape
     ones = jnp.ones_like(inputs.context_lens)
-    # It wants as many blocks as the tables have entries, so they are padded to all layers.
+    # It requires as many blocks as entries in the tables, so the tables are padded to all layers.
     padding = ((0, 0), (0, (L - 1) * case.blocks_per_sequence))
     tables = tuple(
         jnp.pad(inputs.block_tables + layer * P, padding)[:, None, :, None] for layer in range(L)
@@ -255,7 +260,7 @@ def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
 
 
 def _torch_sdpa(case: Case, inputs: Inputs) -> Variants:
-    """PyTorch's attention over K and V that lie in one piece: no block table, gathered before."""
+    """Return PyTorch's attention over contiguous K and V, gathered before, without a block table."""
     torch = torch_on_gpu()
     is_even = not case.is_ragged and not case.is_skewed
     if not is_even or case.is_quantised or (case.chunk and case.context != case.chunk):
@@ -283,7 +288,7 @@ def _torch_sdpa(case: Case, inputs: Inputs) -> Variants:
 
 
 def _flashinfer(case: Case, inputs: Inputs) -> Variants:
-    """FlashInfer's decode kernel over the same blocks; its layout "HND" is that of one layer."""
+    """Return FlashInfer's decode kernel over the same blocks; its layout "HND" equals one layer."""
     torch = torch_on_gpu()
     try:
         import flashinfer  # pyright: ignore[reportMissingImports]
@@ -329,7 +334,7 @@ def _copy_bytes(case: Case) -> int:
 
 
 def _gather_bytes(case: Case) -> int:
-    # K and V in the type of the query, as gathered and then in the order of tokens.
+    # K and V in the dtype of the query, gathered, in the order of tokens.
     wider = jnp.dtype(case.q_dtype).itemsize // jnp.dtype(case.pool_dtype).itemsize
     return 2 * wider * case.gathered_bytes
 

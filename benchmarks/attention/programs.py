@@ -1,4 +1,4 @@
-"""From an attention op to a program that can be timed: compiled, checked, and run many times."""
+"""Programs that time an attention op: compiled, checked, and run many times."""
 
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +12,11 @@ from benchmarks.common.device_time import Program, Rates, chained
 from benchmarks.common.process import PeerUnavailable
 from paged_jax.kernels import paged_attention, paged_prefill_attention
 
-# Largest relative error of a result that counts as the same: bfloat16 weights and values give
-# 0.003 to 0.01.
+# Maximum relative error of an equal result. Rounding of bfloat16 weights and values causes 0.003 to
+# 0.01.
 TOLERANCE = 0.02
 
-# Least calls in the body of a loop.
+# Minimum number of calls in the body of a loop.
 _UNROLL = 8
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -26,8 +26,8 @@ class Prepared(NamedTuple):
     """A compiled op.
 
     Attributes:
-      once: returns the result of one call over layer 0.
-      program: what to time.
+      once: returns the result of one call for layer 0.
+      program: the program to time.
     """
 
     once: Callable[[], Any]
@@ -35,11 +35,11 @@ class Prepared(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a program makes its calls.
+    """Number of calls of a program.
 
     Attributes:
-      num_calls: how many; a multiple of `unroll`.
-      unroll: calls in the body of its loop.
+      num_calls: total number of calls, a multiple of `unroll`.
+      unroll: number of calls in the body of its loop.
     """
 
     num_calls: int
@@ -47,17 +47,18 @@ class Plan(NamedTuple):
 
 
 def plan_calls(case: Case, rates: Rates, turn_seconds: float) -> Plan:
-    """As many calls as take about `turn_seconds` at the bound of the device."""
+    """Return a plan with calls for about `turn_seconds`, at the bound of the device."""
     bound = case.num_bytes / rates.memory / 1e9 + case.flops / rates.matmul / 1e12
-    # XLA launches bodies of several calls as one CUDA graph. On a CPU unrolling gains nothing.
+    # XLA launches loop bodies with several calls as one CUDA graph. On a CPU unrolling has no
+    # effect.
     is_cpu = jax.devices()[0].platform == "cpu"
     unroll = 1 if is_cpu else case.num_layers * -(-_UNROLL // case.num_layers)
-    # No two kernels are launched in much less than 5 us.
+    # Two kernel launches take at least about 5 us.
     return Plan(unroll * max(round(turn_seconds / max(bound, 5e-6) / unroll), 1), unroll)
 
 
 class JaxCall(NamedTuple):
-    """An op in JAX: ``op(q, layer, arrays)`` returns what `paged_attention` would.
+    """A JAX op: ``op(q, layer, arrays)`` returns the result of `paged_attention`.
 
     The layer is a Python number on a GPU, and may be traced on a CPU.
     """
@@ -66,7 +67,7 @@ class JaxCall(NamedTuple):
     arrays: Any
 
     def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
-        """Compile one call, and the program. Several threads may do so at once."""
+        """Compile one call and the program. Several threads may call this at the same time."""
         chain = chained(self.op, plan.num_calls, case.num_layers, plan.unroll)
         many = jax.jit(chain).lower(q, self.arrays).compile()
         first = jax.jit(lambda q, arrays: self.op(q, 0, arrays))
@@ -78,14 +79,14 @@ class JaxCall(NamedTuple):
 
 
 class TorchCall(NamedTuple):
-    """An op in PyTorch: ``op(layer)`` enqueues a call, returns what `paged_attention` would."""
+    """A PyTorch op: ``op(layer)`` enqueues a call and returns the result of `paged_attention`."""
 
     op: Callable[[int], Any]
 
     def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
-        """Record calls over all layers in a CUDA graph, so that the host is not what is timed."""
+        """Record calls over all layers in a CUDA graph, so that the host does not limit the speed."""
         torch = torch_on_gpu()
-        for _ in range(3):  # kernels are chosen and loaded in the first calls
+        for _ in range(3):  # the first calls choose and load kernels
             self.op(0)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -107,7 +108,7 @@ class TorchCall(NamedTuple):
 
 
 def our_call(inputs: Inputs, backend: str | None = None) -> JaxCall:
-    """The public op, for decode or for a chunk, on one of its backends."""
+    """Return a call of the public op, for decode or for a chunk, on one of its backends."""
 
     def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
         pools = inputs.pools
@@ -127,7 +128,7 @@ def our_call(inputs: Inputs, backend: str | None = None) -> JaxCall:
 
 
 def expected_result(inputs: Inputs) -> jax.Array:
-    """What any kernel must give for layer 0: the result of the XLA backend."""
+    """Return the expected result for layer 0, computed by the XLA backend."""
     return jax.jit(our_call(inputs, backend="xla").op)(inputs.q, 0, inputs)
 
 
@@ -137,7 +138,7 @@ def prepare_all(
     """Compile and run all calls once.
 
     Returns:
-      ``(prepared, failures)``: the calls that work, and why the others do not.
+      ``(prepared, failures)``: the calls that work, and the reasons why others fail.
     """
     with ThreadPoolExecutor() as pool:
         futures = {
@@ -149,32 +150,32 @@ def prepare_all(
     failures: dict[_Key, str] = {}
     for key, call in calls.items():
         try:
-            # A CUDA graph is recorded here, while no other thread uses the device.
+            # This records a CUDA graph, while no other thread uses the device.
             ready = futures[key].result() if key in futures else call.prepare(case, q, plan)
-            ready.program.run()  # the first run loads kernels and takes memory
+            ready.program.run()  # the first run loads kernels and allocates memory
             prepared[key] = ready
-        except Exception as error:  # whatever ails a kernel, the others are still measured
+        except Exception as error:  # the other kernels are still measured
             failures[key] = reason(error)
     return prepared, failures
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-    """The Euclidean norm of the difference over that of what is expected; NaN if any is."""
+    """Return the relative Euclidean norm of the difference; NaN if any value is NaN."""
     actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def reason(error: Exception) -> str:
-    """An exception in one line, not longer than a table bears."""
+    """Return an exception as one line that is short enough for a table."""
     first = (str(error).splitlines() or [""])[0][:200]
     return first if isinstance(error, PeerUnavailable) else f"{type(error).__name__}: {first}"
 
 
 def torch_on_gpu() -> Any:
-    """The torch module.
+    """Return the torch module.
 
     Raises:
-      PeerUnavailable: it is not installed, or has no GPU.
+      PeerUnavailable: PyTorch is not installed, or has no GPU.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]

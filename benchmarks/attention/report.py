@@ -1,4 +1,4 @@
-"""What the records of a run say: a line each, goals met or not, and a plot."""
+"""Reports of attention benchmarks: a line per record, the goals, and a plot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +10,13 @@ OURS = "paged_jax"
 Record = dict[str, Any]
 
 _JAX_KERNEL = "jax pallas"
-# Bytes of K and V from which memory alone bounds a call.
+# Bytes of K and V from which on only memory bandwidth limits a call.
 _LARGE = 5 * 10**8
 _QUANTISED = ("int8", "float8_e4m3fn")
 
 
 def record_line(record: Record) -> str:
-    """One line: time, bytes, rates, and the other kernels' times over ours."""
+    """Return one line: time, bytes, rates, and the times of other kernels relative to this one."""
     if record["op"] == "prefill":
         rate = f"{record['tflop_s']:7.2f} TFLOP/s {record['of_matmul_rate']:4.0%} of matmul"
     else:
@@ -27,7 +27,7 @@ def record_line(record: Record) -> str:
 
 
 def _is_plain(record: Record) -> bool:
-    """Whether goals for bandwidth are about a record like this."""
+    """Return whether the bandwidth goals apply to a record."""
     case = record["case"]
     kind = (record["op"], case["pool_dtype"], case["head_dim"], case["block_size"])
     return kind == ("decode", "bfloat16", 128, 16)
@@ -35,7 +35,7 @@ def _is_plain(record: Record) -> bool:
 
 def _is_even(record: Record) -> bool:
     case = record["case"]
-    return not (case["is_ragged"] or case.get("is_skewed"))  # older reports have no skewed ones
+    return not (case["is_ragged"] or case.get("is_skewed"))  # older reports have no skewed records
 
 
 def _large_even(record: Record, _: list[Record]) -> float | None:
@@ -72,7 +72,7 @@ def _over_jax(record: Record, _: list[Record]) -> float | None:
 
 
 def _over_jax_alone(record: Record, _: list[Record]) -> float | None:
-    """Where its fixed split leaves most to win: one sequence, or some longer than others."""
+    """Return the speed relative to JAX's kernel for single sequences and ragged batches."""
     case = record["case"]
     applies = _is_plain(record) and (not _is_even(record) or case["batch"] == 1)
     return record["speedup_over"].get(_JAX_KERNEL) if applies else None
@@ -84,7 +84,7 @@ def _over_jax_quantised(record: Record, _: list[Record]) -> float | None:
 
 
 def _quantised(record: Record, records: list[Record]) -> float | None:
-    """How much faster than the same case over bfloat16 pools, where those are large."""
+    """Return the speed relative to the same case over bfloat16 pools, for large pools."""
     case = record["case"]
     if record["op"] != "decode" or case["pool_dtype"] not in _QUANTISED:
         return None
@@ -102,7 +102,7 @@ def _chunks(record: Record, _: list[Record]) -> float | None:
 
 
 def _in_cases(figure: Callable[[Record, list[Record]], float | None]) -> Callable[..., Figure]:
-    """The figure of every record that a goal applies to; of a CPU's report, of none."""
+    """Return the figure of every record to which a goal applies; empty for reports of a CPU."""
 
     def figures(report: dict[str, Any]) -> Figure:
         records = report["results"] if report["accelerator"] else []
@@ -132,16 +132,16 @@ GOALS = (
         low=0.85,
     ),
 )
-"""What a data-centre GPU is to reach; bandwidths are for bfloat16, D 128 and C 16."""
+"""Goals for a data-centre GPU; bandwidths are for bfloat16, D 128 and C 16."""
 
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
-    """Return a line for each goal: met, not met, or not measured (all of them on a CPU)."""
+    """Return a line for each goal: met, not met, or not measured (always on a CPU)."""
     return goal_lines_on(report["accelerator"], GOALS, report)
 
 
 def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:
-    """Draw rate over bytes: on the left our kernel and the others, on the right ours by pool."""
+    """Draw rate over bytes: this kernel and others on the left, dtypes of the pool on the right."""
     decode = [record for record in report["results"] if record["op"] == "decode"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), sharex=True, sharey=True)
     names = dict.fromkeys(name for record in decode for name in record["us"])

@@ -1,18 +1,19 @@
-"""Attention over blocks: time, bytes and bandwidth of a call, beside other kernels, in one run.
+"""Benchmark of attention over blocks: time, bytes and bandwidth, compared with other kernels.
 
-    python -m benchmarks.attention --goals                   # what this device can do
-    python -m benchmarks.attention --quick                   # seconds
+    python -m benchmarks.attention --goals                   # the goals for this device
+    python -m benchmarks.attention --quick                   # a run of seconds
     python -m benchmarks.attention --full --budget 3600 --json all.json --plot all.png
 
-Decoding reads every K and V once and computes little: memory is its bound. So each case gives the
-bytes that must move, the rate at which they did, and that rate over the one of a large copy
-measured in the same run. Chunks of prompt are bound by arithmetic, and compared with a dense
-bfloat16 matrix product. All kernels read the same random blocks, their results are compared before
-they are timed, and they take turns; figures are medians, and ratios are made within the run.
+Decoding reads every K and V once and computes little, so memory bandwidth limits it. Each case
+reports the bytes that must move, the achieved rate, and this rate relative to a large copy in the
+same run. Arithmetic limits chunks of prompts. They are compared with a dense bfloat16 matrix
+multiplication. All kernels read the same random blocks. Their results are compared before they are
+timed, and their runs are interleaved. Figures are medians, and ratios are computed within the run.
 
-A default run varies one axis at a time from a case that all share; `--full` takes the product of
-the axes. What does not fit the memory is left out, and `--budget` ends the run in time; both are
-said. Results are saved after every case. On a CPU it runs the XLA backend at small sizes.
+A default run varies one axis at a time from a common case. `--full` measures all combinations.
+Cases
+that do not fit into memory are skipped, and `--budget` ends the run in time; the output reports
+both. Results are saved after every case. On a CPU the XLA backend runs at small sizes.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# Kernels of PyTorch need some of the GPU's memory, which JAX would otherwise take at once.
+# PyTorch's kernels need some GPU memory, and JAX would otherwise allocate all of it at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -50,7 +51,7 @@ from benchmarks.common.device_time import Program, Rates, measure_rates, memory_
 from benchmarks.common.environment import environment
 from benchmarks.common.figures import add_outputs, plotter
 
-# A variant this much slower than the fastest one of its peer is not timed further.
+# A variant that is slower than the fastest variant of its peer by this factor is not timed further.
 _HOPELESS = 1.3
 
 
@@ -62,17 +63,17 @@ def measure(
     turn_seconds: float,
     peers: Mapping[str, Peer],
 ) -> dict[str, Any]:
-    """Time one case, our kernels and the others', in turns; returns its record.
+    """Time one case with all kernels, interleaved, and return its record.
 
     Args:
-      case: what is timed.
-      rates: of the device.
-      num_rounds: turns of each kernel.
+      case: the call to time.
+      rates: rates of the device.
+      num_rounds: number of turns of each kernel.
       turn_seconds: seconds of a turn at the bound of the device.
       peers: other kernels to time.
     """
     inputs = make_inputs(case)
-    # A tenth for what kernels and compilers need besides their arguments.
+    # Leave a tenth for the needs of kernels and compilers besides their arguments.
     free_bytes = int(0.9 * memory_limit()) - case.num_layers * case.layer_bytes
     variants, left_out = make_peers(case, inputs, free_bytes, peers)
     calls: dict[tuple[str, str], JaxCall | TorchCall] = {(OURS, ""): our_call(inputs)}
@@ -106,10 +107,10 @@ def measure(
 def _drop_different(
     prepared: dict[tuple[str, str], Prepared], expected: jax.Array
 ) -> dict[tuple[str, str], str]:
-    """Drop the kernels whose result is another, and say by how much.
+    """Drop the kernels with a different result, and print the difference.
 
     Raises:
-      RuntimeError: ours is among them.
+      RuntimeError: the kernel of paged_jax is among them.
     """
     errors = {key: relative_error(ready.once(), expected) for key, ready in prepared.items()}
     different = {key: error for key, error in errors.items() if not error <= TOLERANCE}
@@ -121,7 +122,7 @@ def _drop_different(
 
 
 def _fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:
-    """The fastest variant of each kernel: one turn each, then three of those that are near."""
+    """Choose the fastest variant of each kernel: one turn each, then three turns of close variants."""
     fastest = {}
     for name in dict.fromkeys(name for name, _ in prepared):
         programs = {s: ready.program for (n, s), ready in prepared.items() if n == name}
@@ -154,13 +155,13 @@ def run(
     save: Callable[[dict[str, Any]], None],
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure cases until the budget's seconds are over; prints as it goes.
+    """Measure cases until `budget` seconds have passed, and print the results.
 
     Args:
-      cases: in order of importance.
-      budget: seconds after which no further case is begun.
+      cases: cases in order of importance.
+      budget: seconds after which no new case starts.
       save: called with the report after every case.
-      **options: of `measure`.
+      **options: arguments of `measure`.
     """
     start = time.monotonic()
     device = jax.devices()[0]
@@ -188,7 +189,7 @@ def run(
         else:
             try:
                 record = measure(case, rates, **options)
-            except RuntimeError as error:  # of XLA, or ours: what is measured so far is kept
+            except RuntimeError as error:  # an error of XLA or a kernel; keep the results so far
                 skipped["failed"].append(f"{case}: {reason(error)}")
                 continue
             report["results"].append(record)
@@ -257,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write JSON and a plot on request."""
+    """Measure, print, and optionally write JSON and a plot."""
     options = _parser().parse_args(arguments)
     is_cpu = jax.devices()[0].platform == "cpu"
     if options.quick:

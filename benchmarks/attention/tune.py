@@ -1,16 +1,17 @@
-"""Find the fastest launch parameters of the Triton kernels on this GPU, and keep them.
+"""Tuner for the launch parameters of the Triton kernels on this GPU.
 
-    python -m benchmarks.attention.tune                        # shapes of the usual models
+    python -m benchmarks.attention.tune                        # shapes of common models
     python -m benchmarks.attention.tune --ops decode --models TinyLlama --block-sizes 16
-    python -m benchmarks.attention.tune --dry-run              # what would be timed; needs no GPU
+    python -m benchmarks.attention.tune --dry-run              # list the candidates; needs no GPU
 
-For every shape (head dimension, group, block size, types) each candidate runs on a few batches:
-even and ragged ones, one long sequence and one short one. What does not compile, or whose result is
-not that of the XLA backend, is dropped; the others take turns, and the least geometric mean of the
-times over the batches wins. Winners go into `paged_jax/kernels/triton/tuning.json`, where the
-kernels look, or into the file of `--table`; its other entries stay.
+For every shape (head dimension, group, block size, dtypes), each candidate runs on a few batches:
+even and ragged batches, one long sequence and one short sequence. Candidates that do not compile,
+or differ from the XLA backend, are dropped. The others run in turns, and the candidate with the
+smallest geometric mean of times over the batches wins. Winners are written to
+`paged_jax/kernels/triton/tuning.json`, which the kernels read, or to the file of `--table`. Other
+entries in the file are kept.
 
-For decode it also says how the number of parts that the kernel chooses compares with others.
+For decode the tuner also compares the number of parts that the kernel chooses with other numbers.
 """
 
 import argparse
@@ -56,29 +57,29 @@ _STEP_TOKENS = (16, 32, 64, 128, 256)
 _QUERY_ROWS = (64, 128)
 _NUM_WARPS = {"decode": (2, 4, 8), "prefill": (4, 8)}
 _NUM_STAGES = (2, 3, 4)
-# Parts that a batch is divided into; 0: each sequence is one.
+# Numbers of parts of a batch; 0 means one part per sequence.
 _PARTS = (0, 16, 32, 64, 128, 256, 512)
-# Shared memory that a program may have on an H100 or H200 (CUDA C++ programming guide).
+# Maximum shared memory of a thread block on an H100 or H200 (CUDA C++ programming guide).
 _SHARED_BYTES = 227 * 1024
-# Numbers of a tile in the registers of a thread, beyond which kernels of either kind spill (ptxas,
-# compute capability 9.0): those of K or V in decode, those of the scores and sums in prefill.
+# Maximum number of tile elements in the registers of a thread before kernels spill (ptxas, compute
+# capability 9.0): elements of K or V in decode, elements of scores and sums in prefill.
 _THREAD_NUMBERS = 128
-# Batch and context of what is timed, and whether it is ragged; the most telling ones first, since
-# only candidates that are fast on one go on to the next.
+# Batch, context, and whether the batch is ragged. The most informative batches come first, because
+# only candidates that are fast on a batch continue to the next.
 _DECODED = ((32, 4096, False), (1, 32768, False), (64, 8192, True), (1, 1024, False))
 _CHUNKS = ((1, CHUNK, False), (1, 4 * CHUNK, False))
-# A candidate this much slower than the fastest on one batch is not tried on the next.
+# A candidate that is slower than the fastest by this factor on a batch is not tried on the next.
 _HOPELESS = 1.3
 _TURN_SECONDS = 0.005
 
 
 class Job(NamedTuple):
-    """What to find the parameters of.
+    """A shape with parameters to tune.
 
     Attributes:
       op: a key of `tuning.OPS`.
-      shape: of the entry.
-      cases: what is timed.
+      shape: shape of the table entry.
+      cases: cases to time.
     """
 
     op: str
@@ -92,9 +93,9 @@ class Job(NamedTuple):
 def make_jobs(
     ops: list[str], models: list[str], block_sizes: list[int], pool_dtypes: list[str]
 ) -> list[Job]:
-    """The jobs for some models, each shape once."""
+    """Create the jobs for some models, each shape once."""
     jobs: dict[tuple[str, tuning.Shape], Job] = {}
-    # Models change fastest: where time runs out, every model has had its commonest types.
+    # The model varies fastest, so that every model has its most common dtypes if time runs out.
     for dtype, block_size, op, model in itertools.product(pool_dtypes, block_sizes, ops, models):
         sizes, chunk = (_DECODED, 0) if op == "decode" else (_CHUNKS, CHUNK)
         cases = tuple(Case(model, b, n, block_size, dtype, ragged, chunk) for b, n, ragged in sizes)
@@ -106,13 +107,13 @@ def make_jobs(
 
 
 def current_params(device_kind: str, op: str, shape: tuning.Shape) -> tuning.Params:
-    """What the kernels take now."""
+    """Return the parameters that the kernels use now."""
     choose = {"decode": tuning.decode_params, "prefill": tuning.prefill_params}[op]
     return choose(device_kind, **shape._asdict())
 
 
 def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuning.Params]:
-    """The parameters to try, those in use first."""
+    """Return the parameters to try, beginning with the current ones."""
     found: list[tuning.Params] = [current_params(device_kind, op, shape)]
     for step_tokens, num_warps, num_stages in itertools.product(
         _STEP_TOKENS, _NUM_WARPS[op], _NUM_STAGES
@@ -128,16 +129,16 @@ def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuni
 
 
 def fits(shape: tuning.Shape, params: tuning.Params) -> bool:
-    """Whether tiles fit shared memory and registers, as far as that can be told before compiling.
+    """Return whether tiles fit into shared memory and registers, as far as this is known in advance.
 
-    Loads of a step are kept as they lie in the pool, 1 byte a number where it is quantised.
+    Loads keep the dtype of the pool: 1 byte per element if it is quantised.
     """
     lanes = 1 << (shape.head_dim - 1).bit_length()
     pool_dtype = jnp.dtype(shape.pool_dtype)
     scale_bytes = 8 if is_quantised(pool_dtype) else 0
     stage_bytes = params.step_tokens * (2 * lanes * pool_dtype.itemsize + scale_bytes)
     threads = 32 * params.num_warps
-    # The loads of all steps but the one that is computed.
+    # Loads of all pipeline stages except the current one.
     shared_bytes = (params.num_stages - 1) * stage_bytes
     if isinstance(params, tuning.DecodeParams):
         numbers = params.step_tokens * lanes
@@ -155,7 +156,7 @@ def kernel_call(
     num_parts: int | None = None,
     interpret: Interpret = False,
 ) -> JaxCall:
-    """A Triton kernel with its parameters given."""
+    """Return a call of a Triton kernel with the given parameters."""
 
     def call(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
         _, pools, tables, lens, query_lens = inputs
@@ -179,8 +180,8 @@ def tune(
     """Time candidates on all cases of a job.
 
     Returns:
-      The geometric mean of the seconds of a call, of every candidate that was among the fast ones
-      on each case, and of the first candidate if it works.
+      The geometric mean of the seconds of a call, for every candidate that was among the fast ones
+      on each case, and for the first candidate if it works.
     """
     seconds: dict[tuning.Params, list[float]] = {}
     left = candidates
@@ -200,7 +201,7 @@ def tune(
 def tune_parts(
     job: Job, params: tuning.DecodeParams, rates: Rates, options: Options
 ) -> dict[Case, dict[int | None, float]]:
-    """Seconds of a decode call by the number of parts; None is the kernel's own choice."""
+    """Time a decode call for several numbers of parts; None is the choice of the kernel."""
     times = {}
     for case in job.cases:
         inputs = make_inputs(case)
@@ -212,7 +213,7 @@ def tune_parts(
 def _time_calls(
     calls: Mapping[Any, JaxCall], case: Case, inputs: Inputs, rates: Rates
 ) -> dict[Any, float]:
-    """Seconds of a call of each kernel that compiles and gives the result of the XLA backend."""
+    """Time a call of each kernel that compiles and agrees with the XLA backend."""
     plan = plan_calls(case, rates, _TURN_SECONDS)
     expected = expected_result(inputs)
     prepared, failures = prepare_all(calls, case, inputs.q, plan)
@@ -234,13 +235,13 @@ def _time_calls(
 def write_entries(
     path: Path, device_kind: str, entries: Mapping[Job, tuning.Params], measured: str
 ) -> None:
-    """Put entries into a table, in place of older ones; the file is always whole.
+    """Write entries to a table, replacing older entries. The file is always complete.
 
     Args:
-      path: of the table, which need not exist.
-      device_kind: what was measured on.
+      path: the table; it need not exist.
+      device_kind: the device that was measured.
       entries: parameters by job.
-      measured: what they were measured with.
+      measured: settings of the measurement.
     """
     table = json.loads(path.read_text()) if path.exists() else {}
     for job, params in entries.items():
@@ -255,14 +256,14 @@ def write_entries(
 
 
 def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = None) -> None:
-    """Tune jobs while the budget lasts, and write each winner at once.
+    """Tune jobs while the budget lasts, and write each winner immediately.
 
     Args:
-      jobs: in order of importance.
-      path: of the table.
-      budget: seconds; a job is not begun that would not end in time if it took as long as the
-        longest so far.
-      json_path: where to write all times, too.
+      jobs: jobs in order of importance.
+      path: the table.
+      budget: seconds. A job does not start if it would exceed the budget with the duration of the
+        longest job so far.
+      json_path: file for all times.
     """
     start = time.monotonic()
     kind = tuning.device().kind
@@ -281,7 +282,7 @@ def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = Non
             break
         try:
             record, best = tune_job(job, kind, rates, options)
-        except RuntimeError as error:  # of XLA: the other shapes are still tuned
+        except RuntimeError as error:  # an error of XLA; the other shapes are still tuned
             record, best = {"job": str(job), "failed": reason(error)}, None
             print(f"{job}: {record['failed']}")
         report["results"].append(record)
@@ -299,7 +300,7 @@ def _save(report: dict[str, Any], path: Path | None) -> None:
 def tune_job(
     job: Job, device_kind: str, rates: Rates, options: Options
 ) -> tuple[dict[str, Any], tuning.Params | None]:
-    """Tune one job, and print it: what was measured, for JSON, and the winner if anything works."""
+    """Tune one job and print it. Return the measurements for JSON, and the winner or None."""
     candidates = make_candidates(device_kind, job.op, job.shape)
     seconds = tune(job, candidates, rates, options)
     record: dict[str, Any] = {"job": str(job), "cases": list(map(str, job.cases))}
@@ -335,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tune, or say what would be tuned."""
+    """Tune, or list the candidates."""
     options = _parser().parse_args(arguments)
     jobs = make_jobs(options.ops, options.models, options.block_sizes, options.dtypes)
     kind = tuning.device().kind

@@ -1,1 +1,1 @@
-"""What several benchmarks share: machine, device time, shapes, goals, peers and plots."""
+"""Shared parts of benchmarks: machine, device time, shapes, goals, peers and plots."""

@@ -1,4 +1,4 @@
-"""The rate at which all cores together can read memory: the bound of decoding on a CPU.
+"""Read bandwidth of all CPU cores together, which limits decoding on a CPU.
 
 python -m benchmarks.common.bandwidth
 """
@@ -14,19 +14,20 @@ import numpy as np
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may run on."""
+    """Return the number of cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def read_bandwidth(nbytes: int = 512 << 20, repeats: int = 15) -> float:
-    """Returns the median rate, in GB/s (10**9 bytes), at which all cores read one array.
+    """Return the median rate, in GB/s (10**9 bytes), at which all cores read one array.
 
     Each thread reduces its own contiguous part, in one numpy call that releases the interpreter
-    lock. On x86 servers this reaches what sums and dot products of torch and XLA reach, without
-    their thread pools. Give an array of the size of the weights, several times the last-level
-    cache; a smaller one measures the cache.
+    lock. On x86 servers this reaches the rate of sums and dot products in torch and XLA, without
+    their thread pools. Use an array of the size of the weights, several times the last-level cache;
+    a
+    smaller array measures the cache.
 
     Raises:
         ValueError: if `nbytes` is less than 8 for each core, or `repeats` is not positive.
@@ -45,21 +46,21 @@ def read_bandwidth(nbytes: int = 512 << 20, repeats: int = 15) -> float:
         raise ValueError(
             f"read_bandwidth: repeats must be positive, got {repeats}. Use an odd number."
         )
-    # Not zeros: untouched zero pages may all be one and the same page, served by the cache.
+    # Not zeros: untouched zero pages may all be the same page, which the cache serves.
     parts = np.array_split(np.ones(nbytes // 8, np.uint64), threads)
     seconds = []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(repeats + 2):
             start = time.perf_counter()
-            # A bitwise "or" has no long dependency chain: memory is what it waits for.
+            # A bitwise "or" has no long dependency chain, so only memory limits it.
             list(pool.map(np.bitwise_or.reduce, parts))
             seconds.append(time.perf_counter() - start)
-    # The first two passes warm the threads and the page tables.
+    # The first two passes warm up the threads and the page tables.
     return sum(part.nbytes for part in parts) / statistics.median(seconds[2:]) / 1e9
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the read bandwidth: see `--help`."""
+    """Print the read bandwidth."""
     parser = argparse.ArgumentParser(description="Measure the memory read bandwidth of all cores.")
     parser.add_argument("--mebibytes", type=int, default=512)
     options = parser.parse_args(arguments)

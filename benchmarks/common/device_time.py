@@ -1,8 +1,8 @@
-"""Times of short calls on a device, and the rates that bound them.
+"""Times of short calls on a device, and the rates that limit them.
 
-A call of a few microseconds is shorter than what the host needs to start it. So it is made many
-times in one program, each call waiting for the one before, and the program is timed. Programs that
-are compared take turns, so that a device that drifts drifts for all.
+A call of a few microseconds takes less time than its launch by the host. A program therefore makes
+many calls, each of which depends on the previous call, and the program is timed. Programs that are
+compared run in turns, so that slow changes of the device affect all of them.
 """
 
 import os
@@ -19,18 +19,18 @@ from benchmarks.common.bandwidth import read_bandwidth
 
 
 class Program(NamedTuple):
-    """Something to time: `run` makes `num_calls` calls and waits for them."""
+    """A program to time: `run` makes `num_calls` calls and waits for them."""
 
     run: Callable[[], Any]
     num_calls: int
 
 
 class Rates(NamedTuple):
-    """What bounds attention on a device, as measured.
+    """Measured rates that limit attention on a device.
 
     Attributes:
       memory: GB/s (10**9 bytes), see `memory_rate`.
-      matmul: TFLOP/s of a dense bfloat16 product.
+      matmul: TFLOP/s of a dense bfloat16 matrix multiplication.
     """
 
     memory: float
@@ -43,12 +43,15 @@ def measure_rates() -> Rates:
 
 
 def chained(op: Callable, num_calls: int, num_layers: int, unroll: int) -> Callable:
-    """A function of ``(q, arrays)`` that calls ``q = op(q, layer, arrays)`` over and over.
+    """Return a function of ``(q, arrays)`` that calls ``q = op(q, layer, arrays)`` repeatedly.
 
-    Every result is the next call's query, so none can be left out or overlap another; the layers
-    take turns, so that the cache does not hold what a call reads. The body of the loop has
-    `unroll` calls, which divides `num_calls`. Where `num_layers` divides it, the layers are Python
-    numbers: to compute one would cost a launch of its own.
+    Every result is the query of the next call, so no call can be removed or overlap another. The
+    calls
+    cycle through the layers, so that the cache does not contain the data of a call. The body of the
+    loop
+    has `unroll` calls, which must divide `num_calls`. If `num_layers` divides `unroll`, the layers
+    are
+    Python numbers, because computing a layer would need an additional launch.
     """
 
     def run(q, arrays):
@@ -64,7 +67,7 @@ def chained(op: Callable, num_calls: int, num_layers: int, unroll: int) -> Calla
 
 
 def take_turns(programs: Mapping[str, Program], num_rounds: int) -> dict[str, float]:
-    """Median seconds of a call of each program, over rounds in which each has its turn."""
+    """Return the median seconds of a call of each program, over interleaved rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(num_rounds):
         for name, program in programs.items():
@@ -73,26 +76,27 @@ def take_turns(programs: Mapping[str, Program], num_rounds: int) -> dict[str, fl
 
 
 def time_once(program: Program) -> float:
-    """Seconds of a call, in one run of the program."""
+    """Return the seconds of a call, in one run of the program."""
     start = time.perf_counter()
     program.run()
     return (time.perf_counter() - start) / program.num_calls
 
 
 def memory_limit() -> int:
-    """Bytes of arrays that the first device can hold."""
+    """Return the maximum bytes of arrays on the first device."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    # A CPU shares its memory with everything else.
+    # A CPU shares its memory with all other processes.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def memory_rate(num_rounds: int = 7) -> float:
-    """The rate in GB/s (10**9 bytes) that bounds decoding.
+    """Return the rate in GB/s (10**9 bytes) that limits decoding.
 
-    On a GPU or TPU that of a copy of one large array to another, bytes read and written both
-    counted. On a CPU what all cores can read: they write slower, and decoding hardly writes.
+    On a GPU or TPU this is the rate of a copy from one large array to another, counting bytes read
+    and written. On a CPU it is the read rate of all cores: writes are slower, and decoding writes
+    little.
     """
     if jax.devices()[0].platform == "cpu":
         return read_bandwidth(repeats=num_rounds)
@@ -113,7 +117,7 @@ def memory_rate(num_rounds: int = 7) -> float:
 
 
 def matmul_rate(num_rounds: int = 7) -> float:
-    """The rate in TFLOP/s of a dense bfloat16 product of square random matrices."""
+    """Return the rate in TFLOP/s of a dense bfloat16 multiplication of square random matrices."""
     is_cpu = jax.devices()[0].platform == "cpu"
     size, num_calls = (1024, 2) if is_cpu else (8192, 16)
     left, right = (

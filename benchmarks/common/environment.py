@@ -1,7 +1,8 @@
-"""What the figures of a benchmark depend on, to be kept beside them.
+"""Description of the machine and software of a benchmark, to store with its figures.
 
-The commit is what git says, or, where a copy of the sources is not a repository or git is not
-installed, what PAGED_JAX_COMMIT says.
+The commit comes from git. If the sources are not a repository or git is not installed, it comes
+from
+PAGED_JAX_COMMIT.
 """
 
 import importlib.metadata
@@ -20,7 +21,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "llama-cpp-python
 
 
 def environment() -> dict[str, Any]:
-    """Device, commit, versions and command of this process, for JSON.
+    """Return device, commit, versions and command of this process, for JSON.
 
     Example:
       >>> sorted(environment())
@@ -36,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write a report, in a folder that need not be there yet."""
+    """Write a report, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -45,13 +46,13 @@ def _commit() -> str | None:
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() or None
 
 
 def _module(script: Path) -> str:
-    """What ``python -m`` was given for a script to run."""
+    """Return the module name that was passed to ``python -m``."""
     path = script.resolve().with_suffix("")
     names = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else path.parts[-1:]
     return ".".join(name for name in names if name != "__main__")

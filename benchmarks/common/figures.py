@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: a file, and a picture where matplotlib is installed."""
+"""Output of benchmarks: a file, and a plot if matplotlib is installed."""
 
 import argparse
 from pathlib import Path
@@ -10,10 +10,10 @@ class PlotUnavailable(RuntimeError):
 
 
 def plotter() -> Any:
-    """Matplotlib's pyplot, drawing into files.
+    """Return Matplotlib's pyplot, with a backend that writes files.
 
     Raises:
-      PlotUnavailable: it is not installed.
+      PlotUnavailable: Matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -26,7 +26,7 @@ def plotter() -> Any:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """The options --json and --plot, the latter refused at once where matplotlib is missing."""
+    """Add the options --json and --plot. --plot is an error if matplotlib is missing."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument(
         "--plot", type=_picture, metavar="FILE", help="draw them there, as PNG or SVG"

@@ -1,21 +1,21 @@
-"""Figures to reach, and whether a report reaches them."""
+"""Goals for benchmark figures, and the check of a report against them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-# What a report gives for a goal: one figure, one for each case by its name, or None: not measured.
+# Figure of a goal in a report: one value, one value per case by name, or None if not measured.
 Figure = float | dict[str, float] | None
 
 
 class Goal(NamedTuple):
-    """A figure to reach in every case that it applies to.
+    """A goal for the figure of every case to which it applies.
 
     Attributes:
-      text: what is asked.
-      figure: what a report gives.
-      low: the smallest figure that meets the goal; None: no bound.
-      high: the largest figure that meets the goal; None: no bound.
-      form: how the figure is printed.
+      text: description of the goal.
+      figure: returns the figure in a report.
+      low: the smallest figure that meets the goal; None means no bound.
+      high: the largest figure that meets the goal; None means no bound.
+      form: format of the figure.
     """
 
     text: str
@@ -25,7 +25,7 @@ class Goal(NamedTuple):
     form: str = ".3g"
 
     def is_met(self, figure: float) -> bool:
-        """Whether one figure is within the bounds."""
+        """Return whether one figure is within the bounds."""
         is_low = self.low is not None and figure < self.low
         return not is_low and (self.high is None or figure <= self.high)
 
@@ -43,7 +43,7 @@ def goal_lines_on(device: str | None, goals: Iterable[Goal], report: Any) -> lis
 
 
 def goal_line(goal: Goal, report: Any) -> str:
-    """One line: met, NOT met, or not measured; of several cases with the worst.
+    """Return one line: met, NOT met, or not measured. With several cases the line shows the worst.
 
     Example:
       >>> goal_line(Goal("twice as fast", lambda report: report["ratio"], low=2.0), {"ratio": 2.5})

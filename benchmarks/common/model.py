@@ -1,4 +1,4 @@
-"""The model that a benchmark measures: options of its command line, and the folder they mean."""
+"""Options for the model of a benchmark, and its folder."""
 
 import argparse
 import contextlib
@@ -20,17 +20,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def model_folder(options: argparse.Namespace, dtype: str = "float32") -> Iterator[Path]:
-    """The folder that is asked for; that of a shape is written, and goes when it was used."""
+    """Yield the folder of the model. The folder for a shape is temporary."""
     if options.shape is None:
         yield options.model or bundled_folder()
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / options.shape
-        # In a process of its own: the tensors would stay in this one's memory.
+        # Run this in another process, because the tensors would stay in the memory of this process.
         run_module("benchmarks.common.shapes", options.shape, folder, "--dtype", dtype, check=True)
         yield folder
 
 
 def model_name(options: argparse.Namespace) -> str:
-    """What a report calls the model."""
+    """Return the name of the model in a report."""
     return options.shape or str(options.model or "bundled")

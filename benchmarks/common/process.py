@@ -1,4 +1,4 @@
-"""A benchmark's module in a process of its own, which has done nothing else."""
+"""Benchmark modules in fresh processes."""
 
 import importlib
 import subprocess
@@ -6,54 +6,52 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Of the checkout: modules are found from there.
+# Root of the checkout, from which modules are imported.
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class PeerUnavailable(RuntimeError):
-    """A peer cannot run here, such as for lack of its packages: skip it, and say so."""
+    """A peer cannot run here, for example because its packages are missing. It is skipped."""
 
 
 def run_module(module: str, *arguments: Any, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run ``python -m module``.
 
     Args:
-      module: such as ``"benchmarks.common.shapes"``.
-      *arguments: of its command line.
-      **options: of `subprocess.run`.
+      module: name, such as ``"benchmarks.common.shapes"``.
+      *arguments: command line arguments.
+      **options: options of `subprocess.run`.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, **options)
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Returns the resident memory of this process, now (0 without Linux's /proc) and at its peak.
+    """Return the current (0 without Linux's /proc) and peak resident memory of this process.
 
-    Mapped files count: llama.cpp maps its weights.
+    Mapped files are included: llama.cpp maps its weights.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
-        # Not at the top: Windows has no such module. macOS counts in bytes, other systems in KiB.
+        # Imported here, because Windows has no such module. macOS counts in bytes, other systems in
+        # KiB.
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
         return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    # Not ru_maxrss: Linux carries over into it the size of the process that started this one.
+    # ru_maxrss would be wrong: on Linux it includes the size of the process that started this one.
     fields = dict(line.split(":", 1) for line in lines)
     now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
     return now, peak
 
 
 def import_peer(module: str, package: str) -> Any:
-    """A module of a peer.
+    """Import and return a module of a peer.
 
     Args:
-      module: its name.
-      package: what to install where it is missing.
-
-    Raises:
-      PeerUnavailable: the package is not installed.
+      module: name of the module.
+      package: package to install if the module is missing.
     """
     try:
         return importlib.import_module(module)
