@@ -1,15 +1,19 @@
-"""What the host costs beside a device: an engine's steps with a device that answers at once.
+"""Benchmark of host time: steps of an engine with a simulated device.
 
     python -m benchmarks.host [--json host.json]
 
-Scheduler, runner, detokeniser, stop strings and outputs are the engine's own. Only the programs are
-not: a program that does nothing is called with as many arrays as a model of 32 layers has, and what
-would be drawn is text that was prepared. The time of a step is so the time that the host takes for
-it, here on the cores that stand for the device too.
+Scheduler, runner, detokenizer, stop strings and outputs belong to a real engine. Only the
+programs
+are replaced: an empty program is called with as many arrays as a model of 32 layers has, and the
+generated tokens come from a prepared text. The time of a step is therefore the time of the host.
+The
+simulated device runs on the same cores.
 
-How much of that a device waits for is measured with one that takes `--step-ms` for each decode step
-(4.5: a model of 8B on one H200; 0.5: one of 135M), and that returns from a call as GPUs do, when
-the loop has ended: the fraction of the time in which it has nothing to do.
+A second measurement simulates a device that takes `--step-ms` for each decode step (4.5: an 8B
+model on an
+H200; 0.5: a 135M model), and that blocks the caller until the loop has ended, as GPUs do. The
+result is
+the fraction of the time in which the device is idle.
 """
 
 import argparse
@@ -38,20 +42,20 @@ NUM_SEQUENCES = (16, 64, 256)
 STEPS_PER_DISPATCH = (1, 8)
 STEP_MS = (4.5, 0.5)
 PROMPT_TOKENS = 64
-# Arrays of the weights of a model of 32 layers, and of the state beside them.
+# Number of weight arrays of a model of 32 layers, and of arrays of the state.
 NUM_WEIGHTS, NUM_STATE = 291, 24
-# Never found, and begun now and then.
+# A stop string that never occurs, but parts of it do.
 STOP = ["\n\n\n###", "the end of it"]
 TEXT = " ".join(str(part.__doc__) for part in (paged_jax, Engine, SamplingParams, Tokenizer))
 
 
 class InstantDevice(Executor):
-    """Runs no program, but answers as if it had: every row draws the next tokens of a text.
+    """Device that runs no program, and answers with the next tokens of a text for every row.
 
     Attributes:
-      text: i32[N], the tokens that are drawn, one after another.
+      text: i32[N], the tokens to generate in order.
       step_seconds: seconds that a decode step takes.
-      waited: seconds in which the device had nothing to do, and when it last had.
+      waited: seconds in which the device was idle, and the time at which it last became idle.
     """
 
     text: np.ndarray
@@ -72,7 +76,7 @@ class InstantDevice(Executor):
 
     @property
     def num_free(self) -> int:
-        """Free blocks in the pool."""
+        """Number of free blocks in the pool."""
         self._join()
         return self.num_blocks - int((-(-self._lengths // self.sizes.block_size)).sum())
 
@@ -91,7 +95,7 @@ class InstantDevice(Executor):
         return None
 
     def assign(self, assignments: list[Assignment]) -> None:
-        """Nothing has to be written."""
+        """Do nothing: no state is written."""
 
     def _decode(self, slots: np.ndarray, num_steps: Any, *_: Any) -> StepTokens:
         start = time.perf_counter()
@@ -106,7 +110,7 @@ class InstantDevice(Executor):
         drawn = np.zeros((N, B, 3 + 2 * 20), np.int32)
         drawn[..., 0] = self.text[places % self.text.size]
         drawn[..., 1] = np.float32(-1).view(np.int32)  # the log-probabilities
-        arrays: dict[str, Any] = {  # NumPy's, as the host gets them
+        arrays: dict[str, Any] = {  # NumPy arrays, as the host gets them
             "drawn": drawn,
             "num_new": np.where(is_row, steps, 0).astype(np.int32),
             "num_steps": np.int32(steps),
@@ -115,12 +119,13 @@ class InstantDevice(Executor):
         }
         while (left := start + steps * self.step_seconds - time.perf_counter()) > 0:
             time.sleep(left)
-        self.waited = (idle_seconds, time.perf_counter())  # in one: other threads read it
+        # assign in one statement, because other threads read it
+        self.waited = (idle_seconds, time.perf_counter())
         return StepTokens(**arrays)
 
 
 def make_engine(num_sequences: int, steps_per_dispatch: int, num_tokens: int) -> Engine:
-    """An engine over an `InstantDevice`, with room for sequences of so many tokens."""
+    """Create an engine with an `InstantDevice`."""
     tokenizer = Tokenizer.from_folder(bundled_folder())
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -160,7 +165,7 @@ def fill(engine: Engine, text: np.ndarray) -> None:
 
 
 def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[float]) -> Any:
-    """The host's times for one number of sequences, in microseconds."""
+    """Return the host times for one number of sequences, in microseconds."""
     num_calls = (2 + len(step_ms)) * (num_dispatches + 2) + 10
     engine = make_engine(num_sequences, steps, PROMPT_TOKENS + 1 + steps * num_calls)
     device = engine._runner._executor
@@ -194,14 +199,14 @@ def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[f
 
 
 def _idle(engine: Engine, device: InstantDevice, step_ms: float, num_dispatches: int) -> float:
-    """The fraction of the time in which a device of such steps has nothing to do."""
+    """Return the fraction of the time in which a device with these steps is idle."""
     device.step_seconds = step_ms / 1e3
     for _ in range(2):
         engine.step()
     idle, start = device.waited
     for _ in range(num_dispatches):
         engine.step()
-    idle_later, end = device.waited  # by the device's own clock, which may run ahead of the steps
+    idle_later, end = device.waited  # by the clock of the device, which may run ahead of the steps
     return (idle_later - idle) / (end - start)
 
 

@@ -1,25 +1,28 @@
-"""What the HTTP server costs: the same requests through it and through the engine it serves.
+"""Benchmark of the HTTP server: requests through the server, compared with its engine.
 
     python -m benchmarks.http_server
     python -m benchmarks.http_server --runs 9 --json http.json
     python -m benchmarks.http_server --shape 135M       # random weights
 
-All requests are there at once. In turns, in every round:
+All requests start at the same time. Every round runs, in turns:
 
-    engine        `AsyncEngine` in this process, each request a task that takes its tokens
+    engine        `AsyncEngine` in this process, each request a task that reads its tokens
     streaming     ``POST /generate`` to a server process, with ``"stream": true``
-    whole         the same without
+    whole         the same without streaming
 
-Ratios are made within a round, figures are medians over rounds. Lengths are the same in all runs,
-prompts are not, so that none of them is found in a prefix cache. In the warm-up all serve the same
+Ratios are computed within a round, and figures are medians over rounds. Lengths are equal in all
+runs.
+Prompts differ, so that the prefix cache finds none of them. In the warm-up all three serve the same
 prompts and must give the same tokens.
 
-The clients are one process, apart from the server as clients are. On few cores whatever they use is
-taken from the engine: they keep what they read, with the time, and look at it when the run is over.
+The clients are one process, separate from the server. On few cores their CPU time reduces the speed
+of
+the engine, so they only store the received bytes with the time, and parse them after the run.
 
-CPU time is that of the engine's process or, over HTTP, of the server's and that of the clients; the
-server's is shown beside it, as clients may be elsewhere. It says less of what users feel than the
-clock does, and hardly depends on what else the machine does.
+CPU time is the time of the engine's process or, over HTTP, the time of the server and the clients.
+The
+time of the server alone is shown as well, because clients usually run on other machines. CPU time
+describes the experience of users less than elapsed time, but hardly depends on other load.
 """
 
 import argparse
@@ -51,7 +54,7 @@ from benchmarks.serving.workloads import Request, Sizes, draw
 from paged_jax import AsyncEngine, Engine, LlamaConfig, SamplingParams
 
 ENGINE, STREAMING, WHOLE = "engine", "streaming", "whole"
-# What HTTP may cost.
+# Maximum ratio over HTTP.
 GOALS = tuple(
     Goal(
         f"{name}: at most 1.08x the time of the engine",
@@ -61,17 +64,17 @@ GOALS = tuple(
     for name in (STREAMING, WHOLE)
 )
 _RATIOS = ("ratios_to_engine", "cpu_ratios_to_engine", "server_cpu_ratios_to_engine")
-# It listens first, and is ready when it has compiled.
+# The server listens first, and becomes ready after compilation.
 _READY = re.compile(r"listening on (\S+),.* ready: ", re.DOTALL)
 _CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
-# What a client has got: when, after the start of the run, and which bytes.
+# Received data of a client: the time since the start of the run, and the bytes.
 Parts = list[tuple[float, bytes]]
 Serve = Callable[[list[Request]], Awaitable[Outcome]]
 
 
 async def serve_in_process(engine: AsyncEngine, requests: list[Request]) -> Outcome:
-    """Each request is a task of this process."""
+    """Serve each request as a task of this process."""
     start = time.perf_counter()
 
     async def complete(request: Request) -> tuple[list[int], list[float]]:
@@ -88,7 +91,7 @@ async def serve_in_process(engine: AsyncEngine, requests: list[Request]) -> Outc
 
 
 async def serve_over_http(url: str, is_stream: bool, requests: list[Request]) -> Outcome:
-    """Each request is a connection of its own."""
+    """Serve each request over a separate connection."""
     address = urlsplit(url)
     questions = [_question(address.netloc, request, is_stream) for request in requests]
     start = time.perf_counter()
@@ -98,11 +101,11 @@ async def serve_over_http(url: str, is_stream: bool, requests: list[Request]) ->
 
 
 async def with_cpu_seconds(serve: Serve, url: str | None, requests: list[Request]) -> Outcome:
-    """As `serve`, with the CPU seconds that it took among the details.
+    """Return the result of `serve`, with the CPU seconds added to the details.
 
     Args:
       serve: the function that serves the requests.
-      url: the server; None if this process serves, and is no client.
+      url: URL of the server; None if this process serves and is no client.
       requests: the requests.
     """
     before = await asyncio.to_thread(_cpu_seconds, url)
@@ -115,7 +118,7 @@ async def with_cpu_seconds(serve: Serve, url: str | None, requests: list[Request
 
 
 def _cpu_seconds(url: str | None) -> tuple[float, float]:
-    """CPU seconds so far, of what serves and of its clients. A server counts hundredths."""
+    """Return the CPU seconds of the serving process (in hundredths for servers) and of clients."""
     if url is None:
         return time.process_time(), 0.0
     with urllib.request.urlopen(f"{url}/metrics") as answer:
@@ -147,7 +150,7 @@ def _question(host: str, request: Request, is_stream: bool) -> bytes:
             "stream": is_stream,
         }
     )
-    # In HTTP/1.0 the end of the answer is that of the connection, and nothing is in chunks.
+    # In HTTP/1.0 the end of the connection ends the answer, and there are no chunks.
     return (
         f"POST /generate HTTP/1.0\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
         f"Content-Type: application/json\r\n\r\n{body}"
@@ -155,7 +158,7 @@ def _question(host: str, request: Request, is_stream: bool) -> bytes:
 
 
 def _exchange(address: SplitResult, questions: list[bytes], start: float) -> list[Parts]:
-    """Ask all at once; return the answers. Plain sockets take a third of what asyncio's would."""
+    """Return the answers to all requests. Plain sockets take a third of the time of asyncio."""
     answers: list[Parts] = [[] for _ in questions]
     with selectors.DefaultSelector() as selector:
         for question, answer in zip(questions, answers, strict=True):
@@ -176,10 +179,10 @@ def _exchange(address: SplitResult, questions: list[bytes], start: float) -> lis
 
 
 def _tokens(parts: Parts, is_stream: bool) -> tuple[list[int], list[float]]:
-    """The tokens in an answer, and when each of them was there.
+    """Return the tokens of an answer, with the time at which each arrived.
 
     Raises:
-      ValueError: it is not a complete answer.
+      ValueError: the answer is not complete.
     """
     token_ids: list[int] = []
     times: list[float] = []
@@ -203,10 +206,10 @@ def _tokens(parts: Parts, is_stream: bool) -> tuple[list[int], list[float]]:
 async def measure_all(
     runs: dict[str, Serve], sizes: Sizes, vocab_size: int, *, num_warmup: int, num_rounds: int
 ) -> dict[str, list[Outcome]]:
-    """Run everything in turns; returns what the rounds gave that count.
+    """Run everything in turns, and return the results of all rounds after the warm-up.
 
     Raises:
-      ValueError: the same prompts had other tokens.
+      ValueError: the tokens for the same prompts differ.
     """
     for number in range(num_warmup):
         requests = draw(sizes, vocab_size, number)
@@ -216,7 +219,7 @@ async def measure_all(
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
     seed = num_warmup
     for number in range(num_rounds):
-        # Each is first as often as it is last.
+        # Each variant comes first as often as last.
         for name in list(runs) if number % 2 == 0 else reversed(runs):
             outcomes[name].append(await runs[name](draw(sizes, vocab_size, seed)))
             seed += 1
@@ -224,7 +227,7 @@ async def measure_all(
 
 
 def ratios(outcomes: dict[str, list[Outcome]], of: Callable[[Outcome], float]) -> dict[str, float]:
-    """What each took over what the engine took in the same round, the median over rounds."""
+    """Return the median over rounds of each time relative to the engine in the same round."""
     return {
         name: round(
             statistics.median(
@@ -238,10 +241,10 @@ def ratios(outcomes: dict[str, list[Outcome]], of: Callable[[Outcome], float]) -
 
 @contextlib.contextmanager
 def server_process(arguments: list[str]) -> Iterator[str]:
-    """A server that has compiled all that it may need; yields its URL.
+    """Start a server, wait until it has compiled all programs, and yield its URL.
 
     Raises:
-      ValueError: it did not get ready.
+      ValueError: the server did not get ready.
     """
     command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -251,7 +254,8 @@ def server_process(arguments: list[str]) -> Iterator[str]:
             for line in process.stderr:
                 log += line
                 if found := _READY.search(log):
-                    # A line for each request: a pipe that nobody reads would stop the server.
+                    # The server logs a line for each request, and would block on a pipe that is not
+                    # read.
                     threading.Thread(target=process.stderr.read, daemon=True).start()
                     yield found[1]
                     break
@@ -262,7 +266,7 @@ def server_process(arguments: list[str]) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure the server of a folder's model; returns the report."""
+    """Measure the server with the model of a folder, and return the report."""
     sizes = Sizes(
         options.num_requests,
         options.prefix_len,
@@ -273,7 +277,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if sizes.max_len > context:
         raise ValueError(f"the longest request must fit {context} tokens, got {sizes.max_len}.")
     settings: dict[str, Any] = {
-        # In bfloat16, tokens may depend on what is in the prefix cache.
+        # In bfloat16, tokens may depend on the content of the prefix cache.
         "dtype": "float32",
         "max_num_seqs": options.max_num_seqs,
         "steps_per_dispatch": options.steps_per_dispatch,
@@ -285,7 +289,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with server_process(arguments) as url:
         engine = Engine(folder, **settings)
         engine.warmup()
-        # As the server does.
+        # The server does the same.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000)
@@ -341,7 +345,7 @@ async def _measure(
 
 
 def result_lines(report: dict[str, Any]) -> list[str]:
-    """The table."""
+    """Return the lines of the table."""
     heads = (
         "tokens/s",
         "x engine",
@@ -354,7 +358,7 @@ def result_lines(report: dict[str, Any]) -> list[str]:
     )
     lines = [" " * 12 + "".join(f"{head:>11s}" for head in heads) + "  (ms)"]
     for name, figures in report["results"].items():
-        # A whole answer has no gaps, and its first token comes with the last.
+        # A whole answer has no gaps, and its first and last token arrive together.
         times = [figures.get(key) for key in ("ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50")]
         shown = "".join(f"{'-':>11s}" if t is None else f"{t:11.1f}" for t in times)
         ratio, cpu_ratio, server_ratio = (report[key][name] for key in _RATIOS)
@@ -366,7 +370,7 @@ def result_lines(report: dict[str, Any]) -> list[str]:
 
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
-    """A line for each goal: met or not."""
+    """Return a line for each goal: met or not met."""
     return [goal_line(goal, report) for goal in GOALS]
 
 
@@ -391,7 +395,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write JSON on request."""
+    """Measure, print, and optionally write JSON."""
     options = _parser().parse_args(arguments)
     try:
         with model_folder(options) as folder:

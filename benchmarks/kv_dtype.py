@@ -1,11 +1,13 @@
-"""What a narrower KV cache costs: bytes of a token, and the change of a model's loss.
+"""Benchmark of quantised KV caches: bytes per token, and the change of a model's loss.
 
     python -m benchmarks.kv_dtype --text book.txt --json kv-dtype.json
 
-Every token of the text is scored through the paged cache, in windows of the model's context: keys
-and values are written in the type of the cache, quantised where it is int8 or fp8, and attention
-reads them back. So the difference in loss is that of the cache alone. Without a text, the model
-scores what it has drawn itself.
+Every token of the text is scored through the paged cache, in windows of the context length of the
+model. Keys and values are written in the dtype of the cache, quantised for int8 and fp8, and
+attention
+reads them back. The difference in loss is therefore due to the cache. Without a text, the model
+scores
+text that it has generated.
 """
 
 import argparse
@@ -21,12 +23,12 @@ from paged_jax import LLM, Llama, SamplingParams, Tokenizer
 from paged_jax.engine.config import KV_DTYPES
 from paged_jax.models.loading.pretrained import bundled_folder
 
-# Windows at once: enough to fill the chunks of a step.
+# Number of windows per batch: enough to fill the chunks of a step.
 NUM_SLOTS = 4
 
 
 def draw_windows(llm: LLM, count: int) -> list[list[int]]:
-    """Texts of the model's own, as long as its context, i32[count][max_model_len]."""
+    """Generate texts as long as the model's context, i32[count][max_model_len]."""
     params = SamplingParams(temperature=1, seed=0, n=count, max_tokens=None, ignore_eos=True)
     start = {"prompt_token_ids": llm.tokenizer.encode("It is")} if llm.tokenizer else {}
     [output] = llm.generate(start or {"prompt_token_ids": [1]}, params, use_tqdm=False)
@@ -34,7 +36,7 @@ def draw_windows(llm: LLM, count: int) -> list[list[int]]:
 
 
 def cut_windows(token_ids: list[int], width: int, count: int) -> list[list[int]]:
-    """The first `count` pieces of `width` tokens.
+    """Return the first `count` pieces of `width` tokens.
 
     Example:
       >>> cut_windows([1, 2, 3, 4, 5], width=2, count=3)
@@ -44,8 +46,8 @@ def cut_windows(token_ids: list[int], width: int, count: int) -> list[list[int]]
 
 
 def loss(llm: LLM, windows: list[list[int]]) -> float:
-    """Mean negative log-probability of all tokens but the first of each window, in nats."""
-    # The last token of a window is only predicted, so that the window is the whole context.
+    """Return the mean negative log-probability of tokens in nats, without first tokens."""
+    # The last token of a window is only predicted, so that the window may fill the whole context.
     prompts = [{"prompt_token_ids": window[:-1]} for window in windows]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     logprobs = []
@@ -57,7 +59,7 @@ def loss(llm: LLM, windows: list[list[int]]) -> float:
 
 
 def measure(folder: Path | None, text: Path | None, num_windows: int, names: list[str]) -> Any:
-    """The loss with each type of the cache, and the bytes of K and V of a token."""
+    """Return the loss with each dtype of the cache, and the bytes of K and V per token."""
     model = Llama.from_pretrained(folder)
     tokenizer = Tokenizer.from_folder(folder or bundled_folder())
     exact = LLM(model, tokenizer=tokenizer, max_num_seqs=NUM_SLOTS, kv_dtype="float32")

@@ -1,9 +1,9 @@
-"""Draw the results of the benchmarks: one PNG for each JSON file.
+"""Plots of benchmark results: one PNG for each JSON file.
 
     python -m benchmarks.plots                       # from results/*.json into plots/
-    python -m benchmarks.plots serving.json --out .  # others
+    python -m benchmarks.plots serving.json --out .  # other files
 
-Each figure says below itself on what, at which commit and by which command it was measured.
+The caption of each figure shows the machine, the commit and the command of the measurement.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _COLORS = {"paged_jax": OURS, "transformers": "#e5904a", "llama.cpp": "#57a773"}
 
 
 def plot_serving(pyplot: Any, report: Report) -> Any:
-    """Rates and first tokens of every schedule, and the peers beside us."""
+    """Draw rates and times to the first token of every schedule, and of the peers."""
     figure, (rates, waits, peers) = pyplot.subplots(
         1, 3, figsize=(15, 4.2), layout="constrained", width_ratios=(3, 2, 3)
     )
@@ -55,7 +55,7 @@ def plot_serving(pyplot: Any, report: Report) -> Any:
 
 
 def plot_replay(pyplot: Any, report: Report) -> Any:
-    """A trace replayed: rate, time to the first token, time between tokens."""
+    """Draw a replayed trace: rate, time to the first token, time between tokens."""
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 2.6), layout="constrained")
     runs = report["replays"]
     colors = [OURS] * len(runs)
@@ -77,7 +77,7 @@ def plot_replay(pyplot: Any, report: Report) -> Any:
 
 
 def plot_generate(pyplot: Any, report: Report) -> Any:
-    """Decoding and prefill beside other libraries, a row for each model."""
+    """Draw decoding and prefill compared with other libraries, a row for each model."""
     shapes = list(dict.fromkeys(result["shape"] for result in report["results"]))
     batches = [decode["batch"] for decode in report["results"][0]["decode"]]
     columns = len(batches) + 1
@@ -102,13 +102,13 @@ def plot_generate(pyplot: Any, report: Report) -> Any:
 
 
 def _better_caches(rates: Mapping[str, float]) -> Mapping[str, float]:
-    """With the better of transformers' dynamic and static caches."""
+    """Return the records with the better of transformers' dynamic and static caches."""
     both = [rates[name] for name in ("transformers", "transformers static") if name in rates]
     return {**rates, "transformers": max(both)}
 
 
 def plot_allocator(pyplot: Any, report: Report) -> Any:
-    """The time of each operation of the block allocator, with its 90th percentile."""
+    """Draw the time of each operation of the block allocator, with its 90th percentile."""
     figure, axes = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
     times = list(report["times"].values())
     spans = [(time["median_ms"], time["p90_ms"]) for time in times]
@@ -124,7 +124,7 @@ def plot_allocator(pyplot: Any, report: Report) -> Any:
 
 
 def plot_kv_dtype(pyplot: Any, report: Report) -> Any:
-    """What narrower caches save, and what they cost."""
+    """Draw the savings and the costs of quantised caches."""
     figure, (size, loss) = pyplot.subplots(1, 2, figsize=(10, 3), layout="constrained")
     rows, colors = report["rows"], [OURS] * len(report["rows"])
     _bars(size, [row["kv_dtype"] for row in rows], [row["bytes_per_token"] for row in rows], colors)
@@ -138,7 +138,7 @@ def plot_kv_dtype(pyplot: Any, report: Report) -> Any:
 
 
 def _figure_of(plot: Callable[[Any, Report, Path], None]) -> Callable[[Any, Report], Any]:
-    """The figure of a plot that a benchmark writes by itself."""
+    """Return the figure of a plot that a benchmark draws itself."""
 
     def draw(pyplot: Any, report: Report) -> Any:
         with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ def _figure_of(plot: Callable[[Any, Report, Path], None]) -> Callable[[Any, Repo
     return draw
 
 
-# By how the names of the files begin.
+# By the beginning of the file name.
 DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
     "allocator": plot_allocator,
     "decode-attention": _figure_of(attention_report.plot),
@@ -163,12 +163,12 @@ DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
 
 
 def plot_of(file: Path) -> Callable[[Any, Report], Any] | None:
-    """What draws a file of results, or None."""
+    """Return the function that draws a file of results, or None."""
     return next((plot for start, plot in DRAWN_BY.items() if file.name.startswith(start)), None)
 
 
 def draw(pyplot: Any, file: Path, folder: Path) -> Path | None:
-    """Draw a file of results into a folder; None where nothing draws such a file."""
+    """Draw a file of results into a folder, and return the path, or None if it has no plot."""
     plot = plot_of(file)
     if plot is None:
         return None
@@ -178,14 +178,14 @@ def draw(pyplot: Any, file: Path, folder: Path) -> Path | None:
     figure.text(0.01, -0.02, _origin(report), fontsize=8, color="#606060", va="top")
     path = folder / f"{file.stem}.png"
     folder.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib, which would change the file and nothing in the picture.
+    # Without the version of matplotlib, which would change the file but not the picture.
     figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
     return path
 
 
 def _origin(report: Report) -> str:
-    # Files from elsewhere go by their names: where they lie on that machine says nothing.
+    # Name files outside of the repository without their folders.
     command = re.sub(r"(?<=\s)(/|\.\./)\S*/", "", report["command"])
     device = report.get("accelerator") or report["device"]
     lines = textwrap.wrap(command, 140)
@@ -201,7 +201,7 @@ def _bars(
     colors: Sequence[str],
     form: str = "{:.0f}",
 ) -> None:
-    """Horizontal bars from the top, with their values."""
+    """Draw horizontal bars from the top, with their values."""
     places = range(len(labels))
     axes.bar_label(axes.barh(places, values, color=colors), fmt=form, padding=3, fontsize=9)
     axes.set_yticks(places, labels)
@@ -211,7 +211,7 @@ def _bars(
 
 
 def _ranges(axes: Any, spans: Sequence[tuple[float, float]], colors: Sequence[str]) -> None:
-    """From a median to a high percentile, a row each, from the top."""
+    """Draw ranges from a median to a high percentile, a row each, from the top."""
     for place, ((low, high), color) in enumerate(zip(spans, colors, strict=True)):
         axes.plot([low, high], [place, place], color=color, linewidth=2)
         axes.plot(low, place, "o", color=color)
@@ -224,7 +224,7 @@ def _ranges(axes: Any, spans: Sequence[tuple[float, float]], colors: Sequence[st
 
 
 def _groups(axes: Any, labels: Sequence[str], values: Sequence[Mapping[str, float]]) -> None:
-    """A group of vertical bars for each label, one bar for each library."""
+    """Draw a group of vertical bars for each label, with one bar for each library."""
     width = 0.8 / len(_COLORS)
     for place, (name, color) in enumerate(_COLORS.items()):
         at = [i + (place - 1) * width for i in range(len(labels))]
@@ -240,7 +240,7 @@ def _clear(axes: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw the files, and say what was written."""
+    """Draw the files, and print the names of the pictures."""
     parser = argparse.ArgumentParser(description="Draw the results of the benchmarks.")
     parser.add_argument("files", nargs="*", type=Path, help="JSON (default: benchmarks/results)")
     parser.add_argument(

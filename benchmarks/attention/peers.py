@@ -260,7 +260,7 @@ def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
 
 
 def _torch_sdpa(case: Case, inputs: Inputs) -> Variants:
-    """Return PyTorch's attention over contiguous K and V, gathered before, without a block table."""
+    """Return PyTorch's attention over contiguous K and V, gathered before the clock starts."""
     torch = torch_on_gpu()
     is_even = not case.is_ragged and not case.is_skewed
     if not is_even or case.is_quantised or (case.chunk and case.context != case.chunk):

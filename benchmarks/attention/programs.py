@@ -84,7 +84,7 @@ class TorchCall(NamedTuple):
     op: Callable[[int], Any]
 
     def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
-        """Record calls over all layers in a CUDA graph, so that the host does not limit the speed."""
+        """Record calls over all layers in a CUDA graph, so that host time does not count."""
         torch = torch_on_gpu()
         for _ in range(3):  # the first calls choose and load kernels
             self.op(0)

@@ -122,7 +122,7 @@ def _drop_different(
 
 
 def _fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:
-    """Choose the fastest variant of each kernel: one turn each, then three turns of close variants."""
+    """Choose the fastest variant of each kernel; close variants get three more turns."""
     fastest = {}
     for name in dict.fromkeys(name for name, _ in prepared):
         programs = {s: ready.program for (n, s), ready in prepared.items() if n == name}

@@ -129,7 +129,7 @@ def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuni
 
 
 def fits(shape: tuning.Shape, params: tuning.Params) -> bool:
-    """Return whether tiles fit into shared memory and registers, as far as this is known in advance.
+    """Return whether tiles are expected to fit into shared memory and registers.
 
     Loads keep the dtype of the pool: 1 byte per element if it is quantised.
     """

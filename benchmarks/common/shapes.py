@@ -1,8 +1,9 @@
-"""Model shapes for the benchmarks, and folders of random weights in them.
+"""Model shapes for the benchmarks, and folders of random weights with these shapes.
 
-Speed does not depend on what the weights are, so the benchmarks download nothing: a folder with the
-right shapes and small random numbers stands for the real checkpoint. The folder is in the Hugging
-Face form, so this library and its peers read the very same weights.
+Speed does not depend on the values of weights, so the benchmarks download nothing: a folder with
+the
+right shapes and small random values replaces the real checkpoint. The folder has the Hugging Face
+format, so paged_jax and its peers read the same weights.
 
     python -m benchmarks.common.shapes 135M models/135M --dtype bfloat16
 """
@@ -31,7 +32,7 @@ _COMMON: dict[str, Any] = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # The shape of stories15M: so small that a step is mostly overhead, not memory traffic.
+    # The shape of stories15M: so small that overhead, not memory traffic, dominates a step.
     "15M": _COMMON
     | {
         "hidden_size": 288,
@@ -44,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "rope_theta": 10000.0,
     },
-    # The shape of SmolLM2-135M: no CPU cache holds it, memory bandwidth bounds decoding.
+    # The shape of SmolLM2-135M: larger than CPU caches, so memory bandwidth limits decoding.
     "135M": _COMMON
     | {
         "hidden_size": 576,
@@ -58,17 +59,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 100000.0,
     },
 }
-"""Hugging Face style configurations by name: the content of `config.json`, without the dtype."""
+"""Hugging Face configurations by name: the content of `config.json`, without the dtype."""
 
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The weight dtypes that the benchmarks measure, by the name that `config.json` uses."""
+"""The weight dtypes of the benchmarks, by their names in `config.json`."""
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of a tied Llama checkpoint by Hugging Face name.
+    """Return the shapes of the tensors of a tied Llama checkpoint by Hugging Face name.
 
     Linear weights are `[out, in]`.
 
@@ -97,7 +98,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(shape_name: str, dtype: str = "float32") -> int:
-    """Returns the bytes of all weights, which is what one decode step must read at least.
+    """Return the bytes of all weights, which a decode step must read.
 
     Example:
         >>> weight_bytes("135M") // 10**6
@@ -110,19 +111,21 @@ def weight_bytes(shape_name: str, dtype: str = "float32") -> int:
 def write_random_model(
     shape_name: str, folder: str | Path, dtype: str = "float32", seed: int = 0
 ) -> Path:
-    """Writes `config.json` and `model.safetensors` with random weights, and returns the folder.
+    """Write `config.json` and `model.safetensors` with random weights, and return the folder.
 
-    Embeddings are normal with deviation 0.02, linear weights with deviation `in ** -0.5`, norm
-    weights are one. (With 0.02 everywhere the tied embeddings win and the model repeats its last
-    token for ever, whatever attention does: then equal output of two engines would prove nothing.)
-    The same seed gives the same float32 numbers; the bfloat16 weights are those, rounded. There is
-    no tokenizer.
+    Embeddings are normal with deviation 0.02, linear weights with deviation `in ** -0.5`, and norm
+    weights are 1. (With 0.02 everywhere, the tied embeddings dominate and the model repeats its
+    last
+    token, whatever attention computes. Equal output of two engines would then prove nothing.) The
+    same
+    seed gives the same float32 values; bfloat16 weights are these values, rounded. There is no
+    tokenizer.
 
     Args:
         shape_name: a key of `SHAPES`.
-        folder: made if it is missing; files of the same names in it are replaced.
+        folder: created if it is missing; existing files with the same names are replaced.
         dtype: a key of `DTYPES`.
-        seed: of the random numbers.
+        seed: seed of the random values.
 
     Raises:
         ValueError: if the shape or the dtype is unknown.
@@ -161,7 +164,7 @@ def write_random_model(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes one folder of random weights: see `--help`."""
+    """Write a folder of random weights."""
     parser = argparse.ArgumentParser(description="Write a model folder with random weights.")
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)

@@ -1,1 +1,1 @@
-"""Text generation on CPUs, beside transformers and llama.cpp."""
+"""Benchmark of text generation on CPUs, compared with transformers and llama.cpp."""

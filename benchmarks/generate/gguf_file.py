@@ -1,4 +1,4 @@
-"""A Hugging Face Llama folder as a GGUF file, for llama.cpp."""
+"""Conversion of a Hugging Face Llama folder to a GGUF file for llama.cpp."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from benchmarks.generate.peer import read_config
 
 
 def _rope_pairs_adjacent(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders the rows of a Q or K projection, [heads * D, E], to rotate adjacent pairs.
+    """Reorder the rows of a Q or K projection, [heads * D, E], to rotate adjacent pairs.
 
     Hugging Face rotates row i of a head with row i + D/2; llama.cpp's "llama" architecture rotates
     row 2i with 2i + 1.
@@ -21,14 +21,15 @@ def _rope_pairs_adjacent(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def write_gguf(folder: str | Path, path: str | Path, dtype: str) -> None:
-    """Converts a Hugging Face Llama folder into a GGUF file without vocabulary.
+    """Convert a Hugging Face Llama folder into a GGUF file without vocabulary.
 
-    One tensor at a time is in memory, so that the conversion does not raise the peak of the
-    process. Norm weights are float32, as llama.cpp requires.
+    Only one tensor at a time is in memory, so that the conversion does not increase the peak memory
+    of
+    the process. Norm weights are float32, as llama.cpp requires.
 
     Raises:
         PeerUnavailable: if gguf is missing.
-        ValueError: if the folder holds a tensor that plain Llama does not have.
+        ValueError: if the folder contains a tensor that plain Llama does not have.
     """
     gguf = import_peer("gguf", "gguf")
     folder = Path(folder)
@@ -48,7 +49,7 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    # The benchmark feeds token ids and takes logits; no text is ever tokenized.
+    # The benchmark passes token ids and reads logits, and never tokenizes text.
     writer.add_tokenizer_model("none")
     matrix_type = {
         "float32": gguf.GGMLQuantizationType.F32,

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer."""
+"""Peer that runs llama.cpp."""
 
 import ctypes
 import tempfile
@@ -15,18 +15,18 @@ from benchmarks.generate.peer import prompt_tokens, read_config
 
 
 class LlamaCppPeer:
-    """llama.cpp through the low-level functions of llama-cpp-python, on the CPU.
+    """llama.cpp on the CPU, through the low-level functions of llama-cpp-python.
 
-    The weights are converted to a GGUF in a temporary folder, in the same dtype; nothing is
-    quantised. The argmax is numpy's, over the logits that llama.cpp leaves on the host.
+    The weights are converted to a GGUF file in a temporary folder, in the same dtype, without
+    quantisation. NumPy computes the argmax of the logits that llama.cpp returns to the host.
 
     Args:
         folder: a Hugging Face Llama folder.
         dtype: a key of `shapes.DTYPES`.
-        kv_dtype: "float16" (llama.cpp's own default), "bfloat16" or "float32".
-        unified: one K and V buffer for all sequences, where each attends over the cells of all and
-            masks the others; otherwise a buffer for each sequence, which is llama.cpp's own default
-            and the faster one.
+        kv_dtype: "float16" (the default of llama.cpp), "bfloat16" or "float32".
+        unified: whether all sequences share one K and V buffer. Each sequence then attends over the
+            cells of all sequences and masks the others. If False, each sequence has a separate
+            buffer, which is faster and the default of llama.cpp.
 
     Raises:
         PeerUnavailable: if llama-cpp-python or gguf is missing.
@@ -45,7 +45,7 @@ class LlamaCppPeer:
         self._kv_type = {"float32": 0, "float16": 1, "bfloat16": 30}[kv_dtype]
         self._unified = unified
         self._vocab_size = read_config(Path(folder))["vocab_size"]
-        # llama.cpp keeps the pointer: the callback must live as long as the library is used.
+        # llama.cpp keeps the pointer, so the callback must live as long as the library is used.
         self._log = llama.llama_log_callback(lambda level, text, data: None)
         llama.llama_log_set(self._log, ctypes.c_void_p())
         llama.llama_backend_init()
@@ -64,7 +64,7 @@ class LlamaCppPeer:
         self._batch: Any = None
 
     def _open(self, batch: int, max_len: int, max_tokens: int) -> None:
-        """Makes a context of `batch` sequences of `max_len`, `max_tokens` in one decode call."""
+        """Create a context for `batch` sequences of `max_len` tokens."""
         llama = self._llama
         self._free()
         parameters = llama.llama_context_default_params()
@@ -90,7 +90,7 @@ class LlamaCppPeer:
         as_array(self._batch.n_seq_id, (max_tokens,))[:] = 1
 
     def _decode(self, tokens: np.ndarray, first_position: int) -> np.ndarray:
-        """Runs tokens [B, T], appended to each sequence, and returns each next token, [B]."""
+        """Append tokens [B, T] to the sequences, and return the next token of each, [B]."""
         batch, length = tokens.shape
         count = batch * length
         self._token[:count] = tokens.reshape(-1)
@@ -123,7 +123,7 @@ class LlamaCppPeer:
         return self._tokens
 
     def prefill(self, prompt_len: int) -> float:
-        """See `Peer.prefill`. The context is made before the clock starts."""
+        """See `Peer.prefill`. The context is created before the clock starts."""
         self._open(1, prompt_len + 1, prompt_len)
         prompts = prompt_tokens(1, prompt_len, self._vocab_size)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a peer must do, and the prompts that all of them are given."""
+"""Protocol of a peer, and the prompts for all peers."""
 
 import json
 import time
@@ -9,44 +9,44 @@ import numpy as np
 
 
 class Peer(Protocol):
-    """One engine, loaded with one model."""
+    """An engine with a loaded model."""
 
     name: str
-    """What the results call it, with the variant."""
+    """Name in the results, with the variant."""
 
     def start(self, batch: int, prompt_len: int, new_tokens: int) -> None:
-        """Prefills `prompt_tokens(batch, prompt_len, ...)`; `step` may follow `new_tokens` times.
+        """Prefill `prompt_tokens(batch, prompt_len, ...)`, for up to `new_tokens` steps.
 
-        Any sequences from an earlier `start` are dropped.
+        Sequences from an earlier `start` are dropped.
         """
         ...
 
     def step(self) -> np.ndarray:
-        """Decodes one token for each sequence and returns them on the host, i64[B]."""
+        """Decode one token for each sequence and return the tokens on the host, i64[B]."""
         ...
 
     def prefill(self, prompt_len: int) -> float:
-        """Runs a new prompt up to its next token; returns the seconds. Undoes `start`."""
+        """Return the seconds to compute the next token of a new prompt."""
         ...
 
     def close(self) -> None:
-        """Frees the model."""
+        """Free the model."""
         ...
 
 
 def prompt_tokens(batch: int, prompt_len: int, vocab_size: int) -> np.ndarray:
-    """Returns the prompts that every peer is given, i64[B, T]: random, the same in each run.
+    """Return the prompts for every peer, i64[B, T]: random, and the same in each run.
 
     Example:
         >>> prompt_tokens(2, 3, 100).shape
         (2, 3)
     """
-    # From 3: below are the special tokens of most vocabularies.
+    # From 3, because most vocabularies have their special tokens below.
     return np.random.default_rng(0).integers(3, vocab_size, (batch, prompt_len), dtype=np.int64)
 
 
 def timed_steps(peer: Peer, num_steps: int, warmup: int = 1) -> list[float]:
-    """Returns the seconds of each of `num_steps` steps, after `warmup` untimed ones."""
+    """Return the seconds of each of `num_steps` steps, after `warmup` untimed steps."""
     for _ in range(warmup):
         peer.step()
     seconds = []
@@ -58,5 +58,5 @@ def timed_steps(peer: Peer, num_steps: int, warmup: int = 1) -> list[float]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of a model folder's ``config.json``."""
+    """Return the content of the ``config.json`` of a model folder."""
     return json.loads((folder / "config.json").read_text())

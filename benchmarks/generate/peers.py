@@ -1,19 +1,22 @@
-"""The other CPU engines that our own is measured against, behind one small protocol.
+"""Other CPU engines behind a small protocol, for comparison with paged_jax.
 
 Every peer reads the same Hugging Face folder, gets the same prompts and decodes greedily, one step
-a call, so that a caller can interleave our engine and the peers in one run: hosts drift, and only
-ratios within one window mean much.
+per call. A caller can therefore interleave paged_jax and the peers in one run. The speed of hosts
+changes over time, so only ratios within a short period are meaningful.
 
     python -m benchmarks.generate.peers --peer transformers-dynamic --dtype float32 --batch 1
 
-measures one peer in a process of its own, which is the only way to see its own peak memory, and
-prints one JSON line.
+measures one peer in a separate process, which is necessary to measure its peak memory, and prints
+one
+JSON line.
 
-A peer uses all cores from its own thread pool, whose threads may spin for a moment after a step.
-Interleave in runs of several steps and drop the first step of each run (`timed_steps` does), or one
-peer pays for another's spinning and for the weights that the other left in the cache. Where other
-jobs share the cores, set OMP_WAIT_POLICY=passive before the start: spinning then holds up the very
-thread that is waited for, and torch and llama.cpp both lose up to ten times.
+A peer uses all cores through its own thread pool, and its threads may spin for a moment after a
+step.
+Interleave runs of several steps and drop the first step of each run, as `timed_steps` does.
+Otherwise a
+peer suffers from the spinning threads of another peer, and from its weights in the cache. If other
+jobs share the cores, set OMP_WAIT_POLICY=passive before the start. Otherwise a spinning thread can
+block the thread that it waits for, and torch and llama.cpp can become ten times slower.
 """
 
 import argparse
@@ -36,7 +39,7 @@ from benchmarks.generate.peer import Peer, timed_steps
 from benchmarks.generate.transformers_peer import TransformersPeer
 
 PREFILL_LEN = 512
-"""Tokens of the prompt whose prefill the command line times."""
+"""Number of prompt tokens in the prefill measurement of the command line."""
 
 
 PEERS: dict[str, Callable[[str | Path, str], Peer]] = {
@@ -46,7 +49,7 @@ PEERS: dict[str, Callable[[str | Path, str], Peer]] = {
     "llama.cpp": lambda folder, dtype: LlamaCppPeer(folder, dtype),
     "llama.cpp-unified": lambda folder, dtype: LlamaCppPeer(folder, dtype, unified=True),
 }
-"""Every peer by its name, made from a model folder and a key of `shapes.DTYPES`."""
+"""Every peer by name, created from a model folder and a key of `shapes.DTYPES`."""
 
 _PACKAGES = {
     "transformers": {"torch": "torch", "transformers.models.llama": "transformers"},
@@ -57,14 +60,15 @@ _PACKAGES = {
 def measure(
     name: str, folder: str | Path, dtype: str, batch: int, prompt_len: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Measures one peer in this process, which should have done nothing else, for JSON.
+    """Measure one peer in this process, for JSON. The process should have done nothing else.
 
-    Decoding is timed step by step with `prompt_len` tokens cached at the start; prefill is one
-    prompt of 512 tokens, five times after one warm-up. "best" is the shortest time: what the engine
-    can do when nothing else runs.
+    Each decode step is timed, starting with `prompt_len` cached tokens. Prefill is timed five times
+    with
+    a prompt of 512 tokens, after a warm-up. "best" is the shortest time: the speed of the engine
+    without other load.
 
     Raises:
-        PeerUnavailable: if the peer's packages are missing.
+        PeerUnavailable: if packages of the peer are missing.
     """
     packages = next(names for prefix, names in _PACKAGES.items() if name.startswith(prefix))
     for module, package in packages.items():
@@ -97,7 +101,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures one peer and prints one JSON line: see `--help`."""
+    """Measure one peer and print one JSON line."""
     parser = argparse.ArgumentParser(description="Measure one other engine on the CPU.")
     parser.add_argument("--peer", choices=PEERS, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="135M")
@@ -113,7 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.folder
         if folder is None:
             folder = Path(temporary) / options.shape
-            # In a process of its own: all tensors at once in this one would be its peak.
+            # In a separate process: otherwise the peak memory would include all tensors of the
+            # conversion.
             run_module(
                 "benchmarks.common.shapes", options.shape, folder, "--dtype", options.dtype,
                 check=True,

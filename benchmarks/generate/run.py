@@ -1,15 +1,19 @@
-"""Text generation on a CPU: this library, its memory bound, and other engines, in one run.
+"""Benchmark of text generation on a CPU: paged_jax, its memory bound, and other engines.
 
     python -m benchmarks.generate                         # everything: 15M and 135M, both dtypes
     python -m benchmarks.generate --shapes 135M --dtypes bfloat16 --json results.json
 
-All engines read the same random weights and decode greedily. They take turns, some steps each, so
-that a machine that drifts drifts for all; figures are medians, and ratios are made within the run.
-The bound of batch 1 is what reading the weights once a step allows, at the read bandwidth measured
-in the same run. Peak memory is that of a process of its own, above what its imports need.
+All engines read the same random weights and decode greedily. They run in turns of some steps, so
+that
+slow changes of the machine affect all of them. Figures are medians, and ratios are computed within
+the
+run. The bound of batch 1 is the time to read the weights once per step, at the read bandwidth of
+the
+same run. Peak memory is measured in a separate process, without its imports.
 
-"contiguous" is this library's own decode step with K and V of each sequence in one piece: what
-paging costs. An engine that is not installed is left out, with a line that says so.
+"contiguous" is the decode step of paged_jax with contiguous K and V for each sequence, which shows
+the
+cost of paging. An engine that is not installed is skipped with a message.
 """
 
 import argparse
@@ -41,14 +45,14 @@ from paged_jax.cache import GroupedCache, reserve
 PROMPT_LEN = 64
 PREFILL_LEN = 512
 BATCHES = (1, 4, 16)
-# Steps that an engine makes in a row before the next has its turn, and how many turns.
+# Number of consecutive steps in a turn, and number of turns.
 TURN = 8
 NUM_TURNS = 4
 OURS = "paged_jax"
 
 
 class PagedJax:
-    """This library behind the protocol of the peers, through `LLM.stream`."""
+    """paged_jax behind the protocol of the peers, through `LLM.stream`."""
 
     name = OURS
 
@@ -59,7 +63,7 @@ class PagedJax:
             max_num_seqs=batch,
             max_model_len=max_len,
             num_blocks=batch * -(-max_len // 16),
-            # As the peers: a step at a time, and each prompt computed.
+            # Like the peers: one step at a time, and every prompt is computed.
             steps_per_dispatch=1,
             enable_prefix_caching=False,
         )
@@ -73,7 +77,7 @@ class PagedJax:
     def start(self, batch: int, prompt_len: int, new_tokens: int) -> None:
         """See `Peer.start`."""
         self._stream.close()
-        # One more than asked for: the first is drawn here.
+        # One token more, because the first token is generated here.
         params = SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True)
         prompts = prompt_tokens(batch, prompt_len, self._llm.config.vocab_size).tolist()
         self._batch = batch
@@ -81,7 +85,7 @@ class PagedJax:
         self.step()
 
     def step(self) -> np.ndarray:
-        """See `Peer.step`: every sequence of the batch gets one token, and is yielded."""
+        """See `Peer.step`. Every sequence of the batch yields one token."""
         outputs = dict(next(self._stream) for _ in range(self._batch))
         return np.array([outputs[row].outputs[0].token_ids[-1] for row in range(self._batch)])
 
@@ -99,9 +103,9 @@ class PagedJax:
 
 
 class DecodeStep:
-    """The bare decode step from a cache that holds PROMPT_LEN tokens, paged or contiguous.
+    """Decode step from a paged or contiguous cache with PROMPT_LEN tokens, without an engine.
 
-    The contiguous one takes a model whose layers are not stacked.
+    The contiguous cache requires a model with unstacked layers.
     """
 
     def __init__(self, model: Llama, *, batch: int, max_len: int, is_paged: bool):
@@ -120,7 +124,7 @@ class DecodeStep:
         self._cache = make_cache(model, batch, max_len)
 
     def step(self) -> np.ndarray:
-        """Decode one token for each sequence and return them on the host, i32[B]."""
+        """Decode one token for each sequence and return the tokens on the host, i32[B]."""
         self._tokens, self._cache = self._step(self._weights, self._cache, self._tokens)
         return np.asarray(self._tokens)
 
@@ -144,7 +148,7 @@ def _contiguous_cache(model: Llama, batch: int, max_len: int) -> Any:
 
 
 def _decode_contiguous(model: Llama, cache: Any, tokens: jax.Array) -> Any:
-    """The same layers over K and V ``[B, K, N, D]``: nothing is gathered, all N are attended."""
+    """Run the same layers over contiguous K and V ``[B, K, N, D]``, attending to all N tokens."""
     pools, lengths = cache
     rows = jnp.arange(tokens.shape[0])
 
@@ -163,13 +167,13 @@ def _decode_contiguous(model: Llama, cache: Any, tokens: jax.Array) -> Any:
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bkgn,bknd->bkgd", weights, values).reshape(B, -1, D), pools
 
-    # The loop over layers is the model's own; only what attends differs.
+    # The model runs its own loop over layers; only attention differs.
     x, pools = model.hidden_states(tokens, lengths, attend, pools)
     return model.logits(x), (pools, lengths + 1)
 
 
 def take_turns(engines: dict[str, Any], num_turns: int = NUM_TURNS) -> dict[str, float]:
-    """Median seconds of a step of each engine, made in turns of TURN steps."""
+    """Return the median seconds of a step of each engine, in turns of TURN steps."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(num_turns):
         for name, engine in engines.items():
@@ -178,7 +182,7 @@ def take_turns(engines: dict[str, Any], num_turns: int = NUM_TURNS) -> dict[str,
 
 
 def measure_decode(folder: Path, dtype: str, batch: int, peers: dict[str, Peer]) -> dict[str, Any]:
-    """Tokens per second of every engine at one batch size, in turns."""
+    """Return the tokens per second of every engine at one batch size, measured in turns."""
     num_steps = TURN * NUM_TURNS
     max_len = PROMPT_LEN + num_steps + 16
     ours = PagedJax(folder, dtype, batch=batch, max_len=max_len)
@@ -189,7 +193,7 @@ def measure_decode(folder: Path, dtype: str, batch: int, peers: dict[str, Peer])
     ours.close()
 
     model = Llama.from_pretrained(folder, dtype=dtype)
-    # Where layers are stacked a layer of a contiguous cache would be a copy.
+    # With stacked layers, a layer of a contiguous cache would be copied.
     unrolled = Llama.from_pretrained(folder, dtype=dtype, scan_layers=False)
     steps = {
         "paged step": DecodeStep(model, batch=batch, max_len=max_len, is_paged=True),
@@ -208,7 +212,7 @@ def measure_decode(folder: Path, dtype: str, batch: int, peers: dict[str, Peer])
 
 
 def measure_prefill(folder: Path, dtype: str, peers: dict[str, Peer]) -> dict[str, float]:
-    """Prompt tokens per second of every engine, in turns."""
+    """Return the prompt tokens per second of every engine, measured in turns."""
     ours = PagedJax(folder, dtype, batch=1, max_len=PREFILL_LEN + 16)
     engines: dict[str, Peer] = {OURS: ours, **peers}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -216,12 +220,12 @@ def measure_prefill(folder: Path, dtype: str, peers: dict[str, Peer]) -> dict[st
         for name, engine in engines.items():
             seconds[name].append(engine.prefill(PREFILL_LEN))
     ours.close()
-    # The first one compiles and warms up.
+    # The first call compiles and warms up.
     return {n: round(PREFILL_LEN / statistics.median(s[1:]), 1) for n, s in seconds.items()}
 
 
 def measure_memory(folder: Path, dtype: str, batch: int) -> dict[str, float]:
-    """Peak resident bytes of this process above its imports, over those of weights and pool."""
+    """Return the peak memory of this process without imports, relative to weights and pool."""
     before, _ = resident_bytes()
     max_len = PROMPT_LEN + 32
     ours = PagedJax(folder, dtype, batch=batch, max_len=max_len)
@@ -240,7 +244,7 @@ def measure_memory(folder: Path, dtype: str, batch: int) -> dict[str, float]:
 
 
 def load_peers(folder: Path, dtype: str) -> dict[str, Peer]:
-    """The engines that are installed."""
+    """Return the engines that are installed."""
     makers = {
         "transformers": lambda: TransformersPeer(folder, dtype, "dynamic"),
         "llama.cpp": lambda: LlamaCppPeer(folder, dtype),
@@ -258,7 +262,7 @@ def load_peers(folder: Path, dtype: str) -> dict[str, Peer]:
 
 
 def measure(shape: str, dtype: str, batches: tuple[int, ...]) -> dict[str, Any]:
-    """Everything about one model in one dtype."""
+    """Measure one model in one dtype."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / shape
         run_module(
@@ -285,7 +289,7 @@ def measure(shape: str, dtype: str, batches: tuple[int, ...]) -> dict[str, Any]:
         decode = [measure_decode(folder, dtype, batch, peers) for batch in batches]
         prefill = measure_prefill(folder, dtype, peers)
         for name, peer in peers.items():
-            if name != "transformers static":  # it has the weights of the other
+            if name != "transformers static":  # it uses the weights of the other variant
                 peer.close()
     return {
         "shape": shape,
@@ -323,13 +327,13 @@ def show(record: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure, print tables, and write JSON on request."""
+    """Measure, print tables, and optionally write JSON."""
     parser = argparse.ArgumentParser(description="Text generation on a CPU, beside its peers.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)  # of one child process
+    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)  # memory of one child process
     options = parser.parse_args()
     if options.memory:
         folder, dtype, batch = options.memory

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer."""
+"""Peer that runs Hugging Face transformers."""
 
 import time
 from pathlib import Path
@@ -12,23 +12,23 @@ from benchmarks.generate.peer import prompt_tokens
 
 
 class TransformersPeer:
-    """Hugging Face transformers on CPU PyTorch, in a hand-written greedy loop.
+    """Hugging Face transformers on CPU PyTorch, in a custom greedy loop.
 
-    The loop calls the model directly: `generate` adds milliseconds of bookkeeping to each step,
-    which says nothing about the engine.
+    The loop calls the model directly, because `generate` adds milliseconds of bookkeeping to each
+    step.
 
     Args:
         folder: a Hugging Face model folder. Nothing is downloaded.
         dtype: a key of `shapes.DTYPES`.
         cache: "dynamic" concatenates K and V at each step; "static" writes into a cache of exactly
-            the final length. Which one is faster depends on shape and batch: measure both
-            (`variant`) and report the better.
-        compile: decode through `torch.compile` (static cache only). The first steps then take a
-            minute.
+            the final length. Shape and batch determine which is faster: measure both
+            (`variant`) and report the better figure.
+        compile: whether to decode through `torch.compile` (static cache only). The first steps then
+            take a minute.
 
     Raises:
         PeerUnavailable: if torch or transformers is missing.
-        ValueError: if the cache is unknown, or compiled and not static.
+        ValueError: if the cache is unknown, or `compile` is set without a static cache.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TransformersPeer:
         self._decode = torch.compile(model) if compile else model
 
     def variant(self, cache: str, compile: bool = False) -> "TransformersPeer":
-        """Returns a peer with another cache on the same weights in memory."""
+        """Return a peer with another cache and the same weights in memory."""
         peer = object.__new__(TransformersPeer)
         peer._setup(self._torch, self._transformers, self._model, cache, compile)
         return peer

@@ -1,1 +1,1 @@
-"""Half an hour on a lent GPU: what only a GPU can tell, in stages that run one by one."""
+"""Measurements on a GPU within half an hour, in stages that can run separately."""

@@ -1,15 +1,15 @@
 """Tests and benchmarks for half an hour on a rented GPU, in stages.
 
-    python -m benchmarks.gpu --out results                  # all stages, one after another
-    python -m benchmarks.gpu --stage tune --out results     # one; `make gpu-tune` does the same
-    python -m benchmarks.gpu --peer prototype.py            # with a kernel of one's own
-    python -m benchmarks.gpu --dry-run                      # what would run
-    python -m benchmarks.gpu --quick --out /tmp/results     # all of it at small sizes, on a CPU
+    python -m benchmarks.gpu --out results                  # all stages in order
+    python -m benchmarks.gpu --stage tune --out results     # one stage, like `make gpu-tune`
+    python -m benchmarks.gpu --peer prototype.py            # with another kernel
+    python -m benchmarks.gpu --dry-run                      # list the commands
+    python -m benchmarks.gpu --quick --out /tmp/results     # all stages at small sizes, on a CPU
 
-It runs from the sources, with the Python that starts it: no environment is made, nothing is
-installed or fetched, and no git is needed (PAGED_JAX_COMMIT may say which commit this is). Besides
-JAX with its plugin for CUDA that Python needs flax, orbax, safetensors, tokenizers, jinja2, tqdm,
-hypothesis and pytest; PyTorch is timed where it is installed, and pictures want matplotlib.
+It runs from the sources, with the Python that starts it. It creates no environment, installs and
+downloads nothing, and does not need git (PAGED_JAX_COMMIT may name the commit). That Python needs
+JAX with its CUDA plugin, flax, orbax, safetensors, tokenizers, jinja2, tqdm, hypothesis and pytest.
+PyTorch is timed if it is installed, and plots need matplotlib.
 
 A stage and the check of the device before it take less than 570 s, and write at most 8 files to the
 folder of `--out`: results as JSON, the output of all its processes in ``STAGE.log``, and a summary
@@ -36,7 +36,7 @@ from benchmarks.common.process import ROOT
 from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
 
 SUMMARY = "stages.json"
-# See `paged_jax.kernels.triton.tuning`, which imports JAX: this process must not hold the GPU.
+# See `paged_jax.kernels.triton.tuning`, which imports JAX. This process must not use the GPU.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
@@ -202,9 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     options = parser.parse_args(arguments)
-    # The processes run elsewhere than where this was started.
+    # The working directory of the processes is not the current directory.
     out = options.out.resolve()
-    # To draw needs no device; all else does, and is not begun without.
+    # Plots need no device. All other stages do not start without a device.
     is_drawing = options.stage == ["pictures"]
     names = options.stage if options.quick or is_drawing else ["device", *options.stage]
     stages = {name: STAGES[name] for name in names}
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
         if any(summary["statuses"].values()):
             failed.append(name)
             if name == "device":
-                break  # there is none
+                break  # the device was not detected
     if failed:
         print(f"failed: {', '.join(failed)}; see the logs in {out}", file=sys.stderr)
     return 1 if failed else 0

@@ -17,11 +17,12 @@ _BUDGETS = {"tune": 340, "goals": 360, "step": 400, "divisions": 120, "loops": 1
 # pytest prints the stacks of all threads if a test runs for longer than this.
 _STACKS_AFTER_SECONDS = 120
 
-# The shapes that are tuned: heads of 128 and of 64 lanes, whose nearest shapes follow them.
+# Shapes to tune: heads of 128 and 64. Other shapes use the entry of the nearest of these.
 _TUNED = ("--models", "Llama-3 8B", "TinyLlama", "--block-sizes", "16")
 
-# These tests compile the kernels on a GPU and interpret them elsewhere. Each file is a process of
-# its own, so that all of them run at the same time.
+# These tests compile the kernels on a GPU and interpret them elsewhere. Each file runs in a
+# separate
+# process, so that all of them run at the same time.
 _KERNEL_TESTS = {
     "tests/kernels/test_triton_decode.py": (),
     "tests/kernels/test_triton_prefill.py": (),
@@ -160,12 +161,12 @@ def _text(out: Path, is_quick: bool) -> list[Command]:
 def _pictures(out: Path, is_quick: bool) -> list[Command]:
     files = sorted([*out.glob("decode-attention-*.json"), *out.glob("step-*.json")])
     if not files or importlib.util.find_spec("matplotlib") is None:
-        return []  # another machine may draw them
+        return []  # plots may be drawn on another machine
     return [Command(_module("benchmarks.plots", *files, "--out", out), "pictures")]
 
 
 def peer_stage(file: Path) -> Stage:
-    """A kernel of one's own beside the others, see `benchmarks.attention.peers.peer_of_file`."""
+    """Return a stage that times another kernel, see `benchmarks.attention.peers.peer_of_file`."""
 
     def commands(out: Path, is_quick: bool) -> list[Command]:
         chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", "--batches", "1", "64")
@@ -207,4 +208,4 @@ STAGES: dict[str, Stage] = {
     ),
     "pictures": Stage("the results as pictures, if matplotlib is installed", _pictures, 120),
 }
-"""The stages by name, in their order."""
+"""Stages by name, in order."""

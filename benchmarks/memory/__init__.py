@@ -1,1 +1,1 @@
-"""How much of the memory holds tokens, counted in the allocator."""
+"""Benchmark of the fraction of memory that holds tokens, counted in the allocator."""

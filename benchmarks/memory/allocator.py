@@ -1,8 +1,8 @@
-"""How much KV memory holds tokens: formulas, beside the real allocator serving the sequences.
+"""Fraction of KV memory that holds tokens: formulas, compared with the real allocator.
 
-A contiguous cache is the same allocator with blocks of the greatest length: a sequence takes one
-such block when it starts and keeps it. Everything here runs `paged_jax.blocks` under jit, sequences
-grow a token at a time as they do when text is generated, and the blocks counted are those that have
+A contiguous cache is the same allocator with blocks of the maximum length: a sequence takes one
+such block when it starts and keeps it. All measurements run `paged_jax.blocks` under jit. Sequences
+grow by one token at a time, as in text generation, and the count includes the blocks that have
 left the free queue.
 """
 
@@ -21,18 +21,18 @@ from paged_jax.cache import blocks
 from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 
 MAX_LENGTH = 2048
-"""Tokens that a contiguous cache keeps room for in every sequence."""
+"""Number of tokens that a contiguous cache reserves for every sequence."""
 MEAN_LENGTH = 492
-"""Tokens of a sequence, assumed: see `implied_means` for where 24% and 98.5% in use come from."""
+"""Mean number of tokens of a sequence, an assumption: see `implied_means`."""
 BLOCK_SIZE = 16
-# Tokens that each sequence is given in a timed run.
+# Number of tokens added to each sequence in a timed run.
 _TIMED_STEPS = 64
 
 Record = dict[str, Any]
 
 
 class Held(NamedTuple):
-    """What sequences hold, counted in the allocator."""
+    """Number of blocks and tokens of sequences, counted in the allocator."""
 
     num_tokens: int
     num_blocks: int
@@ -40,23 +40,23 @@ class Held(NamedTuple):
 
     @property
     def utilisation(self) -> float:
-        """The part of the blocks that holds tokens."""
+        """Fraction of the blocks that holds tokens."""
         return self.num_tokens / (self.num_blocks * self.block_size)
 
     @classmethod
     def of(cls, tables: BlockTables) -> "Held":
-        """Count in one allocator; the blocks are those that have left the free queue."""
+        """Count the tokens, and the blocks that have left the free queue."""
         num_held = tables.num_blocks - int(tables.pool.num_free)
         return cls(int(tables.lengths.sum()), num_held, tables.block_size)
 
 
 def uniform_lengths(num_sequences: int, seed: int | list[int]) -> np.ndarray:
-    """Whole numbers, each from 1 to 2 * MEAN_LENGTH - 1 as likely as the others; i64[N]."""
+    """Return uniform integers from 1 to 2 * MEAN_LENGTH - 1, i64[N]."""
     return np.random.default_rng(seed).integers(1, 2 * MEAN_LENGTH, num_sequences)
 
 
 def lognormal_lengths(num_sequences: int, seed: int | list[int]) -> np.ndarray:
-    """Log-normal, sigma 0.6, with about the mean MEAN_LENGTH; 1 to MAX_LENGTH; i64[N]."""
+    """Return log-normal lengths (sigma 0.6, mean about MEAN_LENGTH, at most MAX_LENGTH), i64[N]."""
     sigma = 0.6
     center = np.log(MEAN_LENGTH) - sigma**2 / 2
     drawn = np.random.default_rng(seed).lognormal(center, sigma, num_sequences)
@@ -64,9 +64,9 @@ def lognormal_lengths(num_sequences: int, seed: int | list[int]) -> np.ndarray:
 
 
 def expected_utilisation(mean_length: float, block_size: int) -> float:
-    """Of paged sequences whose last blocks hold 1 to C tokens, each number as likely as the others.
+    """Return the expected utilisation if the last blocks hold 1 to C tokens with equal probability.
 
-    Nothing but the mean length matters: a sequence wastes (C - 1) / 2 tokens on average.
+    Only the mean length matters: a sequence wastes (C - 1) / 2 tokens on average.
 
     Example:
       >>> round(expected_utilisation(492, 16), 3)
@@ -76,12 +76,12 @@ def expected_utilisation(mean_length: float, block_size: int) -> float:
 
 
 def exact_utilisation(lengths: np.ndarray, block_size: int) -> float:
-    """Of paged sequences of `lengths` tokens."""
+    """Return the utilisation of paged sequences of `lengths` tokens."""
     return float(lengths.sum() / (num_blocks_needed(lengths, block_size).sum() * block_size))
 
 
 def implied_means(contiguous: float, paged: float) -> tuple[float, float]:
-    """The mean length that a contiguous and a paged utilisation imply, each solved for.
+    """Return the mean lengths that a contiguous and a paged utilisation imply.
 
     Example:
       >>> implied_means(0.24, 0.985)
@@ -93,9 +93,9 @@ def implied_means(contiguous: float, paged: float) -> tuple[float, float]:
 
 @partial(jax.jit, donate_argnums=0)
 def grow(tables: BlockTables, lengths: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Append a token to every slot that is shorter than `lengths` i32[S], until none is.
+    """Append tokens to slots, one at a time, until every slot has `lengths` tokens, i32[S].
 
-    The tables are donated. Returns the tables and ok, bool[]: whether there were blocks for all.
+    The tables are donated. Returns the tables and ok, bool[]: whether there were enough blocks.
     """
 
     def step(state):
@@ -115,9 +115,9 @@ _fork = jax.jit(blocks.fork)
 
 
 def serve(lengths: np.ndarray, num_slots: int, block_size: int) -> BlockTables:
-    """Bring a slot to each of `lengths`: half of it at once, a prompt, and the rest by tokens.
+    """Fill a slot to each of `lengths`: half of it as a prompt, and the rest token by token.
 
-    The pool is that of a contiguous cache, room for MAX_LENGTH tokens in every slot.
+    The pool has room for MAX_LENGTH tokens in every slot, as a contiguous cache does.
 
     Raises:
       RuntimeError: there were not enough blocks.
@@ -134,10 +134,11 @@ def serve(lengths: np.ndarray, num_slots: int, block_size: int) -> BlockTables:
 
 
 def measure_utilisation(batches: tuple[int, ...], num_draws: int, seed: int) -> list[Record]:
-    """Contiguous and paged utilisation of batches of sequences, by formula and in the allocator.
+    """Return contiguous and paged utilisation of batches, by formula and in the allocator.
 
-    Every batch is drawn `num_draws` times, and figures are of all draws together. The last record
-    is of log-normal lengths: another distribution with about the same mean.
+    Every batch is drawn `num_draws` times, and figures are for all draws together. The last record
+    has
+    log-normal lengths: another distribution with about the same mean.
     """
     largest = batches[-1]
     cases = [("uniform", uniform_lengths, batch) for batch in batches]
@@ -150,7 +151,7 @@ def measure_utilisation(batches: tuple[int, ...], num_draws: int, seed: int) -> 
 def _measure_batch(
     name: str, draw: Callable, batch: int, num_slots: int, num_draws: int, seed: int
 ) -> Record:
-    """One record; `num_slots` is that of the largest batch, so that one program serves all."""
+    """Return a record. All batches share a program for `num_slots`, the largest batch size."""
     draws = [draw(batch, [seed, batch, i]) for i in range(num_draws)]
     paged = [Held.of(serve(lengths, num_slots, BLOCK_SIZE)) for lengths in draws]
     contiguous = [Held.of(serve(lengths, num_slots, MAX_LENGTH)) for lengths in draws]
@@ -181,12 +182,13 @@ def _sum(draws: list[Held]) -> Held:
 def measure_block_sizes(
     block_sizes: tuple[int, ...], num_slots: int, num_rounds: int, seed: int
 ) -> list[Record]:
-    """Waste, size of the tables and time of a decode step by block size; sizes take turns."""
+    """Return waste, table size and time of a decode step by block size; sizes run in turns."""
     lengths = uniform_lengths(num_slots, seed)
     mean = float(lengths.mean())
     served = {size: serve(lengths, num_slots, size) for size in block_sizes}
-    # The timed steps start here; every slot gets one token in each, and lengths differ, so that in
-    # every step about one slot in C begins a block.
+    # Timed steps start with these lengths. Every slot gets one token in each step, and lengths
+    # differ, so
+    # about one slot in C begins a block in every step.
     seconds: dict[int, list[float]] = {size: [] for size in block_sizes}
     for _ in range(num_rounds):
         for size, tables in served.items():
@@ -211,9 +213,9 @@ def measure_block_sizes(
 
 
 def _time_steps(tables: BlockTables) -> float:
-    """Seconds that it takes to append one token to every slot, of many such steps in one run."""
+    """Return the seconds to append one token to every slot, averaged over many steps of one run."""
     targets = tables.lengths + _TIMED_STEPS
-    # A state of its own, copied before the clock starts, since it is donated.
+    # A copy of the state, made before the clock starts, because the state is donated.
     tables, targets = jax.block_until_ready((jax.tree.map(jnp.copy, tables), targets))
     start = time.perf_counter()
     jax.block_until_ready(grow(tables, targets))
@@ -221,7 +223,7 @@ def _time_steps(tables: BlockTables) -> float:
 
 
 def measure_shared_prompt(num_requests: int = 10, num_tokens: int = 200) -> Record:
-    """Requests that share one prompt by `fork`, then one of them writes, then all do."""
+    """Count blocks of requests that share a prompt by `fork`, before and after they write."""
     per_slot = num_blocks_needed(num_tokens, BLOCK_SIZE) + 1
     tables = BlockTables.create(num_requests * per_slot, num_requests, per_slot, BLOCK_SIZE)
     slots = np.arange(num_requests)
@@ -248,9 +250,9 @@ def measure_shared_prompt(num_requests: int = 10, num_tokens: int = 200) -> Reco
 
 
 def measure_concurrency(num_contiguous: int, held_tokens: tuple[int, ...]) -> list[Record]:
-    """Sequences that fit the memory of `num_contiguous` contiguous ones, by tokens that each holds.
+    """Return the number of sequences that fit into the memory of contiguous sequences.
 
-    They are admitted one by one until the allocator says no.
+    Sequences are admitted one at a time until the allocator has no more blocks.
     """
     budget = num_contiguous * MAX_LENGTH
     records = []
@@ -271,9 +273,9 @@ def measure_concurrency(num_contiguous: int, held_tokens: tuple[int, ...]) -> li
 
 
 def _admit(budget: int, held: int, block_size: int) -> int:
-    """Admit sequences of `held` tokens to a pool of `budget` tokens; how many there is room for."""
+    """Return how many sequences of `held` tokens a pool of `budget` tokens admits."""
     num_blocks = budget // block_size
-    # A slot more than can be filled, so that it is the blocks that run out.
+    # One slot more than can be filled, so that the number of blocks is the limit.
     num_slots = num_blocks // num_blocks_needed(held, block_size) + 1
     per_slot = num_blocks_needed(MAX_LENGTH, block_size)
     slots = jnp.arange(num_slots, dtype=jnp.int32)

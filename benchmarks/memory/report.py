@@ -1,8 +1,8 @@
-"""What the report of a run says: tables, goals met or not, and a plot.
+"""Report of the memory benchmark: tables, goals, and a plot.
 
-A report is what the JSON holds: "utilisation", "block_sizes", "concurrency", "sharing" and
-"saved_by_spread" are lists of records, a line of a table each; "shared_prompt" and "requests" are
-one record; the rest says what was run, and where.
+A report is the content of the JSON file. "utilisation", "block_sizes", "concurrency", "sharing" and
+"saved_by_spread" are lists of records, one per line of a table. "shared_prompt" and "requests" are
+single records. The rest describes the run and the machine.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ PUBLISHED = {
 }
 """Blocks saved on the Alpaca trace by OPT-13B: Kwon et al. 2023, section 6.3 and figure 15."""
 
-# K and V of a token in Llama-3 8B: two, in 32 layers of 8 heads of 128 numbers in bfloat16.
+# Bytes of K and V of a token in Llama-3 8B: two, in 32 layers of 8 heads of 128 bfloat16 values.
 _LLAMA3_8B_BYTES = 2 * 32 * 8 * 128 * 2
 
 
 def _total(tokens_of: str, per_block: str) -> Callable[[Report], float]:
-    """Utilisation over all batches together, counted in the allocator."""
+    """Return the utilisation over all batches together, counted in the allocator."""
 
     def figure(report: Report) -> float:
         records = [r for r in report["utilisation"] if r["lengths"] == "uniform"]
@@ -55,7 +55,7 @@ def _ratio(report: Report) -> float | None:
 
 
 def _largest_difference(report: Report) -> float:
-    """Between what the allocator holds and what the formulas say, in all records."""
+    """Return the largest difference between the allocator and the formulas, over all records."""
     pairs = [(r[f"{k}_allocator"], r[f"{k}_formula"]) for r in report["utilisation"]
              for k in ("contiguous", "paged")]  # fmt: skip
     pairs += [(r["waste_allocator"], r["waste_formula"]) for r in report["block_sizes"]]
@@ -73,7 +73,7 @@ def _saved(kind: str, width: int) -> Callable[[Report], float | None]:
 
 
 GOALS = (
-    # The difference of sums in another order.
+    # Tolerance for sums in another order.
     Goal("the allocator holds what the formulas say, to rounding", _largest_difference,
          high=1e-12, form=".1g"),
     Goal("contiguous: 24% of the memory holds tokens, 1 point more or less",
@@ -90,22 +90,22 @@ GOALS = (
            low=saved, form=".1%")
       for (kind, width), saved in PUBLISHED.items()),
 )  # fmt: skip
-"""What follows from the mean length, and what Kwon et al. published for sharing."""
+"""Consequences of the mean length, and the published figures of Kwon et al. for sharing."""
 
 
 def goal_lines(report: Report) -> list[str]:
-    """A line for each goal: met, NOT met, or not measured."""
+    """Return a line for each goal: met, NOT met, or not measured."""
     return [goal_line(goal, report) for goal in GOALS]
 
 
 def all_lines(report: Report) -> list[str]:
-    """Every table, with what its columns mean."""
+    """Return every table, with an explanation of its columns."""
     tables = (utilisation_lines, block_size_lines, shared_prompt_lines, concurrency_lines)
     return [line for lines in (*tables, sharing_lines) for line in (*lines(report), "")]
 
 
 def utilisation_lines(report: Report) -> list[str]:
-    """How much of the memory holds tokens, by batch."""
+    """Return the fraction of the memory that holds tokens, by batch."""
     from_contiguous, from_paged = report["implied_mean_lengths"]
     lines = [
         f"Memory that holds tokens. Contiguous: {report['max_length']} tokens reserved for each "
@@ -132,7 +132,7 @@ def utilisation_lines(report: Report) -> list[str]:
 
 
 def block_size_lines(report: Report) -> list[str]:
-    """What the block size changes."""
+    """Return the effect of the block size."""
     lines = [
         f"Block size, {report['sizes']['num_slots']} sequences of uniform lengths. "
         "A step gives each of them a token; many steps are one program.",
@@ -151,7 +151,7 @@ def block_size_lines(report: Report) -> list[str]:
 
 
 def shared_prompt_lines(report: Report) -> list[str]:
-    """What one prompt costs that many requests share."""
+    """Return the cost of a prompt that many requests share."""
     record = report["shared_prompt"]
     return [
         f"A prompt of {record['num_tokens']} tokens that {record['num_requests']} requests share, "
@@ -165,7 +165,7 @@ def shared_prompt_lines(report: Report) -> list[str]:
 
 
 def concurrency_lines(report: Report) -> list[str]:
-    """How many sequences fit a budget."""
+    """Return the number of sequences that fit into a memory budget."""
     budget = report["concurrency"][0]["budget_tokens"]
     gib = budget * _LLAMA3_8B_BYTES / 2**30
     lines = [
@@ -182,7 +182,7 @@ def concurrency_lines(report: Report) -> list[str]:
 
 
 def sharing_lines(report: Report) -> list[str]:
-    """What samples and beams share, and what the assumed spread of lengths changes."""
+    """Return the blocks that samples and beams share, and the effect of the length spread."""
     requests = report["requests"]
     lines = [
         f"Blocks saved by sharing, over blocks without it: {requests['num_requests']} requests, "
@@ -214,7 +214,7 @@ def sharing_lines(report: Report) -> list[str]:
 
 
 def plot(pyplot: Any, report: Report, path: Path) -> None:
-    """Draw the four tables that have something to draw."""
+    """Draw the four tables that can be plotted."""
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8.5))
     _plot_utilisation(axes[0, 0], report)
     _plot_block_sizes(axes[0, 1], report)

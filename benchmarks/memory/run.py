@@ -1,16 +1,16 @@
-"""How much KV memory is used for tokens: contiguous and paged, by formula and in the allocator.
+"""Benchmark of KV memory that holds tokens: contiguous and paged, by formula and in the allocator.
 
     python -m benchmarks.memory                                  # a few minutes
-    python -m benchmarks.memory --quick                          # less than one
+    python -m benchmarks.memory --quick                          # less than a minute
     python -m benchmarks.memory --json memory.json --plot memory.png
 
-Five questions. How much of the memory holds tokens? What does the block size change? What does a
-shared prompt cost? How many sequences fit a budget? What do samples and beams of a prompt share?
-The allocator is the library's own, under jit; see `allocator.py` and `sharing.py`.
-A full run says of each goal whether it is met.
+It measures the fraction of the memory that holds tokens, the effect of the block size, the cost of
+a shared prompt, the number of sequences in a memory budget, and the blocks that samples and beams
+of a prompt share. It runs the allocator of the library under jit; see
+`allocator.py` and `sharing.py`. A full run reports whether each goal is met.
 
-Nothing but the times depends on the machine: counts are the same wherever the seed is. (The beams
-are those of a model, so another device's rounding may choose others.)
+Only the times depend on the machine: counts depend only on the seed. (Beams come from a model, so
+rounding on another device may lead to other beams.)
 """
 
 import argparse
@@ -25,20 +25,20 @@ from paged_jax.models.llama import Llama
 
 
 class Sizes(NamedTuple):
-    """How much is run.
+    """Sizes of the measurements.
 
     Attributes:
-      batches: sequences at once, ascending.
-      num_draws: of each batch.
-      block_sizes: to compare.
-      num_slots: for which the block sizes are compared.
-      num_rounds: of timing.
-      num_contiguous: contiguous sequences that fit the fixed budget.
-      held_tokens: by each sequence in the budget.
-      widths: samples of a prompt, and beams.
-      num_requests: that are sampled, and searched with beams.
-      group_size: requests that are searched at once.
-      max_length: tokens of such a request at most.
+      batches: numbers of concurrent sequences, ascending.
+      num_draws: number of draws of each batch.
+      block_sizes: block sizes to compare.
+      num_slots: number of slots in the comparison of block sizes.
+      num_rounds: number of timing rounds.
+      num_contiguous: number of contiguous sequences that fit into the fixed budget.
+      held_tokens: numbers of tokens of each sequence in the budget.
+      widths: numbers of samples of a prompt, and of beams.
+      num_requests: number of requests for sampling and beam search.
+      group_size: number of requests in one beam search.
+      max_length: maximum number of tokens of such a request.
     """
 
     batches: tuple[int, ...] = (10, 20, 50, 100, 150, 200)
@@ -71,7 +71,7 @@ QUICK = Sizes(
 
 
 def run(sizes: Sizes, model: Llama, seed: int) -> Report:
-    """Measure everything; returns the report, without its goals."""
+    """Measure everything, and return the report without its goals."""
     max_length = min(sizes.max_length, model.config.max_position_embeddings)
     requests = sharing.draw_requests(sizes.num_requests, max_length, seed)
     return {
@@ -113,18 +113,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_model() -> Llama:
-    """The model that comes with the library, in float32, which CPUs compute fastest."""
+    """Load the bundled model in float32, which is the fastest dtype on CPUs."""
     return Llama.from_pretrained(dtype="float32")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write JSON and a plot on request."""
+    """Measure, print, and optionally write JSON and a plot."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.seed < 0:
         parser.error(f"--seed must not be negative, got {options.seed}.")
     report = run(QUICK if options.quick else FULL, load_model(), options.seed)
-    # A few small sequences say nothing about figures that were published for many.
+    # A few small sequences cannot be compared with the published figures for many sequences.
     report["goals"] = [] if options.quick else goal_lines(report)
     print(*all_lines(report), *report["goals"], sep="\n")
     if options.json:

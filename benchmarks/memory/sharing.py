@@ -1,13 +1,15 @@
-"""Blocks saved by sharing: several samples of one prompt, and beam search, as requests grow.
+"""Blocks saved by sharing: several samples of one prompt, and beam search.
 
-The measure is that of Kwon et al., "Efficient Memory Management for Large Language Model Serving
-with PagedAttention" (SOSP 2023), section 6.3: blocks saved over blocks without sharing. Both are
-counted in every decode step, after the step has made room for its tokens, and added up over all
-steps of all requests; requests start together, and leave when they are done.
+The metric is from Kwon et al., "Efficient Memory Management for Large Language Model Serving
+with PagedAttention" (SOSP 2023), section 6.3: saved blocks relative to blocks without sharing. Both
+are counted in every decode step, after the step has allocated blocks for its tokens, and summed
+over
+all steps of all requests. All requests start in the first step, and leave when they are complete.
 
-Samples share what `fork` shares, until they write. Beams are those of a real beam search by a model
-with a paged cache: in every step `reorder` makes each beam a continuation of one of the best, and
-`decode` copies on write. Every request generates as many tokens as was drawn for it; the end token
+Samples share the blocks that `fork` shares, until they write. Beams come from a real beam search
+with
+a model and a paged cache: in every step `reorder` makes each beam a continuation of one of the best
+beams, and `decode` copies on write. Every request generates a given number of tokens; the end token
 is never chosen.
 """
 
@@ -25,8 +27,9 @@ from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 from paged_jax.models.llama import Llama
 from paged_jax.rollouts import rollout
 
-# Means of the Alpaca trace, section 6.1 of the paper. How far lengths spread is not published in
-# numbers: these are assumptions, see `saved_by_spread`.
+# Means of the Alpaca trace, section 6.1 of the paper. The paper does not state the spread of
+# lengths;
+# these values are assumptions, see `saved_by_spread`.
 MEAN_PROMPT, MEAN_OUTPUT = 19.31, 58.45
 SPREAD_PROMPT, SPREAD_OUTPUT = 0.6, 0.8
 
@@ -36,21 +39,21 @@ Record = dict[str, Any]
 
 
 class Requests(NamedTuple):
-    """Lengths in tokens, i64[R] each. An output is 2 at least: its last token is never cached."""
+    """Lengths in tokens, i64[R] each. Outputs have at least 2 tokens; the last is not cached."""
 
     num_prompt: np.ndarray
     num_output: np.ndarray
 
 
 class Usage(NamedTuple):
-    """Blocks in every decode step, i64[N] each; 0 where there is nothing to do any more."""
+    """Number of blocks in every decode step, i64[N] each; 0 after all requests are complete."""
 
     shared: np.ndarray
     unshared: np.ndarray
 
     @property
     def saved(self) -> float:
-        """Blocks saved over blocks without sharing, over all steps."""
+        """Saved blocks relative to blocks without sharing, over all steps."""
         return float(1 - self.shared.sum() / self.unshared.sum())
 
 
@@ -62,15 +65,16 @@ def draw_requests(
     spread_prompt: float = SPREAD_PROMPT,
     spread_output: float = SPREAD_OUTPUT,
 ) -> Requests:
-    """Draw lengths like those of Alpaca: two independent log-normals, with the published means.
+    """Draw lengths similar to Alpaca: two independent log-normals, with the published means.
 
-    One number is taken at each quantile, in random order: few requests then stand for many.
+    The draw takes one value per quantile, in random order, so that few requests represent many.
 
     Args:
       num_requests: R.
-      max_length: most tokens in prompt and output together; outputs are cut.
-      seed: of the order.
-      spread_prompt, spread_output: standard deviations of the logarithms.
+      max_length: maximum number of tokens in prompt and output together; outputs are cut.
+      seed: seed of the order.
+      spread_prompt: standard deviation of the logarithm of prompt lengths.
+      spread_output: standard deviation of the logarithm of output lengths.
     """
     rng = np.random.default_rng(seed)
     prompts, outputs = (
@@ -85,7 +89,7 @@ def draw_requests(
 
 
 def _quantiles(mean: float, spread: float, num: int) -> np.ndarray:
-    """The log-normal with this mean at `num` quantiles, scaled so that their mean is right too."""
+    """Return `num` quantiles of the log-normal with this mean, scaled to have exactly this mean."""
     normal = NormalDist()
     values = np.exp([spread * normal.inv_cdf((i + 0.5) / num) for i in range(num)])
     return mean * values / values.mean()
@@ -135,24 +139,25 @@ def _sample(tables, num_prompt, num_output, *, num_samples: int, max_prompt: int
 
 
 def _first_slots(slots: jax.Array, width: int) -> jax.Array:
-    """The first slot of the request of each slot, i32[S]: it gets the prompt."""
+    """Return the first slot of the request of each slot, i32[S]. The first slot gets the prompt."""
     return slots // width * width
 
 
 def _count(tables: BlockTables) -> tuple[jax.Array, jax.Array]:
-    """Blocks that are held, and that would be without sharing, i32[] each."""
+    """Return the number of allocated blocks, and the number without sharing, i32[] each."""
     held = tables.num_blocks - tables.pool.num_free
     unshared = jnp.sum(num_blocks_needed(tables.lengths, tables.block_size), dtype=jnp.int32)
     return held, unshared
 
 
 class Beams(NamedTuple):
-    """What a beam search leaves of R requests with W beams each; S = R * W, N steps."""
+    """Result of a beam search over R requests with W beams each; S = R * W, N steps."""
 
-    scores: jax.Array  # f32[R, W], log-probabilities of the outputs, the best first
+    scores: jax.Array  # f32[R, W], log-probabilities of the outputs, in descending order
     usage: tuple[jax.Array, jax.Array]  # i32[N] each, as in `Usage`
-    parents: jax.Array  # i32[N, S], which beam of its request each goes on from; after each step
-    ok: jax.Array  # bool[], whether there were blocks for all
+    # i32[N, S], after each step, the beam of its request that each beam continues
+    parents: jax.Array
+    ok: jax.Array  # bool[], whether there were enough blocks
 
 
 @partial(jax.jit, static_argnames=("width", "block_size", "num_blocks", "max_length", "num_steps"))
@@ -168,17 +173,18 @@ def search_beams(
     max_length: int,
     num_steps: int,
 ) -> Beams:
-    """Search for the likeliest outputs of a batch of prompts, all in one program.
+    """Search for the most probable outputs of a batch of prompts, in one program.
 
     Args:
-      model: of the log-probabilities.
+      model: model that gives the log-probabilities.
       token_ids: i32[R, T], prompts, each row padded at its end.
-      num_prompt: i32[R], tokens in each prompt.
-      num_output: i32[R], tokens to generate, at least 2.
+      num_prompt: i32[R], number of tokens in each prompt.
+      num_output: i32[R], number of tokens to generate, at least 2.
       width: W, the number of beams (static).
-      block_size, num_blocks: of the cache (static).
-      max_length: most tokens of a request, prompt and output (static).
-      num_steps: N, at least the largest `num_output` less 1 (static).
+      block_size: block size of the cache (static).
+      num_blocks: number of blocks of the cache (static).
+      max_length: maximum number of tokens of a request, prompt and output (static).
+      num_steps: N, at least the largest `num_output` minus 1 (static).
     """
     num_requests, num_slots = len(num_prompt), len(num_prompt) * width
     slots = jnp.arange(num_slots, dtype=jnp.int32)
@@ -221,13 +227,13 @@ def search_beams(
 
 
 def _log_probs(model: Llama, logits: jax.Array) -> jax.Array:
-    """f32[B, V]; minus infinity for tokens that would end the text."""
+    """Return log-probabilities, f32[B, V]; minus infinity for tokens that would end the text."""
     log_probs = jax.nn.log_softmax(logits)
     return log_probs.at[:, jnp.array(model.config.eos_token_ids, jnp.int32)].set(-jnp.inf)
 
 
 def _best(scores: jax.Array, log_probs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best W continuations of W beams f32[R, W]: scores, beams they go on from, tokens."""
+    """Return the best W continuations of W beams f32[R, W]: scores, continued beams, tokens."""
     num_requests, width = scores.shape
     vocab_size = log_probs.shape[-1]
     continued = scores[:, :, None] + log_probs.reshape(num_requests, width, vocab_size)
@@ -236,7 +242,7 @@ def _best(scores: jax.Array, log_probs: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def write_prompts(model: Llama, num_prompt: np.ndarray, seed: int) -> jax.Array:
-    """Texts that the model itself writes, i32[R, T]: as many tokens as the longest prompt has."""
+    """Return texts generated by the model, i32[R, T], as long as the longest prompt."""
     start = min(model.config.bos_token_id or 0, model.config.vocab_size - 1)
     first = jnp.full((len(num_prompt), 1), start, jnp.int32)
     run = jax.jit(rollout, static_argnames="max_tokens")
@@ -254,18 +260,18 @@ def search_in_groups(
     *,
     group_size: int,
 ) -> tuple[Usage, Usage]:
-    """Beam search over all requests, `group_size` at a time, those of similar length together.
+    """Run beam search over all requests in groups of `group_size` requests of similar length.
 
     Args:
-      model: of the log-probabilities.
-      token_ids: i32[R, T], prompts, as long as the requests say.
-      requests: their lengths.
-      width: the number of beams.
-      block_size: of the cache.
-      group_size: requests at a time.
+      model: model that gives the log-probabilities.
+      token_ids: i32[R, T], prompts, as long as `requests` says.
+      requests: lengths of the requests.
+      width: number of beams.
+      block_size: block size of the cache.
+      group_size: number of requests per group.
 
     Returns:
-      What the allocator used, and the same counted again from who continued whom.
+      The blocks counted in the allocator, and the blocks counted from the parents of the beams.
 
     Raises:
       RuntimeError: an operation of the allocator failed.
@@ -273,7 +279,7 @@ def search_in_groups(
     order = np.argsort(requests.num_output, kind="stable")
     groups = np.split(order, range(group_size, len(order), group_size))
     lengths = requests.num_prompt + requests.num_output
-    # One program serves all groups: it has the blocks that any of them could need unshared.
+    # One program serves all groups, with as many blocks as any of them could need without sharing.
     sizes = {
         "width": width,
         "block_size": block_size,
@@ -300,10 +306,11 @@ def _add_up(usages: list[Usage]) -> Usage:
 
 
 def recount(requests: Requests, parents: np.ndarray, block_size: int) -> Usage:
-    """Count blocks without an allocator, from `parents` i32[N, R, W] alone.
+    """Count blocks without an allocator, only from `parents` i32[N, R, W].
 
-    Who writes into a block has it alone from then on. So it is enough to give each written block a
-    new name, to pass the names on to those who go on from there, and to count different names.
+    A beam that writes into a block becomes its only owner. So each written block gets a new name,
+    beams
+    that continue another beam inherit its names, and the count is the number of different names.
     """
     num_steps, num_requests, width = parents.shape
     shared, unshared = np.zeros((2, num_steps), np.int64)
@@ -320,7 +327,7 @@ def recount(requests: Requests, parents: np.ndarray, block_size: int) -> Usage:
 
 
 def saved_by_samples(requests: Requests, num_samples: int, block_size: int) -> float:
-    """What `sample_in_parallel` must give: of n samples, n - 1 save the full blocks of the prompt.
+    """Return the expected savings: n - 1 of n samples save the full prompt blocks.
 
     Example:
       >>> two = Requests(np.array([32]), np.array([2]))
@@ -339,7 +346,7 @@ def saved_by_samples(requests: Requests, num_samples: int, block_size: int) -> f
 def saved_by_spread(
     spreads: tuple[float, ...], num_samples: int, block_size: int, seed: int
 ) -> list[Record]:
-    """By formula, what samples save if lengths spread otherwise than assumed."""
+    """Return by formula the savings of samples with other spreads of lengths than assumed."""
     records = []
     for prompt in spreads:
         for output in spreads:
@@ -358,7 +365,7 @@ def measure(
     group_size: int,
     seed: int,
 ) -> list[Record]:
-    """What samples and beams of the same requests save, by their number."""
+    """Return the savings of samples and of beams for the same requests, by their number."""
     token_ids = write_prompts(model, requests.num_prompt, seed)
     records = []
     for width in widths:

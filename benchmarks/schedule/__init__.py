@@ -1,1 +1,1 @@
-"""How a batch's bytes are shared by the programs of the decode kernel, in a simulated GPU."""
+"""Simulation of the division of a batch among program instances of the decode kernel on a GPU."""

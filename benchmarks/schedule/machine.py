@@ -1,9 +1,9 @@
-"""A GPU whose multiprocessors share the bandwidth of its memory, and programs that only read.
+"""Simulated GPU: SMs share the memory bandwidth, and program instances only read.
 
-Time passes from event to event: a program starts, has its first bytes, or has read its last one.
-Between events every program that reads does so at a rate of its own, the least of three: what it
-can have on its way at once, its share of what its multiprocessor takes, and its share of the
-memory, of which those get more that can take more.
+The simulation advances from event to event: a program instance starts, receives its first bytes, or
+has read its last byte. Between events each instance reads at a constant rate, the minimum of three
+limits: its own maximum, its share of the rate of its SM, and its share of the memory bandwidth.
+Instances that can read faster get a larger share of the bandwidth.
 """
 
 from typing import NamedTuple
@@ -12,24 +12,28 @@ import numpy as np
 
 
 class Machine(NamedTuple):
-    """A GPU. The defaults are for an H200 and the decode kernel in half precision, none measured.
+    """A GPU. The defaults are estimates for an H200 and the decode kernel in half precision.
 
     Attributes:
-      num_cores: multiprocessors.
-      programs_per_core: programs that a multiprocessor has room for.
-      memory_rate: bytes a second of the memory: nine tenths of the data sheet's 4.8 TB/s.
-      core_rate: bytes a second that a multiprocessor takes at most: 420 instructions of four warps
-        for 32 KB, of which its schedulers issue about 0.65 a cycle each, at 1.85 GHz.
-      program_rate: bytes a second of a program that has a multiprocessor for itself: two steps of
-        32 KB on their way, a microsecond each.
-      start: seconds from the start of a program to its first bytes of K and V: its length, its
-        block ids and they are read one after another.
-      search: seconds that a program takes to find its part, where it has to.
-      idle: seconds of a program that finds nothing to read.
-      launch: seconds from the end of a kernel to the start of the next one in a CUDA graph.
-      count: seconds in which a program has its result seen by the whole device and counts itself.
-      merge_turn: seconds to read some parts at once and merge them.
-      merge: seconds of a launch that merges up to four parts; a turn more for each further 32.
+      num_cores: number of SMs.
+      programs_per_core: maximum number of program instances on an SM.
+      memory_rate: memory bandwidth in bytes per second: nine tenths of the data sheet's 4.8 TB/s.
+      core_rate: maximum bytes per second of an SM: 420 instructions of four warps for 32 KB, at
+        about
+        0.65 instructions per cycle of each scheduler and 1.85 GHz.
+      program_rate: bytes per second of a program instance that is alone on an SM: two steps of 32
+        KB in
+        flight, a microsecond each.
+      start: seconds from the start of an instance to its first bytes of K and V. It reads its
+        length,
+        its block ids and then K and V.
+      search: seconds in which an instance finds its part, if it must.
+      idle: seconds of an instance that has nothing to read.
+      launch: seconds from the end of a kernel to the start of the next kernel in a CUDA graph.
+      count: seconds to make a result visible to the whole device and to count the instance.
+      merge_turn: seconds to read some parts in parallel and merge them.
+      merge: seconds of a launch that merges up to four parts, plus a turn for each further 32
+        parts.
     """
 
     num_cores: int = 132
@@ -47,16 +51,16 @@ class Machine(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Programs that run at the same time."""
+        """Number of program instances that run at the same time."""
         return self.num_cores * self.programs_per_core
 
 
 def simulate(machine: Machine, num_bytes: np.ndarray) -> float:
-    """Seconds that a launch takes.
+    """Return the seconds that a launch takes.
 
     Args:
-      machine: where it runs.
-      num_bytes: ``[N]``, what each program reads, in the order in which they start; 0: nothing.
+      machine: the GPU.
+      num_bytes: ``[N]``, bytes that each program instance reads, in the order of their start.
 
     Example:
       >>> from dataclasses import replace
@@ -66,7 +70,7 @@ def simulate(machine: Machine, num_bytes: np.ndarray) -> float:
     """
     waiting = np.asarray(num_bytes, np.float64)
     num_slots = min(machine.resident, len(waiting))
-    core = np.arange(num_slots) % machine.num_cores  # the first ones each on one of its own
+    core = np.arange(num_slots) % machine.num_cores  # the first instances each get a separate SM
     left, ready = np.zeros(num_slots), np.full(num_slots, np.inf)
     is_running, num_started, now = np.zeros(num_slots, bool), 0, machine.launch
     while True:
@@ -82,7 +86,7 @@ def simulate(machine: Machine, num_bytes: np.ndarray) -> float:
         rates = _rates(machine, core, is_reading)
         ends = np.where(is_running & ~is_reading, ready, np.inf)
         ends[is_reading] = now + left[is_reading] / rates[is_reading]
-        # What ends within a nanosecond of it ends now: alike programs are one event.
+        # Events within a nanosecond count as one event, because similar instances end together.
         then = ends.min() + 1e-9
         left = np.where(is_reading, np.maximum(left - rates * (then - now), 0), left)
         now = then
@@ -90,11 +94,11 @@ def simulate(machine: Machine, num_bytes: np.ndarray) -> float:
 
 
 def _rates(machine: Machine, core: np.ndarray, is_reading: np.ndarray) -> np.ndarray:
-    """Bytes a second of each program; 0 of those that do not read."""
+    """Return the bytes per second of each instance; 0 for instances that do not read."""
     shared_by = np.bincount(core[is_reading], minlength=machine.num_cores)[core]
     most = np.minimum(machine.program_rate, machine.core_rate / np.maximum(shared_by, 1))
     most = np.where(is_reading, most, 0.0)
-    # Those that take least have all that they take; what they leave is for the others.
+    # Instances with the lowest limits reach them; the others share the rest.
     rates, left, num_left = most.copy(), machine.memory_rate, int(is_reading.sum())
     for rate in np.unique(most[is_reading]):
         is_this = is_reading & (most == rate)

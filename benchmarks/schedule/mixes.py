@@ -1,4 +1,4 @@
-"""Batches of sequence lengths: made up ones, and those of recorded traffic."""
+"""Batches of sequence lengths: synthetic batches, and batches from recorded traffic."""
 
 from pathlib import Path
 
@@ -8,17 +8,17 @@ from benchmarks.schedule.rules import Call
 from benchmarks.serving.workloads import read_trace
 
 LONG, SHORT = 131072, 1024
-"""Tokens of one sequence that is long, and of those around it."""
+"""Number of tokens of the long sequence, and of the other sequences."""
 
 TRACES = {
     "Azure 2023": ("azure2023_conv.csv", 16384, (64, 256)),
     "Mooncake": ("mooncake_conversation.jsonl", LONG, (16, 64)),
 }
-"""File of each trace, tokens of the longest sequence that is served, and batches."""
+"""File of each trace, maximum number of tokens of a sequence, and batch sizes."""
 
 
 def made_up() -> dict[str, Call]:
-    """Even batches, and those that a fixed division of every sequence does worst on."""
+    """Return even batches, and the worst batches for a fixed division of every sequence."""
     ragged = np.linspace(8192, 819, 64).round().astype(int)
     shuffled = np.random.default_rng(0).permutation(ragged)
     one_long = np.full(64, SHORT)
@@ -33,11 +33,11 @@ def made_up() -> dict[str, Call]:
 
 
 def recorded(folder: Path, num_draws: int) -> dict[str, Call]:
-    """Batches of requests that arrived one after another, each somewhere in its output.
+    """Return batches of consecutive requests, each at a random position in its output.
 
     Args:
-      folder: of the traces; those that are not there are left out.
-      num_draws: batches of each size.
+      folder: folder of the traces; missing traces are skipped.
+      num_draws: number of batches of each size.
     """
     calls = {}
     for name, (file, capacity, batches) in TRACES.items():

@@ -1,4 +1,4 @@
-"""What the records of a run say: a line each, goals met or not, and a plot."""
+"""Report of the simulation: a line per record, the goals, and a plot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ OURS, BEFORE, WHOLE, PARTITIONS = "by lengths", "by table", "whole", "partitions
 
 
 def record_line(record: Record) -> str:
-    """One line: the bound, and the times over it."""
+    """Return one line: the bound, and the times relative to it."""
     times = "  ".join(f"{name} {ratio:6.3f}x" for name, ratio in record["over_bound"].items())
     return f"{record['name']:32s} {record['mb']:8.1f} MB {record['bound_us']:8.1f} us  {times}"
 
@@ -31,16 +31,16 @@ GOALS = (
     Goal("every mix of lengths: at most 1.1 times what the bytes take", _over_bound, high=1.1),
     Goal("even batches: no slower than divided by the table's width", _even_over_before, high=1.01),
 )
-"""What the division of a batch is to reach; a hundredth is the least that a simulation can tell."""
+"""Goals for the division of a batch; a simulation cannot resolve less than a hundredth."""
 
 
 def goal_lines(report: Report) -> list[str]:
-    """A line for each goal: met or NOT met."""
+    """Return a line for each goal: met or NOT met."""
     return [goal_line(goal, report) for goal in GOALS]
 
 
 def plot(pyplot: Any, report: Report, path: Path) -> None:
-    """Draw the mixes, and over batches and contexts which rule is faster."""
+    """Draw the mixes, and the faster rule by batch and context."""
     records = report["mixes"]
     figure, axes = pyplot.subplots(
         1, 3, figsize=(17, 1.5 + 0.32 * len(records)), layout="constrained", width_ratios=(3, 2, 2)
@@ -68,7 +68,7 @@ def plot(pyplot: Any, report: Report, path: Path) -> None:
 
 
 def _grid(axes: Any, records: list[Record], figure: Callable[[Record], float]) -> None:
-    """Ratios by batch and context, blue where they are below 1."""
+    """Draw ratios by batch and context, in blue below 1."""
     batches = sorted({record["batch"] for record in records})
     contexts = sorted({record["context"] for record in records})
     table = [[float("nan")] * len(batches) for _ in contexts]

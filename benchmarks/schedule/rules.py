@@ -1,8 +1,10 @@
-"""Rules that divide a batch of sequences into the programs of a call.
+"""Rules that divide a batch of sequences among the program instances of a call.
 
-A rule says which tokens each program of one KV head reads, in the order in which programs start.
-All heads have the same programs, which start together. Parts of a sequence are merged by the last
-program of it, as the kernel does, or by a launch of its own, as it did before and vLLM's does.
+A rule determines which tokens each program instance of a KV head reads, in the order of their
+start. All
+heads have the same instances, which start together. The last instance of a sequence merges its
+parts, as
+in the current kernel, or a second launch does, as in the previous kernel and in vLLM.
 """
 
 import math
@@ -17,22 +19,24 @@ from benchmarks.schedule.machine import Machine, simulate
 from paged_jax.kernels.triton.schedule import Schedule, choose_num_parts, find_part
 
 STEP_TOKENS = 64
-"""Tokens of a loop step of the kernel in half precision, at 128 lanes."""
+"""Number of tokens of a loop step of the kernel in half precision, for head dimension 128."""
 
 MERGED_AT_ONCE = 16
-"""Parts that the kernel reads at once to merge them, of 4 heads of 128 lanes."""
+"""Number of parts that the kernel reads together to merge them, for 4 heads of dimension 128."""
 
 PARTITION = 512
-"""Tokens of a part of vLLM's second kernel (csrc/attention, `PARTITION_SIZE`)."""
+"""Number of tokens in a part of vLLM's second kernel (csrc/attention, `PARTITION_SIZE`)."""
 
 
 class Call(NamedTuple):
-    """A batch of one decode call.
+    """The batch of a decode call.
 
     Attributes:
-      lengths: tokens of each sequence, ``[B]``.
-      capacity: tokens that a row of the block table holds.
-      kv_heads, group, head_dim: K, G and D; K and V are of 2 bytes.
+      lengths: number of tokens of each sequence, ``[B]``.
+      capacity: number of tokens that a row of the block table can hold.
+      kv_heads: K.
+      group: G.
+      head_dim: D; K and V have 2 bytes per element.
     """
 
     lengths: np.ndarray
@@ -53,17 +57,17 @@ class Call(NamedTuple):
 
     @property
     def max_steps(self) -> int:
-        """Loop steps over the longest sequence that the table holds."""
+        """Number of loop steps over the longest sequence that the table can hold."""
         return math.ceil(self.capacity / STEP_TOKENS)
 
 
 class Programs(NamedTuple):
-    """The programs of one KV head.
+    """The program instances of one KV head.
 
     Attributes:
-      tokens: of each program, in their order; 0 of one that finds nothing to read.
-      more: seconds that each takes besides.
-      merge: seconds from the end of the last one to that of the call.
+      tokens: number of tokens of each instance, in order; 0 for an instance without a part.
+      more: additional seconds of each instance.
+      merge: seconds from the end of the last instance to the end of the call.
     """
 
     tokens: np.ndarray
@@ -75,7 +79,7 @@ Rule = Callable[[Call, Machine], Programs]
 
 
 def by_lengths(call: Call, machine: Machine) -> Programs:
-    """The kernel's own parts: they follow from the lengths."""
+    """Return the current rule of the kernel: parts follow from the lengths."""
     num_parts = choose_num_parts(len(call.lengths), call.kv_heads, call.max_steps, machine.resident)
     if num_parts == 0:
         return whole(call, machine)
@@ -95,7 +99,7 @@ def by_lengths(call: Call, machine: Machine) -> Programs:
 
 
 def by_table(call: Call, machine: Machine) -> Programs:
-    """The kernel's parts before: each sequence in as many, which follow from the table's width."""
+    """Return the previous rule: the table width gives the number of parts per sequence."""
     num_splits = _num_splits(len(call.lengths), call.kv_heads, call.max_steps, machine.num_cores)
     # All first parts start first.
     cuts = [_cut(call.lengths, turn, num_splits) for turn in range(num_splits + 1)]
@@ -104,12 +108,12 @@ def by_table(call: Call, machine: Machine) -> Programs:
 
 
 def whole(call: Call, machine: Machine) -> Programs:
-    """One program for each sequence, as vLLM's first kernel."""
+    """Return one program instance for each sequence, like vLLM's first kernel."""
     return Programs(np.asarray(call.lengths))
 
 
 def partitions(call: Call, machine: Machine) -> Programs:
-    """Parts of one size, as many as a row of the table holds: vLLM's second kernel."""
+    """Return parts of a fixed size for a whole table row, like vLLM's second kernel."""
     num_parts = math.ceil(call.capacity / PARTITION)
     starts = PARTITION * np.arange(num_parts)
     tokens = np.clip(np.asarray(call.lengths)[:, None] - starts, 0, PARTITION)
@@ -129,7 +133,7 @@ def _cut(lengths: np.ndarray, turn: int, num_splits: int) -> np.ndarray:
 
 
 def _num_splits(batch: int, kv_heads: int, max_steps: int, num_cores: int) -> int:
-    """What the kernel chose before, with two programs on a multiprocessor."""
+    """Return the number of splits of the previous rule, with two program instances per SM."""
     ragged = (1 + 0.25 * (batch - 1)) / batch
 
     def time(splits: int, fill: float) -> float:
@@ -143,14 +147,14 @@ def _num_splits(batch: int, kv_heads: int, max_steps: int, num_cores: int) -> in
 
 
 def seconds(call: Call, rule: Rule, machine: Machine) -> float:
-    """What a call takes, with its merge."""
+    """Return the seconds of a call, including its merge."""
     programs = rule(call, machine)
-    # Heads change fastest, and each program writes its result where it is divided.
+    # Heads vary fastest, and each instance of a divided sequence writes its result.
     num_bytes = np.repeat(programs.tokens * call.token_bytes, call.kv_heads)
     taken = simulate(machine._replace(start=machine.start + programs.more), num_bytes)
     return taken + programs.merge
 
 
 def bound(call: Call, machine: Machine) -> float:
-    """Seconds that the memory needs for the bytes of K and V."""
+    """Return the seconds that the memory needs for the bytes of K and V."""
     return call.num_bytes / machine.memory_rate

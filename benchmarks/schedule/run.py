@@ -1,18 +1,23 @@
-"""How long decode attention takes by how a batch is divided, simulated: no GPU is needed or used.
+"""Simulation of decode attention with different divisions of the batch. It needs no GPU.
 
     python -m benchmarks.schedule                                 # three minutes
     python -m benchmarks.schedule --quick                         # seconds
     python -m benchmarks.schedule --json schedule.json --plot schedule.png
 
-The programs of a decode call of Llama 3 8B run on the multiprocessors of an H200 that share the
-bandwidth of its memory (`machine.py`, whose constants are estimates). The parts are those of the
-kernel itself, `paged_jax.kernels.triton.schedule`, beside those that it had before, by the width of
-the table. Mixes of lengths are made up, or drawn from traces of production services where the
-folder of them is given or found.
+The program instances of a decode call of Llama 3 8B run on the SMs of an H200, which share the
+memory
+bandwidth (`machine.py`; its constants are estimates). The parts come from the kernel's own
+function,
+`paged_jax.kernels.triton.schedule`, and are compared with the previous rule, which used the width
+of the
+table. Mixes of lengths are synthetic, or drawn from traces of production services if their folder
+is
+given or found.
 
-A study of even batches asks what vLLM's two kernels ask (V1 and V2 of its paged attention): when is
-it worth dividing sequences, of one program each, into parts of 512 tokens? Both ways are simulated
-with the kernel of this library, beside its own.
+A study of even batches compares vLLM's two kernels (V1 and V2 of its paged attention): when should
+sequences be divided into parts of 512 tokens instead of one program instance each? Both are
+simulated
+with the kernel of this library.
 """
 
 import argparse
@@ -48,12 +53,12 @@ _STUDY_RULES: dict[str, Rule] = {
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-# What an H200 holds of 32 layers, beside the weights of 8B.
+# Bytes for K and V of 32 layers on an H200, after the weights of 8B.
 _MOST_TOKENS = 900_000
 
 
 def simulate(name: str, call: Call, chosen: dict[str, Rule], machine: Machine) -> dict[str, Any]:
-    """The record of a call under some rules."""
+    """Return the record of a call under some rules."""
     bound = rules.bound(call, machine)
     seconds = {rule: rules.seconds(call, divide, machine) for rule, divide in chosen.items()}
     return {
@@ -68,7 +73,7 @@ def simulate(name: str, call: Call, chosen: dict[str, Rule], machine: Machine) -
 
 
 def simulate_even(batch: int, context: int, machine: Machine) -> dict[str, Any]:
-    """The record of an even batch in the study."""
+    """Return the record of an even batch in the study."""
     call = Call(np.full(batch, context), context)
     record = simulate(f"{batch} x {context}", call, _STUDY_RULES, machine)
     us = record["us"]
@@ -77,13 +82,13 @@ def simulate_even(batch: int, context: int, machine: Machine) -> dict[str, Any]:
 
 
 def run(traces: Path, machine: Machine, num_draws: int, max_tokens: int) -> Report:
-    """Simulate everything, and print as it goes.
+    """Simulate everything, and print the results.
 
     Args:
-      traces: folder of recorded traffic.
-      machine: what is simulated.
-      num_draws: of each trace and batch.
-      max_tokens: of a batch in the study.
+      traces: folder of recorded traces.
+      machine: the simulated GPU.
+      num_draws: number of draws of each trace and batch.
+      max_tokens: maximum number of tokens of a batch in the study.
     """
     recorded = mixes.recorded(traces, num_draws)
     if not recorded:
@@ -126,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Simulate, print, and write JSON and a plot on request."""
+    """Simulate, print, and optionally write JSON and a plot."""
     options = _parser().parse_args(arguments)
     machine = Machine(memory_rate=1e9 * options.memory_rate)
     num_draws, max_tokens = (1, 4096) if options.quick else (3, _MOST_TOKENS)

@@ -1,1 +1,1 @@
-"""Continuous batching, beside one request at a time and transformers' own."""
+"""Benchmark of continuous batching, compared with sequential requests and transformers."""

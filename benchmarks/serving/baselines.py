@@ -1,13 +1,13 @@
-"""Serving without paging or scheduling: one request at a time, or batches that run to their end.
+"""Serving without paging or scheduling: sequential requests, or static batches.
 
-Plain jitted JAX over the model's own layers. K and V of a batch lie in one piece for each layer,
-``[B, K, N, D]``, of exactly the length that the longest of the batch comes to need::
+These are plain jitted JAX functions over the layers of the model. K and V of a batch are contiguous
+for each layer, ``[B, K, N, D]``, with the final length of the longest sequence of the batch::
 
-    prefill   all prompts of the batch at once, padded at the right        one program for each T, N
-    decode    one token for every row, until the longest has all of its    one program for each N
+    prefill   all prompts of the batch, padded at the right                one program for each T, N
+    decode    one token for every row, until the longest row is complete   one program for each N
 
-The host dispatches a step without waiting for the one before: no token decides anything, since
-every request generates a number of them that is known. That is the best case for these baselines.
+The host dispatches a step without waiting for the previous step: tokens decide nothing, because
+the number of tokens of every request is known. This is the best case for these baselines.
 """
 
 import time
@@ -26,16 +26,16 @@ _PROMPT_STEP = 64
 _CACHE_STEP = 128
 
 Cache = list[tuple[jax.Array, jax.Array]]
-# Cache, tokens in it i32[B], next tokens i32[B].
+# Cache, number of cached tokens i32[B], next tokens i32[B].
 State = tuple[Cache, jax.Array, jax.Array]
 
 
 class ContiguousBatches:
-    """Greedy generation in batches of fixed membership, over K and V in one piece.
+    """Greedy generation in static batches, over contiguous K and V.
 
     Args:
-      model: with its weights.
-      batch: rows of a batch; 1 is a request at a time.
+      model: the model.
+      batch: number of rows of a batch; 1 means sequential requests.
     """
 
     def __init__(self, model: Llama, *, batch: int):
@@ -62,7 +62,7 @@ class ContiguousBatches:
             jax.block_until_ready(self._decode(self._weights, *state))
 
     def run(self, requests: list[Request]) -> Outcome:
-        """Generate for all requests, in their order; all must have arrived."""
+        """Generate for all requests, in their order. All of them must have arrived."""
         token_ids, token_times, step_seconds = [], [], []
         start = time.perf_counter()
         for rows in self._batches(requests):
@@ -81,16 +81,16 @@ class ContiguousBatches:
         return [requests[i : i + self._batch] for i in range(0, len(requests), self._batch)]
 
     def _shape(self, rows: list[Request]) -> tuple[int, int]:
-        """T and N of a batch."""
+        """Return T and N of a batch."""
         T = _round_up(max(len(request.prompt_token_ids) for request in rows), _PROMPT_STEP)
         N = _round_up(max(request.num_tokens for request in rows), _CACHE_STEP)
         return T, max(T, N)
 
     def _start(self, rows: list[Request], shape: tuple[int, int]) -> State:
-        """Read the prompts and draw the first tokens."""
+        """Read the prompts and generate the first tokens."""
         T, N = shape
         token_ids = np.zeros((self._batch, T), np.int32)
-        # Rows that are missing in the last batch are prompts of one token.
+        # Missing rows of the last batch are prompts of one token.
         lengths = np.ones(self._batch, np.int32)
         for row, request in enumerate(rows):
             lengths[row] = len(request.prompt_token_ids)
@@ -99,7 +99,7 @@ class ContiguousBatches:
         return cache, jnp.asarray(lengths), tokens
 
     def _generate(self, rows: list[Request]) -> tuple[np.ndarray, float, float]:
-        """Tokens i32[steps, B], when the first of them were there, and when the last were."""
+        """Return tokens i32[steps, B], and the times of the first and of the last tokens."""
         state = self._start(rows, self._shape(rows))
         drawn = [jax.block_until_ready(state[2])]
         first_time = time.perf_counter()
@@ -138,16 +138,16 @@ def prefill(
 def decode(
     model: Llama, cache: Cache, lengths: jax.Array, tokens: jax.Array
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """One step for every row: nothing is gathered, and all N places are attended.
+    """Decode one step for every row, without gathering, with attention over all N positions.
 
     Args:
-      model: with its weights.
+      model: the model.
       cache: K and V of each layer, ``[B, K, N, D]``; donate them.
-      lengths: i32 ``[B]``, tokens of each row that are in the cache.
-      tokens: i32 ``[B]``, the next ones.
+      lengths: i32 ``[B]``, number of cached tokens of each row.
+      tokens: i32 ``[B]``, the next tokens.
 
     Returns:
-      The three, one token later.
+      The new cache, lengths and next tokens.
     """
     rows = jnp.arange(tokens.shape[0])
     windows = model.config.sliding_windows

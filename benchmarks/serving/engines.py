@@ -1,4 +1,4 @@
-"""This library's engine as the benchmark drives it: all requests at once, or as they arrive."""
+"""Engines of paged_jax for the benchmark of serving."""
 
 import dataclasses
 import time
@@ -8,22 +8,22 @@ from benchmarks.serving.outcome import Outcome
 from benchmarks.serving.workloads import Request
 from paged_jax import Engine, Llama, SamplingParams
 
-# Most prompt tokens of a sequence that one step reads.
+# Maximum number of prompt tokens of a sequence in a step.
 _MAX_CHUNK = 512
-# Tokens that requests generate which only warm up.
+# Number of tokens that warm-up requests generate.
 _WARMUP_TOKENS = 12
 
 
 class EngineSizes(NamedTuple):
-    """What all engines of a comparison have in common.
+    """Common sizes of all engines of a comparison.
 
     Attributes:
-      max_num_seqs: sequences that run at once.
-      max_model_len: longest sequence.
-      pool_tokens: tokens that the K and V pools hold, whatever the blocks are.
-      block_size: tokens in a block, where K and V are paged.
-      max_num_batched_tokens: most tokens of one engine step; None is the engine's default.
-      steps_per_dispatch: decode steps that run on the device before the host looks.
+      max_num_seqs: maximum number of running sequences.
+      max_model_len: maximum length of a sequence.
+      pool_tokens: number of tokens that fit into the pools, independent of the block size.
+      block_size: number of tokens in a block, for paged K and V.
+      max_num_batched_tokens: maximum number of tokens of an engine step; None is the default.
+      steps_per_dispatch: number of decode steps per dispatch.
     """
 
     max_num_seqs: int
@@ -34,7 +34,7 @@ class EngineSizes(NamedTuple):
     steps_per_dispatch: int
 
 
-# How K and V are kept: (is paged, has a prefix cache), by what the tables call it.
+# Kinds of caches (is paged, has a prefix cache), by their names in the tables.
 VARIANTS: dict[str, tuple[bool, bool]] = {
     "paged, prefix cache": (True, True),
     "paged": (True, False),
@@ -43,18 +43,20 @@ VARIANTS: dict[str, tuple[bool, bool]] = {
 
 
 def make_engine(model: Llama, sizes: EngineSizes, variant: str) -> Engine:
-    """An engine in one of the VARIANTS; nothing is compiled yet.
+    """Create an engine for one of the VARIANTS, without compiling.
 
-    "contiguous" is the same engine with blocks of `max_model_len` tokens: every sequence has one,
-    reserved in full when it is admitted, and attention is over the whole of it.
+    "contiguous" is the same engine with blocks of `max_model_len` tokens: every sequence has one
+    block,
+    reserved when it is admitted, and attention reads the whole block.
     """
     is_paged, has_prefix_cache = VARIANTS[variant]
     block_size = sizes.block_size if is_paged else sizes.max_model_len
     num_blocks, max_num_seqs = sizes.pool_tokens // block_size, sizes.max_num_seqs
     if not is_paged:
         max_num_seqs = min(max_num_seqs, num_blocks)
-        # The scheduler keeps a block back for each that runs, though none comes to need a second:
-        # without as many more, which are never written, it would run half as many.
+        # The scheduler reserves one more block for each running sequence, although a second block
+        # is never
+        # needed here. Without these additional blocks, only half as many sequences would run.
         num_blocks += max_num_seqs
     optional = {}
     if sizes.max_num_batched_tokens is not None:
@@ -73,9 +75,9 @@ def make_engine(model: Llama, sizes: EngineSizes, variant: str) -> Engine:
 
 
 def warm_up(engine: Engine, requests: list[Request]) -> None:
-    """Compile what requests like these call, by serving 1, 2, 4, ... others of them, cut short.
+    """Compile the programs for such requests, by serving 1, 2, 4, ... shortened requests.
 
-    `Engine.warmup` would compile what any requests may call, which takes several times as long.
+    `Engine.warmup` would compile all programs, which takes several times as long.
     """
     short = [
         dataclasses.replace(request, num_new=min(request.num_new, _WARMUP_TOKENS))
@@ -88,9 +90,9 @@ def warm_up(engine: Engine, requests: list[Request]) -> None:
 
 
 def serve(engine: Engine, requests: list[Request]) -> Outcome:
-    """Serve requests, each added when its arrival is due, until all are complete.
+    """Serve requests, each added at its arrival time, until all are complete.
 
-    `Outcome.details` has what the engine's totals grew by, and its peaks since it was built.
+    `Outcome.details` has the increments of the engine's totals, and its peaks since it was created.
     """
     before = _numbers(engine.stats)
     indices: dict[str, int] = {}
@@ -143,6 +145,7 @@ def _numbers(stats: Any) -> dict[str, float]:
         field.name: value
         for field in dataclasses.fields(stats)
         if isinstance(value := getattr(stats, field.name), int | float)
-        # Of the first request that the engine ever had; and a ratio, which has no differences.
+        # The first is the time of the engine's first request, and the second a ratio: neither has
+        # differences.
         and field.name not in ("first_token_seconds", "sharing")
     }

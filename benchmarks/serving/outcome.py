@@ -1,4 +1,4 @@
-"""What serving a workload gave: every token and when it came; and the figures made from that."""
+"""Result of serving a workload: every token with its time, and figures computed from them."""
 
 import dataclasses
 import statistics
@@ -12,14 +12,14 @@ class Outcome:
     """One run over a workload. Times are seconds after the start of the run.
 
     Attributes:
-      seconds: until the last token was on the host.
-      token_ids: the generated tokens of each request.
-      arrivals: when each request came.
-      token_times: when each token of each request was on the host. Tokens that one dispatch drew
-        come together.
-      step_seconds: of each decode step or, where steps are not waited for one by one, the mean of
-        each sequence or batch.
-      details: what else the engine counted.
+      seconds: time until the last token was on the host.
+      token_ids: generated tokens of each request.
+      arrivals: arrival time of each request.
+      token_times: time at which each token of each request was on the host. Tokens of one dispatch
+        arrive together.
+      step_seconds: time of each decode step, or the mean per sequence or batch if steps are not
+        timed individually.
+      details: other counts of the engine.
     """
 
     seconds: float
@@ -31,15 +31,15 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens, all requests together."""
+        """Number of generated tokens of all requests."""
         return sum(map(len, self.token_ids))
 
 
 def summary(outcome: Outcome) -> dict[str, float]:
-    """The figures of one run, rounded, for JSON.
+    """Return the figures of one run, rounded, for JSON.
 
-    ``ttft`` is from the arrival of a request to its first token, ``tpot`` the mean time of each
-    further token of a request, ``gap`` the time between two deliveries of tokens to a request.
+    ``ttft`` is the time from the arrival of a request to its first token, ``tpot`` the mean time of
+    each further token of a request, ``gap`` the time between two deliveries of tokens to a request.
 
     Example:
       >>> run = Outcome(2.0, [[5, 6, 7]], [0.5], [[1.0, 2.0, 2.0]], [1.0])
@@ -64,7 +64,7 @@ def summary(outcome: Outcome) -> dict[str, float]:
 
 
 def median_summary(outcomes: list[Outcome]) -> dict[str, float]:
-    """The median over runs of each figure, and the mean of their seconds."""
+    """Return the median over runs of each figure, and the mean of their seconds."""
     summaries = [summary(outcome) for outcome in outcomes]
     names = [name for name in summaries[0] if all(name in each for each in summaries)]
     medians = {name: statistics.median(each[name] for each in summaries) for name in names}

@@ -1,15 +1,16 @@
-"""Continuous batching of Hugging Face transformers and ours on the CPU, each in its own process.
+"""Continuous batching of transformers and paged_jax on the CPU, in separate processes.
 
     python -m benchmarks.serving.peers JOB.json
 
-serves what a job file asks for with one engine and prints one JSON line: a process that has done
-nothing else is the only way to see an engine's peak memory. `measure` writes such files and starts
-the processes.
+serves the requests of a job file with one engine and prints one JSON line. A separate process is
+necessary to measure the peak memory of an engine. `measure` writes such files and starts the
+processes.
 
-transformers is driven as its own `generate_batch` drives it, one manager with a thread of its own,
-requests in the same order; only each request has its own number of new tokens, which
-`generate_batch` has no argument for. "as it comes" leaves all sizes to it: it then takes a share
-of the machine's memory. "sized" gives it the blocks and the batch that this workload needs.
+transformers is used as in its own `generate_batch`: one manager with a separate thread, and
+requests
+in the same order. The difference is that each request has its own number of new tokens, which
+`generate_batch` does not support. "as it comes" leaves all sizes to transformers, which then uses a
+share of the machine's memory. "sized" sets the number of blocks and the batch for this workload.
 """
 
 import json
@@ -27,16 +28,16 @@ from benchmarks.serving.workloads import Request
 
 OURS = "paged_jax"
 PEERS = ("transformers, as it comes", "transformers, sized")
-# Tokens in one of their blocks.
+# Number of tokens in a block of transformers.
 _PAGE_SIZE = 32
 _ENVIRONMENT = {
-    # All on the CPU, whatever else there is: only there do all of them run, and peaks compare.
+    # Use the CPU even if there are other devices: all engines run there, and peaks are comparable.
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
-    # Threads that spin would hold up the ones that they wait for.
+    # Spinning threads would block the threads that they wait for.
     "OMP_WAIT_POLICY": "passive",
 }
-# Of the machine's memory, what must be available for the peer that takes 60% of it.
+# Fraction of the machine's memory that must be available for the peer that uses 60% of it.
 _SHARE_OF_MEMORY = 0.7
 
 
@@ -49,23 +50,23 @@ def measure(
     sizes: dict[str, Any],
     timeout: float,
 ) -> dict[str, Any]:
-    """Serve requests with one engine in a new process; all arrive at once.
+    """Serve requests with one engine in a new process; all arrive at the start.
 
     Args:
       engine: OURS or one of the PEERS.
       folder: a Hugging Face model folder.
       dtype: "float32" or "bfloat16".
-      requests: what is timed.
-      warmup: what is served before, to compile; other prompts than those of the requests.
+      requests: requests to time.
+      warmup: requests to compile with, with other prompts.
       sizes: the fields of `benchmarks.serving.engines.EngineSizes`.
       timeout: seconds after which the process is ended.
 
     Returns:
-      Seconds, generated tokens, the tokens of each request, and memory in bytes.
+      Seconds, number of generated tokens, the tokens of each request, and memory in bytes.
 
     Raises:
-      PeerUnavailable: its packages are missing, it would not leave enough memory to others, or the
-        process failed or took too long.
+      PeerUnavailable: packages of the peer are missing, it would not leave enough memory to others,
+        or the process failed or took too long.
     """
     if engine == PEERS[0] and _available_memory() < _SHARE_OF_MEMORY:
         raise PeerUnavailable(
@@ -141,7 +142,7 @@ def _run_transformers(
             "num_blocks": -(-job["sizes"]["pool_tokens"] // _PAGE_SIZE),
             "max_batch_tokens": max(len(request.prompt_token_ids) for request in requests),
         }
-    # No end-of-sequence token: every request generates all of its tokens.
+    # Without an end token every request generates all of its tokens.
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
     with model.continuous_batching_context_manager(
         generation_config=generation,
@@ -156,7 +157,7 @@ def _run_transformers(
 
 
 def _serve_transformers(manager: Any, requests: list[Request]) -> list[list[int]]:
-    # In this order `generate_batch` adds them: prompts that share a beginning are neighbours.
+    # `generate_batch` uses the same order: prompts with a common beginning are neighbours.
     order = sorted(range(len(requests)), key=lambda i: requests[i].prompt_token_ids, reverse=True)
     indices = {
         manager.add_request(requests[i].prompt_token_ids, max_new_tokens=requests[i].num_new): i
@@ -192,7 +193,7 @@ def _record(seconds: float, token_ids: list[list[int]], before: int) -> dict[str
 
 
 def _available_memory() -> float:
-    """The share of the machine's memory that is available; 1 where the system does not say."""
+    """Return the available fraction of the machine's memory; 1 if the system does not report it."""
     path = Path("/proc/meminfo")
     if not path.exists():
         return 1.0

@@ -1,10 +1,10 @@
-"""What the records of a run say: tables, ratios within a round, and goals met or not.
+"""Report of the serving benchmark: tables, ratios within a round, and goals.
 
-A report is what the JSON holds::
+A report is the content of the JSON file::
 
-    sizes, settings     what was run
+    sizes, settings     settings of the run
     results             name -> figures of `outcome.median_summary`, "details", "rounds"
-    ratios_to_naive     name -> rate of generation over that of "naive", median over rounds
+    ratios_to_naive     name -> generation rate relative to "naive", median over rounds
     peers               name -> record of `peers.measure`, without its tokens
     replays             name -> figures of a trace
 """
@@ -43,16 +43,16 @@ GOALS = (
     Goal("4x the rate of transformers' continuous batching", _over_peer("tokens_per_s"), low=4.0),
     Goal("in at most a tenth of its peak memory", _over_peer("peak_bytes"), high=0.1),
 )
-"""What the engine is to reach on the workload with a shared prefix."""
+"""Goals of the engine for the workload with a shared prefix."""
 
 
 def goal_lines(report: Report) -> list[str]:
-    """A line for each goal: met, NOT met, or not measured."""
+    """Return a line for each goal: met, NOT met, or not measured."""
     return [goal_line(goal, report) for goal in GOALS]
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
-    """Of each name, the median over rounds of its rate over that of NAIVE in the same round.
+    """Return for each name the median over rounds of its rate relative to NAIVE in the same round.
 
     Example:
       >>> ratios({"naive": [10.0, 20.0, 10.0], "other": [20.0, 60.0, 50.0]})
@@ -68,7 +68,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def result_lines(report: Report) -> list[str]:
-    """A table of all engines: rate, ratio, steps, and what a user waits for."""
+    """Return a table of all engines: rate, ratio, steps, and the latency for users."""
     if not report["results"]:
         return []
     lines = [
@@ -91,7 +91,7 @@ def result_lines(report: Report) -> list[str]:
 
 
 def time_lines(report: Report) -> list[str]:
-    """Where the time of an engine's steps goes, and what it counted, by name."""
+    """Return the parts of an engine's time, and its counts, by name."""
     lines = []
     for name, figures in (report["results"] | report["replays"]).items():
         details = figures.get("details", {})
@@ -112,7 +112,7 @@ def time_lines(report: Report) -> list[str]:
 
 
 def peer_lines(report: Report) -> list[str]:
-    """A line for each engine that ran in a process of its own."""
+    """Return a line for each engine that ran in a separate process."""
     ours = report["peers"].get(OURS)
     lines = []
     for name, record in report["peers"].items():
@@ -129,7 +129,7 @@ def peer_lines(report: Report) -> list[str]:
 
 
 def replay_lines(report: Report) -> list[str]:
-    """A table of the engine's variants on a trace."""
+    """Return a table of the engine's variants on a trace."""
     if not report["replays"]:
         return []
     lines = [

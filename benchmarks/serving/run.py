@@ -1,25 +1,27 @@
-"""Serving many requests: continuous batching beside what comes without it, in one run.
+"""Benchmark of serving: continuous batching compared with simpler schedules, in one run.
 
     python -m benchmarks.serving                                # the small bundled model
     python -m benchmarks.serving --shape 135M --runs 1          # random weights
     python -m benchmarks.serving --trace-file azure2023_conv.csv --json replay.json
 
-Every engine gets the same weights and the same requests, which share a prefix, decodes greedily and
-generates the same number of tokens for each of them:
+Every engine gets the same weights and the same requests with a common prefix, decodes greedily and
+generates the same number of tokens for each request:
 
-    naive            one request at a time, K and V in one piece       (baselines.py)
-    static batches   batches that wait for their longest               (baselines.py)
-    offline          continuous batching, all requests there at once   (engines.py)
+    naive            sequential requests, contiguous K and V           (baselines.py)
+    static batches   static batches, contiguous K and V                (baselines.py)
+    offline          continuous batching, all requests at the start    (engines.py)
     online           the same, requests arrive in a Poisson process    (engines.py)
 
-the last two with K and V in blocks with and without a prefix cache, and in one piece for each
-sequence, all in the same memory. The engines take turns in every round, and ratios are made within
-a round; figures are medians over rounds. A prefix cache is empty when a run begins. transformers'
-continuous batching runs in a process of its own, and so does ours beside it (peers.py).
+The last two run with paged K and V, with and without a prefix cache, and with contiguous K and V,
+all
+in the same memory. The engines run in turns in every round, and ratios are computed within a round.
+Figures are medians over rounds. The prefix cache is empty at the start of a run. transformers'
+continuous batching runs in a separate process, and so does paged_jax for that comparison
+(peers.py).
 
 With --trace-file the requests of a trace are served instead, at their times (`--speed`), with
-their lengths scaled to the model's context (`--length-scale`). Blocks of Mooncake's prompts shrink
-with them: use a `--block-size` that is not larger, or few of them can be found again.
+their lengths scaled to the model's context (`--length-scale`). Scaling also shrinks the blocks of
+Mooncake's prompts. Use a `--block-size` that is not larger, otherwise few of them are found again.
 """
 
 import argparse
@@ -66,11 +68,11 @@ from benchmarks.serving.workloads import (
 from paged_jax import Engine, Llama
 
 MODES = ("naive", "static", "offline", "online", "peers")
-# Seconds after which a peer's process is ended.
+# Seconds after which the process of a peer is ended.
 _PEER_TIMEOUT = 600.0
-# The round whose prompts only warm up, and the one after it: no measured round comes near.
+# Seeds of the two warm-up rounds, far from the numbers of the measured rounds.
 _WARMUP_ROUND = 10**6
-# Tokens that a peer generates for each of them.
+# Number of tokens that a peer generates for each warm-up request.
 _PEER_WARMUP_TOKENS = 4
 
 Serve = Callable[[list[Request]], Outcome]
@@ -84,19 +86,21 @@ def measure_all(
     num_warmup: int,
     num_rounds: int,
 ) -> tuple[dict[str, list[Outcome]], float]:
-    """Run everything in turns, in every round over requests of its own.
+    """Run everything in turns, with new requests in every round.
 
     Args:
-      runs: what serves a list of requests, by name. Names that begin with ONLINE get requests with
-        arrivals.
-      draw_round: the requests of a round, by its number.
-      load: rate of arrivals, as a multiple of the rate at which OFFLINE + BEST served the last
-        warm-up round; it must be among the runs if any is online.
-      num_warmup: rounds that do not count, at least one.
-      num_rounds: rounds that do.
+      runs: functions that serve a list of requests, by name. Names that begin with ONLINE get
+        requests
+        with arrival times.
+      draw_round: returns the requests of a round, by its number.
+      load: arrival rate, as a multiple of the rate of OFFLINE + BEST in the last warm-up round,
+        which
+        must be among the runs if any is online.
+      num_warmup: number of warm-up rounds, at least one.
+      num_rounds: number of measured rounds.
 
     Returns:
-      The outcomes of each run, and the rate of arrivals in requests a second (0 without any).
+      The outcomes of each run, and the arrival rate in requests per second (0 without online runs).
     """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
     rate = 0.0
@@ -105,7 +109,7 @@ def measure_all(
         for name, run in runs.items():
             is_online = name.startswith(ONLINE)
             if is_online and number < num_warmup:
-                # Offline came before, in this round.
+                # The offline run of this round comes before.
                 rate = load * len(requests) / outcomes[OFFLINE + BEST][-1].seconds
             arriving = with_poisson_arrivals(requests, rate, number) if is_online else requests
             outcomes[name].append(run(arriving))
@@ -113,9 +117,9 @@ def measure_all(
 
 
 def records(outcomes: dict[str, list[Outcome]]) -> dict[str, dict[str, Any]]:
-    """The figures of each run, for JSON.
+    """Return the figures of each run, for JSON.
 
-    ``same_tokens`` is the share of requests whose tokens are those of the first run.
+    ``same_tokens`` is the fraction of requests with the same tokens as in the first run.
     """
     first = next(iter(outcomes.values()), [])
     return {
@@ -130,13 +134,13 @@ def records(outcomes: dict[str, list[Outcome]]) -> dict[str, dict[str, Any]]:
 
 
 def same_tokens(outcome: Outcome, other: Outcome) -> float:
-    """The share of requests that got the same tokens in both."""
+    """Return the fraction of requests with the same tokens in both."""
     pairs = zip(outcome.token_ids, other.token_ids, strict=True)
     return statistics.mean(ours == theirs for ours, theirs in pairs)
 
 
 def _details(outcomes: list[Outcome]) -> dict[str, Any]:
-    """What the engine counted in the round whose time was the median."""
+    """Return the counts of the engine in the round with the median time."""
     if not outcomes[0].details:
         return {}
     middle = sorted(outcomes, key=lambda outcome: outcome.seconds)[len(outcomes) // 2]
@@ -151,13 +155,14 @@ def make_runs(
     draw_round: Callable[[int], list[Request]],
     unrolled: Llama | None = None,
 ) -> dict[str, Serve]:
-    """What the modes run, compiled for requests like those of `draw_round`.
+    """Return the functions of the modes, compiled for the requests of `draw_round`.
 
-    Baselines, whose K and V are a pair of arrays a layer, run `unrolled`, the same model with one
-    module a layer; by default `model` itself.
+    Baselines run `unrolled`, the same model with one module per layer, because their K and V are a
+    pair of
+    arrays per layer. The default is `model` itself.
     """
     runs: dict[str, Serve] = {}
-    # As many rows as fit the memory of the pools, were each as long as a sequence may be.
+    # As many rows as fit into the memory of the pools if each has the maximum length.
     rows = max(1, min(sizes.max_num_seqs, sizes.pool_tokens // sizes.max_model_len))
     for mode, name, batch in (("naive", NAIVE, 1), ("static", STATIC, rows)):
         if mode in modes:
@@ -178,7 +183,7 @@ def make_runs(
 
 
 def _serve_unknown(engine: Engine, requests: list[Request]) -> Outcome:
-    """Serve requests of which no earlier run, on the same engine, has left anything cached."""
+    """Serve requests after emptying the prefix cache of the engine."""
     engine.reset_prefix_cache()
     return serve(engine, requests)
 
@@ -186,7 +191,7 @@ def _serve_unknown(engine: Engine, requests: list[Request]) -> Outcome:
 def measure_peers(
     folder: Path, dtype: str, sizes: EngineSizes, draw_round: Callable[[int], list[Request]]
 ) -> dict[str, dict[str, Any]]:
-    """Ours and the others in processes of their own; those that cannot run are left out, aloud."""
+    """Measure paged_jax and the available peers in separate processes."""
     unseen = draw_round(_WARMUP_ROUND) + draw_round(_WARMUP_ROUND + 1)
     warmup = [Request(r.prompt_token_ids, _PEER_WARMUP_TOKENS) for r in unseen]
     found: dict[str, dict[str, Any]] = {}
@@ -252,7 +257,7 @@ def _engine_sizes(options: argparse.Namespace, context: int) -> EngineSizes:
 
 
 def _mistake(options: argparse.Namespace, sizes: Sizes, engine_sizes: EngineSizes) -> str | None:
-    """What is wrong with the command line, in one line."""
+    """Return the error in the command line as one line, or None."""
     longest, limit = sizes.max_len, engine_sizes.max_model_len
     if options.trace_file is None and longest > limit:
         return (
@@ -283,7 +288,7 @@ def _write_trace(folder: Path, run: Serve, requests: list[Request]) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure what is asked for; returns the report."""
+    """Measure the requested parts, and return the report."""
     model = Llama.from_pretrained(folder, dtype=options.dtype)
     config = model.config
     sizes = Sizes(
@@ -331,7 +336,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     report["sizes"] = sizes._asdict()
     if "peers" in options.modes:
-        # First, while this process holds little memory.
+        # First, while this process uses little memory.
         report["peers"] = measure_peers(folder, options.dtype, engine_sizes, draw_round)
     unrolled = Llama.from_pretrained(folder, dtype=options.dtype, scan_layers=False)
     runs = make_runs(model, options.modes, engine_sizes, draw_round, unrolled)
@@ -388,7 +393,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write JSON on request."""
+    """Measure, print, and optionally write JSON."""
     options = _parser().parse_args(arguments)
     try:
         with model_folder(options, options.dtype) as folder:

@@ -1,7 +1,7 @@
-"""Requests to serve: drawn around a shared prefix, or made from traces of production services.
+"""Requests to serve: random requests with a common prefix, or requests from recorded traces.
 
 A workload is a list of `Request`: token ids and a number of tokens to generate, so that every
-engine that is given the same list does the same work. Everything is drawn from seeds.
+engine does the same work for the same list. All random values come from seeds.
 """
 
 import csv
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Below are the special tokens of most vocabularies.
+# Most vocabularies have their special tokens below.
 _FIRST_TOKEN = 3
-# Prompt tokens that one entry of `hash_ids` stands for (Mooncake, arXiv 2407.00079).
+# Number of prompt tokens of one entry of `hash_ids` (Mooncake, arXiv 2407.00079).
 MOONCAKE_BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt, how many tokens to generate from it, and when it arrives.
+    """A prompt, the number of tokens to generate, and the arrival time.
 
     Attributes:
-      prompt_token_ids: at least one.
-      num_new: tokens to generate, at least one; whatever they are, none of them stops earlier.
+      prompt_token_ids: at least one token.
+      num_new: number of tokens to generate, at least one; no token ends the request earlier.
       arrival: seconds after the start of the run.
     """
 
@@ -40,13 +40,13 @@ class Request:
 
 
 class Sizes(NamedTuple):
-    """How many requests, and how long they are.
+    """Number and lengths of requests.
 
     Attributes:
-      num_requests: in the workload.
-      prefix_len: tokens at the start of every prompt that are the same in all of them.
-      prompt_lens: least and most tokens of each prompt after the prefix, drawn uniformly.
-      new_lens: least and most tokens to generate, drawn uniformly.
+      num_requests: number of requests in the workload.
+      prefix_len: number of tokens at the start of every prompt that are the same in all prompts.
+      prompt_lens: minimum and maximum number of tokens after the prefix, drawn uniformly.
+      new_lens: minimum and maximum number of tokens to generate, drawn uniformly.
     """
 
     num_requests: int
@@ -56,15 +56,15 @@ class Sizes(NamedTuple):
 
     @property
     def max_len(self) -> int:
-        """Longest sequence that can be drawn."""
+        """Maximum length of a sequence."""
         return self.prefix_len + self.prompt_lens[1] + self.new_lens[1]
 
 
 def draw(sizes: Sizes, vocab_size: int, seed: int) -> list[Request]:
-    """Requests that all arrive at once.
+    """Draw requests that all arrive at the start.
 
-    Lengths are the same for every seed and tokens are not: runs of different seeds do the same
-    amount of work, and none of them finds the prompts of another in a prefix cache.
+    Lengths are the same for every seed, and tokens differ: runs with different seeds do the same
+    amount of work, and never find each other's prompts in a prefix cache.
 
     Example:
       >>> sizes = Sizes(num_requests=2, prefix_len=3, prompt_lens=(2, 2), new_lens=(4, 4))
@@ -84,7 +84,7 @@ def draw(sizes: Sizes, vocab_size: int, seed: int) -> list[Request]:
 
 
 def with_poisson_arrivals(requests: list[Request], rate: float, seed: int) -> list[Request]:
-    """The same requests, arriving in a Poisson process of `rate` a second; the first at once."""
+    """Return the requests with arrivals of a Poisson process with `rate` per second."""
     gaps = np.random.default_rng([2, seed]).exponential(1 / rate, len(requests))
     arrivals = np.cumsum(gaps) - gaps[0]
     return [
@@ -94,13 +94,14 @@ def with_poisson_arrivals(requests: list[Request], rate: float, seed: int) -> li
 
 
 class TraceRow(NamedTuple):
-    """One request of a trace.
+    """A request of a trace.
 
     Attributes:
-      seconds: of its arrival, after that of the first one.
-      prompt_len, new_len: tokens.
-      block_ids: names of the blocks of MOONCAKE_BLOCK tokens of the prompt, where the trace has
-        them: prompts share their beginnings as far as these are the same.
+      seconds: arrival time, relative to the first request.
+      prompt_len: number of prompt tokens.
+      new_len: number of generated tokens.
+      block_ids: names of the blocks of MOONCAKE_BLOCK prompt tokens, if the trace has them: prompts
+        have a common prefix as long as these are equal.
     """
 
     seconds: float
@@ -110,15 +111,15 @@ class TraceRow(NamedTuple):
 
 
 def read_trace(path: Path, num_requests: int) -> list[TraceRow]:
-    """The first requests of a trace.
+    """Read the first requests of a trace.
 
     Args:
       path: a CSV with TIMESTAMP, ContextTokens and GeneratedTokens (Azure LLM inference traces),
         or JSON lines with timestamp (ms), input_length, output_length and hash_ids (Mooncake).
-      num_requests: most rows to read.
+      num_requests: maximum number of rows to read.
 
     Raises:
-      ValueError: the file is neither.
+      ValueError: the file has neither format.
     """
     read = {".csv": _read_azure, ".jsonl": _read_mooncake}.get(path.suffix)
     if read is None:
@@ -161,11 +162,11 @@ def _read_mooncake(path: Path, num_requests: int) -> list[TraceRow]:
 
 
 class Scale(NamedTuple):
-    """What the lengths of a trace are multiplied by.
+    """Factors for the lengths of a trace.
 
     Attributes:
-      prompt: prompts, and the blocks of those that have named ones.
-      new: tokens to generate.
+      prompt: factor for prompts and their named blocks.
+      new: factor for generated tokens.
     """
 
     prompt: float
@@ -173,10 +174,11 @@ class Scale(NamedTuple):
 
 
 def fitting_scale(rows: list[TraceRow], max_len: int) -> Scale:
-    """The scale, at most 1, at which prompts fit three quarters of a sequence and outputs one.
+    """Return the scale (at most 1) that fits prompts into 3/4 of a sequence, outputs into 1/4.
 
-    Prompts of today's services are tens of times as long as what is generated from them: one factor
-    for both, on a small model, would leave nothing to generate.
+    Prompts of today's services are tens of times longer than their outputs. With a common factor, a
+    small
+    model would have almost nothing to generate.
     """
     longest = max(row.prompt_len for row in rows), max(row.new_len for row in rows)
     room = max_len - max_len // 4, max_len // 4
@@ -186,16 +188,17 @@ def fitting_scale(rows: list[TraceRow], max_len: int) -> Scale:
 def from_trace(
     rows: list[TraceRow], *, vocab_size: int, max_len: int, scale: Scale, speed: float
 ) -> list[Request]:
-    """Requests with the lengths, times and shared beginnings of a trace.
+    """Return requests with the lengths, times and common prefixes of a trace.
 
-    Each named block is a run of tokens drawn with its name as the seed, so blocks of one name are
-    equal wherever they occur; a prompt without names is drawn by itself.
+    Each named block is a run of tokens drawn with its name as the seed, so blocks with the same
+    name are
+    equal. A prompt without names has independent tokens.
 
     Args:
       rows: see `read_trace`.
-      vocab_size: tokens are below it.
-      max_len: longest sequence; what is longer after scaling loses the end of its prompt.
-      scale: of lengths.
+      vocab_size: exclusive upper bound of token ids.
+      max_len: maximum length of a sequence; longer prompts are cut at their end.
+      scale: factors for lengths.
       speed: divides the times.
     """
     block_len = max(1, round(MOONCAKE_BLOCK * scale.prompt))
@@ -205,7 +208,8 @@ def from_trace(
         num_prompt = min(max(1, round(row.prompt_len * scale.prompt)), max_len - num_new)
         if row.block_ids:
             num_blocks = -(-num_prompt // block_len)
-            # Blocks are rounded too, and may hold less than the prompt: the last one repeats.
+            # Blocks are rounded as well, and may be shorter than the prompt: the last block
+            # repeats.
             ids = row.block_ids + row.block_ids[-1:] * (num_blocks - len(row.block_ids))
             blocks = [_block(block_id, block_len, vocab_size) for block_id in ids[:num_blocks]]
             prompt = [token for block in blocks for token in block][:num_prompt]

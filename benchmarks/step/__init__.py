@@ -1,1 +1,1 @@
-"""Whole steps of an engine's device: decode steps and prompt chunks, beside what bounds them."""
+"""Benchmark of whole steps: decode steps and prompt chunks, compared with their bounds."""

@@ -1,4 +1,4 @@
-"""The steps that are timed: models, sizes, and the bytes and operations that a step must take."""
+"""Steps to time: models, sizes, and the bytes and operations that a step needs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from paged_jax.engine import footprint
 from paged_jax.engine.config import resolve_kv_dtype
 from paged_jax.models.config import LlamaConfig
 
-# Tokens of a prompt chunk.
+# Number of tokens of a prompt chunk.
 CHUNK = 2048
-# Most tokens of a sequence, which shapes the block tables, and so the splits of long contexts.
+# Maximum number of tokens of a sequence, which determines block tables and splits of long contexts.
 MAX_MODEL_LEN = 8192
 BLOCK_SIZE = 16
 
@@ -52,15 +52,15 @@ MODELS: dict[str, LlamaConfig] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of step.
+    """A kind of step.
 
     Attributes:
       model: a key of `MODELS`.
-      batch: sequences of a decode step.
-      context: tokens that each sequence has in the cache before.
-      chunk: tokens of prompt that one sequence gets; 0 is a decode step.
-      dtype: of the weights.
-      kv_dtype: of K and V, as `Engine` has it.
+      batch: number of sequences of a decode step.
+      context: number of cached tokens of each sequence before the step.
+      chunk: number of prompt tokens of one sequence; 0 for a decode step.
+      dtype: dtype of the weights.
+      kv_dtype: dtype of K and V, as in `Engine`.
     """
 
     model: str
@@ -72,23 +72,23 @@ class Case:
 
     @property
     def config(self) -> LlamaConfig:
-        """The model's configuration."""
+        """Configuration of the model."""
         return MODELS[self.model]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a step reads, each once; of embeddings a few rows only."""
+        """Bytes of the weights that a step reads, each once; only a few rows of embeddings."""
         num_read = self._num_layer_weights
         if not self.chunk:  # chunks are not scored
             num_read += self.config.vocab_size * self.config.hidden_size
         return num_read * jnp.dtype(self.dtype).itemsize
 
     def kv_bytes(self, platform: str, num_steps: int = 1) -> int:
-        """Bytes of K and V that a step reads, on average over some steps, and writes.
+        """Return the bytes of K and V that a step reads, averaged over some steps, and writes.
 
         Args:
-          platform: which decides the type of ``kv_dtype="auto"``.
-          num_steps: decode steps, each a token longer than the one before.
+          platform: determines the dtype of ``kv_dtype="auto"``.
+          num_steps: number of decode steps; each has one token more than the previous step.
         """
         kv_dtype = resolve_kv_dtype(self.kv_dtype, self.dtype, platform)
         token = footprint.block_bytes(self.config, 1, kv_dtype, platform)
@@ -97,7 +97,7 @@ class Case:
         return round(self.batch * (self.context + (num_steps + 1) / 2) * token)
 
     def flops(self, num_steps: int = 1) -> int:
-        """Multiplications and additions of all products, of the pairs that are not masked."""
+        """Operations of all matrix multiplications, for pairs that are not masked."""
         config = self.config
         pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
         if self.chunk:
@@ -121,7 +121,7 @@ class Case:
 
 
 def goal_cases() -> list[Case]:
-    """The cases that goals are about: what is timed first."""
+    """Return the cases of the goals, which are timed first."""
     return [
         Case("8B", batch=64),
         Case("8B", batch=1),
@@ -131,7 +131,7 @@ def goal_cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """What is timed on a GPU or TPU, the most telling first."""
+    """Return the cases for a GPU or TPU, the most informative first."""
     models = ("8B", "135M", "1B")
     long = Case("8B", batch=16, context=4096)
     cases = [
@@ -144,13 +144,13 @@ def gpu_cases() -> list[Case]:
 
 
 def cpu_cases() -> list[Case]:
-    """What is timed on a CPU: the small model."""
+    """Return the cases for a CPU: the small model."""
     base = Case("135M", dtype="float32")
     return [base, replace(base, batch=16), replace(base, chunk=256, context=0)]
 
 
 def quick_cases(dtype: str) -> list[Case]:
-    """A few small steps, for a run of seconds."""
+    """Return a few small steps, for a run of seconds."""
     base = Case("quick", batch=2, context=32, dtype=dtype)
     return [base, replace(base, batch=1, chunk=64, context=0)]
 

@@ -1,8 +1,9 @@
-"""The steps, ready to be timed: the programs of an engine, on an executor of its own.
+"""Steps ready to be timed: the programs of an engine, on a separate executor.
 
-What runs is what `LLM`, `AsyncEngine` and the server run: the executor of their engine, with its
-programs of decode steps and of prompt chunks, its state donated to each. Beside it are the same
-steps with one thing changed.
+These are the programs that `LLM`, `AsyncEngine` and the server run: the executor of an engine with
+its programs for decode steps and prompt chunks, and donated state. Variants change one setting of
+the
+same steps.
 """
 
 import contextlib
@@ -38,11 +39,11 @@ from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
 ENGINE = "engine"
 
-# Decode steps of one dispatch, as an engine has them by default.
+# Number of decode steps per dispatch, the default of an engine.
 STEPS_PER_DISPATCH = 8
-# Slots that are given a chunk each in a turn.
+# Number of slots that get a chunk in a turn.
 _NUM_CHUNKS = 4
-# The part of an accelerator's memory that the pool and all else may fill.
+# Fraction of an accelerator's memory for the pool and everything else.
 _MEMORY_FRACTION = 0.9
 
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
@@ -52,17 +53,18 @@ _SAMPLED = SamplingParams(
 
 
 class Variant(NamedTuple):
-    """What differs from the engine's own way.
+    """A change of the engine's default settings.
 
     Attributes:
-      compiler_options: of XLA, in place of the engine's; None leaves those.
-      backend: of the attention.
-      query_dtype: the type of queries, in place of that of the pool.
-      is_apart: queries and keys are rotated by XLA, and then written by a kernel of its own.
-      steps_per_dispatch: decode steps of one dispatch.
-      sampling: how tokens are chosen.
-      is_bare: `Llama.decode` alone, jitted with its cache donated: no loop, no choice of tokens.
-      is_for: whether it makes sense for a case, on a platform.
+      compiler_options: options of XLA that replace the engine's; None keeps them.
+      backend: backend of attention.
+      query_dtype: dtype of queries, instead of the dtype of the pool.
+      is_apart: whether XLA rotates queries and keys, and another kernel writes them.
+      steps_per_dispatch: number of decode steps per dispatch.
+      sampling: sampling parameters.
+      is_bare: whether to run only `Llama.decode`, jitted with its cache donated: no loop, no
+        sampling.
+      is_for: whether the variant applies to a case, on a platform.
       is_hazardous: whether the variant may hang the device or crash the process. It runs only if
         it is requested by name.
     """
@@ -99,7 +101,7 @@ VARIANTS: dict[str, Variant] = {
     "sampled, top-k and top-p": Variant(sampling=_SAMPLED, is_for=_decodes),
     "bare step": Variant(is_bare=True, is_for=_decodes),
     "without command buffers": Variant(compiler_options=_command_buffers(""), is_for=_on_gpu),
-    # Else the host reads the predicates of a dispatch's loop and of its choice of tokens.
+    # Otherwise the host reads the predicates of the dispatch's loop and of sampling.
     "loops in command buffers": Variant(
         compiler_options=_command_buffers(
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -109,11 +111,11 @@ VARIANTS: dict[str, Variant] = {
     ),
     "xla's attention": Variant(backend="xla", is_for=lambda _, platform: platform != "cpu"),
 }
-"""The engine's own way, and others beside it, by name."""
+"""The default settings of the engine and the variants, by name."""
 
 
 def random_model(case: Case) -> Llama:
-    """A model with random weights, made on the default device."""
+    """Create a model with random weights on the default device."""
     key = jax.random.key(0)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -123,7 +125,7 @@ def random_model(case: Case) -> Llama:
         key, own = jax.random.split(key)
         return _normal(own, shape, case.dtype, shape[-1] ** -0.5)
 
-    is_tpu = jax.default_backend() == "tpu"  # as `Llama.from_pretrained`
+    is_tpu = jax.default_backend() == "tpu"  # like `Llama.from_pretrained`
     return ModelSpec(Llama, case.config, case.dtype, scan_layers=is_tpu).build(make)
 
 
@@ -133,12 +135,12 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str, deviation: float
 
 
 class Bench:
-    """An executor whose slots hold random K and V, and the steps of a case on it.
+    """An executor with random K and V in its slots, and the steps of a case.
 
     Args:
-      case: what is timed.
+      case: the case to time.
       model: weights of the case's model.
-      steps_per_turn: decode steps of a turn, a multiple of `STEPS_PER_DISPATCH`.
+      steps_per_turn: number of decode steps of a turn, a multiple of `STEPS_PER_DISPATCH`.
     """
 
     def __init__(self, case: Case, model: Llama, steps_per_turn: int):
@@ -171,7 +173,7 @@ class Bench:
         self._fill()
 
     def _num_blocks(self, kv_dtype: Any) -> int:
-        """As an engine chooses: what its slots can use, if that fits; on a CPU what is used."""
+        """Return the number of blocks an engine would choose; on a CPU only used blocks."""
         case, sizes = self.case, self.sizes
         longest = case.context + max(case.chunk, self.steps_per_turn)
         num_used = self.num_slots * (num_blocks_needed(longest, BLOCK_SIZE) + 1)
@@ -189,7 +191,7 @@ class Bench:
         return choose_num_blocks(device, sizes, needs, memory_fraction=_MEMORY_FRACTION)
 
     def _fill(self) -> None:
-        """Random K and V, in blocks that lie anywhere in the pool, for the tokens of each slot."""
+        """Write random K and V for the tokens of each slot, in blocks scattered over the pool."""
         call = Call("filling", _fill, (jax.random.key(0),), {"context": self.case.context})
         ok = self._executor.run(call)
         if not ok:
@@ -206,11 +208,11 @@ class Bench:
 
     @property
     def num_steps(self) -> int:
-        """Steps of a turn."""
+        """Number of steps of a turn."""
         return self.num_slots if self.case.chunk else self.steps_per_turn
 
     def compile(self, name: str) -> float:
-        """Compile a variant and make one turn of it; returns the seconds that it took."""
+        """Compile a variant and run one turn of it. Return the seconds."""
         variant, start = VARIANTS[name], time.monotonic()
         self._compiled[name] = self._turn(variant)
         with _traced_with(variant):
@@ -218,10 +220,10 @@ class Bench:
         return time.monotonic() - start
 
     def time(self, name: str) -> float:
-        """Seconds of a step, in one turn of a variant.
+        """Return the seconds of a step, in one turn of a variant.
 
         Raises:
-          RuntimeError: it did not make the steps that it was asked for.
+          RuntimeError: it did not make the requested number of steps.
         """
         if VARIANTS[name].sampling is not _GREEDY:
             self._choose_tokens(VARIANTS[name].sampling)
@@ -241,14 +243,14 @@ class Bench:
         return seconds / self.num_steps
 
     def _turn(self, variant: Variant) -> Callable[[], list[Any]]:
-        """A function that queues the calls of a turn, and returns whether each of them worked."""
+        """Return a function that queues the calls of a turn and returns their success flags."""
         calls, run = self._calls(variant), self._executor.run
         if self.case.chunk or variant.is_bare:
             return lambda: [run(call) for call in calls]
         return lambda: [run(call).ok for call in calls]
 
     def _calls(self, variant: Variant) -> list[Call]:
-        """The calls of a turn."""
+        """Return the calls of a turn."""
         structure = Structure(
             self._weights.graphdef,
             self._weights.treedef,
@@ -276,19 +278,19 @@ class Bench:
 
 def _bare_step(structure: Structure, weights: Any, state: Any, slots: jax.Array) -> Any:
     logits, cache, ok = structure.model(weights).decode(state.cache, state.token_ids[slots], slots)
-    # A result that depends on all logits, as a choice of tokens would.
+    # The result depends on all logits, as sampling does.
     return dataclasses.replace(state, cache=cache), ok & jnp.all(jnp.isfinite(logits))
 
 
 def _changed(program: Program, variant: Variant) -> Program:
-    """A program of the engine: itself, or made anew where its tracing or compiling differs."""
+    """Return a program of the engine, or a new program if its tracing or compilation differs."""
     is_traced_otherwise = variant.query_dtype is not None or variant.is_apart
     if variant.compiler_options is None and not is_traced_otherwise:
         return program
     options = variant.compiler_options
     if options is None:
         options = COMPILER_OPTIONS.get(jax.default_backend())
-    # A function of its own: JAX would not trace again what it has traced for the engine's.
+    # A new function, because JAX would not trace the engine's function again.
     function = program.jitted.__wrapped__
     jitted = jax.jit(
         lambda *args, **static: function(*args, **static),
@@ -299,7 +301,7 @@ def _changed(program: Program, variant: Variant) -> Program:
     return dataclasses.replace(program, jitted=jitted)
 
 
-# The module; its package has the function under that name.
+# Import the module, because its package has a function with the same name.
 _ROPE_WRITE = importlib.import_module("paged_jax.kernels.triton.rope_write")
 
 
@@ -309,7 +311,7 @@ def _rotate_then_write(args: Any, options: Any, interpret: Any) -> Any:
 
 @contextlib.contextmanager
 def _traced_with(variant: Variant) -> Iterator[None]:
-    """A context for tracing: what no argument of a program can change."""
+    """Return a context for tracing, for changes that no argument of a program can make."""
     with contextlib.ExitStack() as stack:
         if variant.is_apart:
             stack.enter_context(mock.patch.object(triton, "rope_write", _rotate_then_write))
@@ -319,7 +321,7 @@ def _traced_with(variant: Variant) -> Iterator[None]:
         dtype = jnp.dtype(variant.query_dtype)
         for module in (rope, _ROPE_WRITE):
             stack.enter_context(mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype))
-        # What JAX has traced before is of another type, and so is this for what comes after.
+        # Clear JAX's traces before and after, because they have another dtype.
         _ROPE_WRITE.rope_write.clear_cache()
         stack.callback(_ROPE_WRITE.rope_write.clear_cache)
         yield
@@ -328,7 +330,7 @@ def _traced_with(variant: Variant) -> Iterator[None]:
 @functools.partial(jax.jit, donate_argnums=1, static_argnames="context")
 def _fill(weights: Any, state: Any, key: jax.Array, *, context: int) -> Any:
     cache, keys = state.cache, jax.random.split(key, 5)
-    # Numbers of a quantised pool are as large as its type has them, times their scale.
+    # Values of a quantised pool use the whole range of its dtype, times their scale.
     sizes = (1.0, 1.0, 1e-3, 1e-3)
     pools = [
         None if pool is None else _random_pool(pool, own, size)
@@ -344,7 +346,7 @@ def _fill(weights: Any, state: Any, key: jax.Array, *, context: int) -> Any:
 
 
 def _random_pool(pool: jax.Array, key: jax.Array, size: float) -> jax.Array:
-    """Random numbers in place, a layer at a time: never zeros, on which hardware may be faster."""
+    """Fill a pool in place with random values (hardware may be faster on zeros)."""
     largest = QUANTISED.get(pool.dtype, size)
 
     def fill_layer(layer: Any, pool: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the records of a run say: a line each, goals met or not, and a plot."""
+"""Report of the step benchmark: a line per record, the goals, and a plot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ Record = dict[str, Any]
 
 
 def record_line(record: Record) -> str:
-    """One line: time, bound, and the variants' times over the engine's."""
+    """Return one line: time, bound, and the times of variants relative to the engine's."""
     others = "  ".join(f"{name} {ratio:.2f}x" for name, ratio in record["over_engine"].items())
     return (
         f"{record['name']:48s} {record['ms'][ENGINE]:9.3f} ms, {record['of_bound']:4.0%} of what "
@@ -20,7 +20,7 @@ def record_line(record: Record) -> str:
 
 
 def _of(model: str, figure: str, *, batch: int = 1, chunk: int = 0) -> Callable[..., Figure]:
-    """A figure of the cases of a goal, in bfloat16; of a CPU's report, of none."""
+    """Return a figure of the cases of a goal, in bfloat16; empty for reports of a CPU."""
 
     def figures(report: dict[str, Any]) -> Figure:
         wanted = {"model": model, "batch": batch, "chunk": chunk, "dtype": "bfloat16"}
@@ -28,7 +28,7 @@ def _of(model: str, figure: str, *, batch: int = 1, chunk: int = 0) -> Callable[
         return {
             record["name"]: record["ms"][ENGINE] if figure == "ms" else record[figure]
             for record in records
-            # Longer contexts are no case of these goals, nor are narrower pools.
+            # The goals do not apply to longer contexts or quantised pools.
             if record["case"] | wanted | {"kv_dtype": "auto"} == record["case"]
             and record["case"]["context"] <= 128
         }
@@ -54,7 +54,7 @@ GOALS = (
         low=0.55,
     ),
 )
-"""What whole steps are to reach on an H200."""
+"""Goals for whole steps on an H200."""
 
 
 def goal_lines(report: dict[str, Any]) -> list[str]:
@@ -63,7 +63,7 @@ def goal_lines(report: dict[str, Any]) -> list[str]:
 
 
 def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:
-    """Draw the time of every case over its bound, and the variants of those that have some."""
+    """Draw the time of every case relative to its bound, and the variants."""
     records = report["results"]
     varied = [record for record in records if record["over_engine"]]
     height = 1.2 + 0.35 * max(len(records), sum(len(r["over_engine"]) + 1 for r in varied))

@@ -1,22 +1,27 @@
-"""Whole steps: decode steps and prompt chunks of an engine's device, against what bounds them.
+"""Benchmark of whole steps: decode steps and prompt chunks, compared with their bounds.
 
-    python -m benchmarks.step --goals --json step.json      # what this device can do
-    python -m benchmarks.step --quick                       # seconds
+    python -m benchmarks.step --goals --json step.json      # the goals for this device
+    python -m benchmarks.step --quick                       # a run of seconds
     python -m benchmarks.step --models 8B --batches 64 --variants "float32 queries" rematerialised
 
-What runs is what `LLM`, `AsyncEngine` and the server run: the compiled programs of an engine on its
-own executor, the decode program with its loop over 8 steps and the choice of tokens, and the
-program of prompt chunks; the state is donated to each. Weights and the pool are random, and blocks
-lie anywhere in the pool. On a GPU or TPU the pool is as large as an engine would make it.
+It times the programs that `LLM`, `AsyncEngine` and the server run: the decode program with its loop
+over 8 steps and sampling, and the program of prompt chunks, with donated state. Weights and the
+pool
+are random, and blocks are scattered over the pool. On a GPU or TPU the pool is as large as an
+engine
+would make it.
 
-Each case gives the bytes that must be read and written and the operations that must be made, the
-time that these take at the rates of a large copy and of a dense bfloat16 product measured in the
-same run, and how much of the step's time that is. Variants change one thing: a compiler's option,
-the type of the queries, the steps of a dispatch, the choice of tokens. They take turns with the
-engine's own way; a variant that does not make all its steps is no figure but an error.
+Each case reports the bytes that must be read and written and the necessary operations, the time for
+them at the rates of a large copy and of a dense bfloat16 matrix multiplication in the same run, and
+this time as a fraction of the step's time. Variants change one setting: a compiler option, the
+dtype of
+the queries, the steps per dispatch, or the sampling. They run in turns with the default. A variant
+that
+does not make all its steps is an error.
 
-The cases that goals are about come first, then their variants, then other cases; results are saved
-after every figure, and `--budget` ends the run in time.
+Cases of goals come first, then their variants, then other cases. Results are saved after every
+figure,
+and `--budget` ends the run in time.
 """
 
 import argparse
@@ -43,13 +48,13 @@ Report = dict[str, Any]
 
 
 class Session:
-    """Measures cases while the budget lasts; keeps the weights of one model at a time.
+    """Measures cases while the budget lasts. Keeps the weights of one model at a time.
 
     Args:
-      rates: of the device.
-      budget: seconds, from now on.
-      num_rounds: turns of each variant.
-      num_dispatches: dispatches of 8 decode steps in a turn.
+      rates: rates of the device.
+      budget: seconds from now on.
+      num_rounds: number of turns of each variant.
+      num_dispatches: number of dispatches of 8 decode steps in a turn.
       save: called with each record when it changes.
     """
 
@@ -70,11 +75,11 @@ class Session:
         self._model: tuple[str, str, Any] | None = None
 
     def is_over(self) -> bool:
-        """Whether no further figure is to be begun."""
+        """Whether no further measurement may start."""
         return time.monotonic() > self._end
 
     def measure(self, case: Case, variants: list[str], profile: Path | None = None) -> None:
-        """Time variants of a case in turns with the engine's own way."""
+        """Time variants of a case in turns with the default."""
         bench = Bench(case, self._weights(case), self._steps_per_turn)
         platform = jax.default_backend()
         compiled, failed, late = {}, {}, []
@@ -85,7 +90,7 @@ class Session:
                 continue
             try:
                 compiled[name] = round(bench.compile(name), 1)
-                # Again the engine's: a device that drifts drifts for both.
+                # The default runs again, so that slow changes of the device affect both.
                 for _ in range(self._num_rounds):
                     for each in {ENGINE: None, name: None}:
                         seconds.setdefault(each, []).append(bench.time(each))
@@ -118,14 +123,14 @@ class Session:
 def make_record(
     case: Case, rates: Rates, seconds: dict[str, float], num_steps: int, platform: str
 ) -> dict[str, Any]:
-    """What is kept of a case.
+    """Create the record of a case.
 
     Args:
-      case: what was timed.
-      rates: of the device.
-      seconds: of a step of each variant.
-      num_steps: decode steps of a turn, over which the context grows.
-      platform: of the device.
+      case: the case that was timed.
+      rates: rates of the device.
+      seconds: seconds of a step of each variant.
+      num_steps: number of decode steps of a turn, during which the context grows.
+      platform: platform of the device.
     """
     ours = seconds[ENGINE]
     kv_bytes, flops = case.kv_bytes(platform, num_steps), case.flops(num_steps)
@@ -145,7 +150,7 @@ def make_record(
         "bound_ms": round(1e3 * bound, 4),
         "bound_by": "operations" if computing > reading else "bytes",
         "of_bound": round(bound / ours, 3),
-        # K and V at the rate of a copy are taken off the time: what attention takes more counts.
+        # Subtract the time of K and V at the rate of a copy; attention's additional time counts.
         "weights_of_memory_rate": round(weights_alone / max(ours - kv_seconds, 1e-9), 3),
         "of_matmul_rate": round(computing / ours, 3),
         "over_engine": {name: round(s / ours, 3) for name, s in seconds.items() if name != ENGINE},
@@ -159,7 +164,7 @@ def run(
     profile: Path | None = None,
     **options: Any,
 ) -> Report:
-    """Measure jobs, cases with the variants of each, while the budget lasts; prints as it goes."""
+    """Measure jobs (cases with their variants) while the budget lasts, and print the results."""
     device = jax.devices()[0]
     is_cpu = device.platform == "cpu"
     rates = measure_rates()
@@ -177,7 +182,7 @@ def run(
     records: dict[str, Any] = {}
 
     def keep(record: dict[str, Any]) -> None:
-        # Of a case that is measured twice, the second time with its variants.
+        # If a case is measured twice, the second time includes its variants.
         records[record["name"]] = record
         report["results"] = list(records.values())
         print(record_line(record), flush=True)
@@ -190,7 +195,7 @@ def run(
             continue
         try:
             session.measure(case, variants, profile if variants else None)
-        except Exception as error:  # whatever ails a case, the others are still measured
+        except Exception as error:  # the other cases are still measured
             why = f"{case}: {reason(error)}"
             print(f"failed: {why}", flush=True)
             report["skipped"]["failed"].append(why)
@@ -203,18 +208,18 @@ def run(
 def make_jobs(
     cases: list[Case], names: list[str] | None, platform: str
 ) -> list[tuple[Case, list[str]]]:
-    """Cases with their variants: goals' cases alone, then once more with variants, then others.
+    """Return jobs: the cases of goals alone, then the same with variants, then other cases.
 
     Args:
-      cases: in order of importance.
-      names: the variants to measure; None for all that are not hazardous.
-      platform: of the device, which some variants are not for.
+      cases: cases in order of importance.
+      names: variants to measure; None for all that are not hazardous.
+      platform: platform of the device, which excludes some variants.
     """
     if names is None:
         names = [name for name, variant in VARIANTS.items() if not variant.is_hazardous]
     wanted = [name for name in VARIANTS if name != ENGINE and name in names]
     first = [case for case in goal_cases() if case in cases]
-    # Of a list without such cases, the first one is varied.
+    # If no case has a goal, the first case runs with variants.
     varied = {
         case: [name for name in wanted if VARIANTS[name].is_for(case, platform)]
         for case in first or cases[:1]
@@ -256,7 +261,7 @@ def _cases(options: argparse.Namespace, is_cpu: bool) -> Iterator[Case]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write JSON and a plot on request."""
+    """Measure, print, and optionally write JSON and a plot."""
     options = _parser().parse_args(arguments)
     platform = jax.default_backend()
     cases = list(_cases(options, platform == "cpu"))
