@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
 from paged_jax.sampling.params import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 
 from paged_jax import __version__, distributed
-from paged_jax.argument_names import suggest
+from paged_jax.arguments import suggest
 from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import jax
 
-from paged_jax.checks import check_positive
+from paged_jax.arguments import check_positive
 from paged_jax.runner.channel import distributed_client
 
 HEARTBEAT_TIMEOUT = 30

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from jax.typing import ArrayLike
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.engine.beam_search import beam_search
 from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
 from paged_jax.engine.engine import Engine

@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import ArgumentError, check_positive, is_int, names_arguments
 from paged_jax.cache import paged_cache
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
@@ -27,7 +27,6 @@ from paged_jax.cache.sequence_blocks import (
     num_blocks_needed,
     num_cached_tokens_at,
 )
-from paged_jax.checks import ArgumentError, check_positive, is_int
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_token_ids
 from paged_jax.models.paged_model import PagedModel

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.opaque import without_index_checks
 from paged_jax.short_repr import short_repr
 

@@ -15,12 +15,12 @@ import numpy as np
 from flax import serialization
 from jax.typing import ArrayLike
 
+from paged_jax.arguments import check_positive
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache, locate
 from paged_jax.cache.sequence_blocks import first_kept_column
-from paged_jax.checks import check_positive
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.rows import set_rows
 from paged_jax.opaque import without_index_checks

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
 from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
@@ -36,7 +36,6 @@ from paged_jax.cache.blocks.reserve import (
     num_possible,
 )
 from paged_jax.cache.blocks.tables import describe_use, shortest_lengths
-from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for

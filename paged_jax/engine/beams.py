@@ -13,8 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paged_jax.argument_names import names_arguments
-from paged_jax.checks import is_int, is_real
+from paged_jax.arguments import is_int, is_real, names_arguments
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.short_repr import short_repr
 

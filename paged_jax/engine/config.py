@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from paged_jax.argument_names import refuse_unknown
-from paged_jax.checks import ArgumentError, check_positive, is_int, is_real
+from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
 from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
@@ -138,7 +137,7 @@ class EngineConfig:
       >>> EngineConfig(swap_space=-1)
       Traceback (most recent call last):
       ...
-      paged_jax.checks.ArgumentError: Engine: swap_space must be a finite number of GiB, ...
+      paged_jax.arguments.ArgumentError: Engine: swap_space must be a finite number of GiB, ...
     """
 
     model: str | Path | PagedModel | None = option(

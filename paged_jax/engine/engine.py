@@ -18,8 +18,7 @@ from typing import Any
 
 import jax
 
-from paged_jax.argument_names import names_arguments
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError, names_arguments
 from paged_jax.engine.exclusive import ExclusiveUse
 from paged_jax.engine.inputs import Prompt
 from paged_jax.engine.upkeep import Upkeep

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.checks import ArgumentError, is_int, is_real
+from paged_jax.arguments import ArgumentError, is_int, is_real
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams

@@ -7,7 +7,7 @@ chooses the size of its pool.
 import dataclasses
 from typing import Any
 
-from paged_jax.argument_names import refuse_unknown
+from paged_jax.arguments import refuse_unknown
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.config import (
     VLLM_NAMES,

@@ -6,9 +6,9 @@
 import jax
 import numpy as np
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.checks import ArgumentError
 from paged_jax.engine.config import EngineConfig, resolve_kv_dtype, takes_options
 from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.drafts import Drafter

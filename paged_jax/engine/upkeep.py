@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.engine.parts import EngineParts
 from paged_jax.engine.sleep import TAGS
 from paged_jax.engine.transfers import own_transfers

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax import dims
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem
 from paged_jax.kernels.checks import (
     as_arrays,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import attend
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools

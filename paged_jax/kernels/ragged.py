@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax import dims
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.kernels.backend import Interpret, Pages, Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.checks import (
     as_arrays,

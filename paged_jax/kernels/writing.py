@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.kernels.backend import (
     CopyArgs,
     Interpret,

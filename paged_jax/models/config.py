@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paged_jax.argument_names import names_arguments
-from paged_jax.checks import check_positive
+from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.layer_groups import (

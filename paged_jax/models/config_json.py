@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paged_jax.checks import check_positive, is_int, is_real
+from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers

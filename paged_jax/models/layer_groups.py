@@ -6,7 +6,7 @@ Imports no JAX, because the scheduler uses it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paged_jax.checks import check_positive
+from paged_jax.arguments import check_positive
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

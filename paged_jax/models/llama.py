@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.kernels.linear import linear
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig

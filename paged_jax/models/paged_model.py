@@ -22,11 +22,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import AnyCache, PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
-from paged_jax.checks import check_positive
 from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.models.arguments import Rows, as_rows
 from paged_jax.models.config import LlamaConfig

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_jax.checks import is_int, is_real
+from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, LAYER_TYPES, SLIDING
 from paged_jax.models.rope import SCALING_FIELDS, RopeScaling

@@ -9,7 +9,7 @@ more rows that compute the same function.
 
 import dataclasses
 
-from paged_jax.checks import check_positive
+from paged_jax.arguments import check_positive
 from paged_jax.models.config import LlamaConfig
 
 

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.arguments import check_positive
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import AnyCache, PagedCache
-from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_distinct
 from paged_jax.models.paged_model import PagedModel

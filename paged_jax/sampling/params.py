@@ -6,8 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paged_jax.argument_names import names_arguments
-from paged_jax.checks import ArgumentError, is_int, is_real
+from paged_jax.arguments import ArgumentError, is_int, is_real, names_arguments
 from paged_jax.short_repr import short_repr
 
 MAX_LOGPROBS = 20
@@ -127,7 +126,7 @@ class StructuredOutputsParams:
       >>> StructuredOutputsParams()
       Traceback (most recent call last):
       ...
-      paged_jax.checks.ArgumentError: StructuredOutputsParams: exactly one of json, regex, ...
+      paged_jax.arguments.ArgumentError: StructuredOutputsParams: exactly one of json, regex, ...
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -235,7 +234,7 @@ class SamplingParams:
       >>> SamplingParams(top_p=0.0)
       Traceback (most recent call last):
       ...
-      paged_jax.checks.ArgumentError: SamplingParams: top_p must be in (0, 1], got 0.0. ...
+      paged_jax.arguments.ArgumentError: SamplingParams: top_p must be in (0, 1], got 0.0. ...
     """
 
     n: int = 1

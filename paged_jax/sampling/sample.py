@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.checks import is_int
+from paged_jax.arguments import is_int
 from paged_jax.dims import bind
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.sampling import filters

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.checks import is_int
+from paged_jax.arguments import is_int
 from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 from paged_jax.short_repr import short_repr
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.explain import NO_FACTS, WaitFacts
 from paged_jax.scheduler.outputs import WaitReason

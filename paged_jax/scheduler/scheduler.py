@@ -28,8 +28,8 @@ senior sequence therefore finishes, then the next, and so on. Waiting clients ta
 from collections.abc import Sequence as Items
 from typing import get_args
 
+from paged_jax.arguments import ArgumentError, check_positive
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
-from paged_jax.checks import ArgumentError, check_positive
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
 from paged_jax.scheduler.explain import PreemptionFacts

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
 from paged_jax.scheduler.explain import describe_preemption, describe_wait, name_request
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput

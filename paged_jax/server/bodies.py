@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from paged_jax.argument_names import suggest
+from paged_jax.arguments import suggest
 from paged_jax.sampling.params import NUMBERS, Number
 from paged_jax.server.limits import MAX_PROMPTS
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.async_engine import EngineClosedError
-from paged_jax.checks import ArgumentError
 from paged_jax.engine.beams import Beam, BeamChoice, BeamSearchParams, num_candidates
 from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.grammar import Grammar

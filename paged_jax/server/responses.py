@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 
 JsonDict = dict[str, Any]
 """A JSON object in the form of one of the models in `schemas`, without being an instance of it."""

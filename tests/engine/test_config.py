@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from paged_jax import LLM, Engine
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.engine import config as config_module
 from paged_jax.engine.config import (
     NOT_NEGATIVE,

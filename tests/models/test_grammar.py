@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import Regex, normalizers
 
 from paged_jax import SamplingParams, StructuredOutputsParams, Tokenizer
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.grammar_source import split_labels

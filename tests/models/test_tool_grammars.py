@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from paged_jax import Tokenizer
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.grammar import GrammarCursor, Grammars
 from paged_jax.models.text.tool_grammars import ToolGrammars

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paged_jax.arguments import check_positive
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values, slide
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
-from paged_jax.checks import check_positive
 from paged_jax.opaque import put_or_drop, take_or_fill
 from paged_jax.short_repr import short_repr
 

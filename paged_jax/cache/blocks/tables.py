@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
-from paged_jax.checks import check_positive
 from paged_jax.dims import bind
 from paged_jax.opaque import put_or_drop, take_or_fill, without_index_checks
 from paged_jax.short_repr import cut, integers, shortened

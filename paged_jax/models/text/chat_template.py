@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from jinja2 import ext, nodes, parser, sandbox
 
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 
 # Variables of the template that a caller may not set.
 _RESERVED_VARIABLES = frozenset(

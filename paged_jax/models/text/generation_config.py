@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Never
 
-from paged_jax.checks import is_int, is_real
+from paged_jax.arguments import is_int, is_real
 from paged_jax.models.model_folder import read_json
 from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from paged_jax.argument_names import names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.models.text.chat_roles import ChatRoles
 from paged_jax.models.text.chat_template import (
     ChatTemplate,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paged_jax.checks import ArgumentError
+from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.grammar import Grammars
 from paged_jax.models.text.tools import ToolFormat
 from paged_jax.sampling.params import StructuredOutputsParams

@@ -1,17 +1,99 @@
-"""Suggestions for unknown arguments, from the names that other libraries use.
+"""Arguments of public functions: checks of values, and hints for unknown names. Imports no jax.
 
-Users know the names of vLLM, transformers, OpenAI and llama.cpp. Each line of a table begins with a
-name of this library. The other names of the line mean the same in other libraries.
+Users know the names of vLLM, transformers, OpenAI and llama.cpp. An error for an unknown argument
+suggests the name that this library uses.
 """
 
 import functools
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+
+class ArgumentError(ValueError):
+    """Error for an argument with an invalid value: ``FUNCTION: FIELD must RULE, got VALUE.``
+
+    The HTTP server reads the parts: its messages name the field, but not the function.
+
+    Args:
+      function: the function or class that was called.
+      problem: the rule and the value. With a field, it continues the sentence after its name.
+      field: the name of the argument; None if several arguments are involved.
+
+    Example:
+      >>> error = ArgumentError("request", "must be an integer, got 'x'.", "priority")
+      >>> str(error)
+      "request: priority must be an integer, got 'x'."
+      >>> error.field, error.message
+      ('priority', "priority must be an integer, got 'x'.")
+    """
+
+    def __init__(self, function: str, problem: str, field: str | None = None):
+        super().__init__(function, problem, field)
+        self.function = function
+        self.problem = problem
+        self.field = field
+
+    @property
+    def message(self) -> str:
+        """The message without the name of the function."""
+        return self.problem if self.field is None else f"{self.field} {self.problem}"
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.message}"
+
+
+def is_int(value: Any) -> bool:
+    """Return whether a value is an integer of Python or NumPy. A bool is not."""
+    # The exact type is checked first, because `isinstance` with an abstract class is ten times
+    # slower, and a request has dozens of numbers.
+    if type(value) is int:
+        return True
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """Return whether a value is a finite number in the range of a float. A bool is not."""
+    if type(value) is float:  # see `is_int`
+        return math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer or a fraction outside a float's range
+        return False
+
+
+def check_positive(function: str, **sizes: Any) -> None:
+    """Check that sizes are positive integers.
+
+    Args:
+      function: the name that the error begins with.
+      **sizes: the arguments to check, by their names.
+
+    Raises:
+      ArgumentError: a size is not a positive integer.
+
+    Example:
+      >>> check_positive("Engine", block_size=0)
+      Traceback (most recent call last):
+      paged_jax.arguments.ArgumentError: Engine: block_size must be a positive integer, got 0. ...
+    """
+    for name, size in sizes.items():
+        if not is_int(size) or size < 1:
+            # A size traced by `jax.jit` has an abstract value.
+            advice = "Name it in static_argnames" if hasattr(size, "aval") else "Pass at least 1"
+            rule = f"must be a positive integer, got {size!r}. {advice}."
+            raise ArgumentError(function, rule, name)
+
+
+# Each line begins with a name of this library. The other names mean the same in other libraries.
+# First the parameters of sampling, which are fields of `SamplingParams`.
 _SAMPLING = """
 max_tokens max_new_tokens max_length max_completion_tokens max_output_tokens max_gen_toks
 max_tokens max_gen_len
@@ -127,12 +209,12 @@ max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
 
 
 def _read(table: str) -> list[list[str]]:
-    """Return each line of a table as a list: the name here, then the names elsewhere."""
+    """Return the lines of a table as lists: first the name here, then the other names."""
     return [line.split() for line in table.split("\n") if line]
 
 
 _LINES = _read(_SAMPLING + _OTHERS)
-# Names of sampling parameters in any library, and the names of the fields of `SamplingParams`.
+# Fields of `SamplingParams`, by the names of sampling parameters in any library.
 _SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
 
 

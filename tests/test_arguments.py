@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import paged_jax
-from paged_jax import argument_names, generate, plan, serve
+from paged_jax import arguments, generate, plan, serve
 
 CALLS = [
     ("SamplingParams", {"max_new_tokens": 3}, "max_tokens"),
@@ -83,7 +83,7 @@ def test_names_arguments_lets_options_of_another_function_through() -> None:
     stream = paged_jax.AsyncEngine.generate(None, "x", request_id="1", timeout=2.0, client="a")
     assert inspect.isasyncgen(stream)
     with pytest.raises(AssertionError, match="must say who gets its"):
-        argument_names.names_arguments(lambda **options: None)
+        arguments.names_arguments(lambda **options: None)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_an_unknown_flag_is_answered_with_the_right_one(command, flag, meant, ca
 
 def test_suggest_knows_no_name_twice_with_two_answers_for_one_function() -> None:
     """The first name of a line is what functions here are called with."""
-    for first, *others in argument_names._LINES:
-        assert argument_names.suggest(first, [first]) == first
-        assert all(argument_names.suggest(name, [first]) == first for name in others)
+    for first, *others in arguments._LINES:
+        assert arguments.suggest(first, [first]) == first
+        assert all(arguments.suggest(name, [first]) == first for name in others)
