@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.schedule.machine import Machine, simulate
-from paged_jax.kernels.triton.schedule import Schedule, choose_num_parts, find_part
+from paged_jax.kernels.triton.split_kv import KVSplit, choose_num_parts, find_part
 
 STEP_TOKENS = 64
 """Number of tokens of a loop step of the kernel in half precision, for head dimension 128."""
@@ -83,10 +83,10 @@ def by_lengths(call: Call, machine: Machine) -> Programs:
     num_parts = choose_num_parts(len(call.lengths), call.kv_heads, call.max_steps, machine.resident)
     if num_parts == 0:
         return whole(call, machine)
-    schedule = Schedule(len(call.lengths), num_parts, STEP_TOKENS, call.capacity)
+    split = KVSplit(len(call.lengths), num_parts, STEP_TOKENS, call.capacity)
     lengths = jnp.asarray(call.lengths, jnp.int32)
-    programs = jnp.arange(schedule.num_programs, dtype=jnp.int32)
-    parts = jax.jit(jax.vmap(lambda n: find_part(schedule, lengths, n)))(programs)
+    programs = jnp.arange(split.num_programs, dtype=jnp.int32)
+    parts = jax.jit(jax.vmap(lambda n: find_part(split, lengths, n)))(programs)
     begin, end = (np.asarray(x) * STEP_TOKENS for x in (parts.begin, parts.end))
     tokens = np.minimum(end, np.asarray(parts.length)) - begin
     is_there = np.asarray(parts.is_there)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from paged_jax.kernels import choose_backend
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.mosaic_tpu import refusal
-from paged_jax.kernels.mosaic_tpu.tiling import choose_tiling
+from paged_jax.kernels.mosaic_tpu.kernel import choose_tiling
 from tests.support import ROOT
 from tests.support.kernel_cases import Case, lower
 from tests.support.paged_batch import LAYER, PagedBatch, queries

@@ -11,8 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Pools, Problem
-from paged_jax.kernels.mosaic_tpu.kernel import PoolRefs, Softmax, attention_kernel, div
-from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES, Tiling, choose_tiling
+from paged_jax.kernels.mosaic_tpu.kernel import (
+    VMEM_BYTES,
+    AttentionTiling,
+    PoolRefs,
+    SoftmaxRefs,
+    attention_kernel,
+    choose_tiling,
+    div,
+)
 from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
 from paged_jax.opaque import only_on
 
@@ -146,7 +153,7 @@ def _call_kernel(
                 PoolRefs(pool_buffer, pool_buffer, scale_buffer, scale_buffer),
                 pltpu.SemaphoreType.DMA((2, len(PoolRefs._fields))),
                 pltpu.SMEM((1,), jnp.int32),
-                Softmax(column, column, pltpu.VMEM((K, R, D), jnp.float32)),
+                SoftmaxRefs(column, column, pltpu.VMEM((K, R, D), jnp.float32)),
             ),
         ),
         compiler_params=pltpu.CompilerParams(
@@ -179,7 +186,7 @@ def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *shape), query_tile_index_map)
 
 
-def _to_rows(q: jax.Array, K: int, tiling: Tiling) -> jax.Array:
+def _to_rows(q: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
     """Cut ``[B, T, H, D]`` into tiles, ``[B, query tiles, K, R, D]``."""
     B, T, _, D = q.shape
     num_tiles, queries, G = tiling.num_query_tiles, tiling.queries, tiling.G
@@ -188,14 +195,14 @@ def _to_rows(q: jax.Array, K: int, tiling: Tiling) -> jax.Array:
     return q.reshape(B, num_tiles, K, tiling.rows, D)
 
 
-def _from_rows(x: jax.Array, T: int, tiling: Tiling) -> jax.Array:
+def _from_rows(x: jax.Array, T: int, tiling: AttentionTiling) -> jax.Array:
     """Undo `_to_rows`, for outputs and for numbers without the last axis."""
     B, num_tiles, K, _, *D = x.shape
     x = jnp.moveaxis(x.reshape(B, num_tiles, K, tiling.queries, tiling.G, *D), 2, 3)
     return x.reshape(B, num_tiles * tiling.queries, K * tiling.G, *D)[:, :T]
 
 
-def _sink_rows(sinks: jax.Array, K: int, tiling: Tiling) -> jax.Array:
+def _sink_rows(sinks: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
     """The sink of each row's head, f32 ``[K, R, 1]``."""
     shape = K, tiling.queries, tiling.G
     rows = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, 1, tiling.G), shape)
@@ -203,7 +210,7 @@ def _sink_rows(sinks: jax.Array, K: int, tiling: Tiling) -> jax.Array:
 
 
 def _gather_scales(
-    block_tables: jax.Array, layer: int | jax.Array, tiling: Tiling, scale: jax.Array
+    block_tables: jax.Array, layer: int | jax.Array, tiling: AttentionTiling, scale: jax.Array
 ) -> jax.Array:
     """The scales of each sequence, ``[B, K, M * C]``, the last axis padded to whole tiles.
 

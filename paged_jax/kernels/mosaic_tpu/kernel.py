@@ -1,10 +1,11 @@
-"""The attention kernel: copies of tiles in flight, and a running softmax over them.
+"""The attention kernel for TPUs: tiles, copies in flight, and the online softmax.
 
-See `paged_jax.kernels.mosaic_tpu` for which program reads what.
+`paged_jax.kernels.mosaic_tpu` has a drawing of the grid steps and of what each of them reads.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +16,87 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.mosaic_tpu.tiling import Tiling
+from paged_jax.kernels.pool_format import LANES
 
-# The score of a masked token, and the lower bound of the peak of a row. The peak is finite, so that
-# exp(_UNSEEN - peak) is 0, not NaN, in a row without any token yet.
+# VMEM for a kernel. TPUs v5e to 7x have at least 64 MiB; the compiler's default is 16 MiB.
+VMEM_BYTES = 48 << 20
+
+# Bytes of keys, and of values, that are copied while a tile is computed. A TPU v6e reads each in
+# about half a microsecond (1.6 TB/s), and a copy takes about one microsecond to arrive.
+_TILE_BYTES = 1 << 20
+# Maximum tokens in a tile of keys. Longer tiles waste more on short contexts.
+_MAX_KEYS = 512
+# Maximum rows in a tile of queries. Each byte of a bfloat16 pool takes as many operations as there
+# are rows. In the time to read that byte a TPU v6e can do 560, and a v5e 240.
+_MAX_ROWS = 512
+# Maximum bytes of float32 outputs in a tile of queries. VMEM holds the tile, its outputs, those of
+# the next grid step and the sums, beside the keys and values.
+_ACCUMULATOR_BYTES = 2 << 20
+
+# Score of a masked token, and lower bound of the peak of a row. The peak is finite, so that
+# exp(_UNSEEN - peak) is 0, not NaN, in a row that has seen no token yet.
 _UNSEEN = float("-inf")
 _LEAST_PEAK = float(np.finfo(np.float32).min)
 
 
+@dataclass(frozen=True)
+class AttentionTiling:
+    """Static sizes of the kernel.
+
+    Attributes:
+      queries: tokens in a tile of queries.
+      num_query_tiles: tiles that cover the T query tokens of a sequence.
+      blocks: blocks in a tile of keys.
+      G: query heads in a group.
+      C: tokens in a block.
+      M: blocks in a row of the block table.
+    """
+
+    queries: int
+    num_query_tiles: int
+    blocks: int
+    G: int
+    C: int
+    M: int
+
+    @property
+    def rows(self) -> int:
+        """Rows in a tile of queries (R): pairs of a token and a head of the group."""
+        return self.queries * self.G
+
+    @property
+    def keys(self) -> int:
+        """Tokens in a tile of keys (N), a multiple of 128."""
+        return self.blocks * self.C
+
+
+def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
+    """Choose tiles that fit VMEM and need few, large copies.
+
+    Args:
+      T: query tokens of a sequence.
+      G: query heads in a group.
+      M: blocks in a row of the block table.
+      k_pool: ``[L, P, K, C, lanes]``; only its shape and dtype are used.
+    """
+    *_, K, C, lanes = k_pool.shape
+    rows = min(_MAX_ROWS, _ACCUMULATOR_BYTES // (K * lanes * 4))
+    # A multiple of 16 tokens, so that the rows fill bfloat16 registers.
+    queries = min(T, max(rows // G // 16, 1) * 16)
+    keys = _TILE_BYTES // (K * lanes * k_pool.dtype.itemsize)
+    keys = min(keys, _MAX_KEYS, M * C + LANES - 1) // LANES * LANES
+    return AttentionTiling(
+        queries=queries,
+        num_query_tiles=pl.cdiv(T, queries),
+        blocks=max(keys, LANES, C) // C,
+        G=G,
+        C=C,
+        M=M,
+    )
+
+
 class PoolRefs(NamedTuple):
-    """K, V and, where they are quantised, their scales: arrays in HBM, or buffers for them."""
+    """K, V and their scales, which are None if not quantised: refs in HBM, or VMEM buffers."""
 
     k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
     v: Any
@@ -32,8 +104,8 @@ class PoolRefs(NamedTuple):
     v_scale: Any = None
 
 
-class Softmax(NamedTuple):
-    """A softmax-weighted sum in progress, over the tokens folded in so far."""
+class SoftmaxRefs(NamedTuple):
+    """State of the online softmax in VMEM, over the tokens seen so far."""
 
     peak: Any  # f32 [K, R, 1], largest score
     total: Any  # f32 [K, R, 1], sum of exp(score - peak)
@@ -41,7 +113,7 @@ class Softmax(NamedTuple):
 
 
 class _Scalars(NamedTuple):
-    """What a kernel reads from scalar memory."""
+    """Refs in scalar memory."""
 
     layer: Any  # i32 [1]
     block_tables: Any  # i32 [B * M]
@@ -50,17 +122,17 @@ class _Scalars(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """The queries of one program, and the tokens ``begin..end - 1`` that any of them sees."""
+    """The queries of a grid step, and the tokens ``begin..end - 1`` that any of them sees."""
 
-    b: Any  # their sequence
-    start: Any  # position of the first
+    b: Any  # row of the sequence
+    start: Any  # position of the first query
     num_queries: Any
     begin: Any
     end: Any
 
 
-class _Tile(NamedTuple):
-    """Blocks ``begin..end - 1`` of sequence `b`: those of key tile `index` that are seen."""
+class _KeyTile(NamedTuple):
+    """The visible blocks ``begin..end - 1`` of key tile `index` of sequence `b`."""
 
     b: Any
     index: Any
@@ -80,19 +152,19 @@ def attention_kernel(
     lse_ref,  # f32 [K, R]
     buffers: PoolRefs,
     semaphores,  # [2, 4], for each slot and buffer
-    slot_ref,  # i32 [1], the slot of the first tile, handed from program to program
-    softmax: Softmax,
+    slot_ref,  # i32 [1], the slot of the first tile, passed from grid step to grid step
+    softmax: SoftmaxRefs,
     *,
-    tiling: Tiling,
+    tiling: AttentionTiling,
     options: Options,
 ) -> None:
-    """Attend with the queries of one program, and fetch the first tile of the next."""
+    """Attend with the queries of one grid step, and fetch the first tile of the next grid step."""
     scalars = _Scalars(layer_ref, block_tables_ref, context_lens_ref, query_lens_ref)
-    program, last_program = pl.program_id(0), pl.num_programs(0) - 1
-    here = _span(program, scalars, tiling, options)
-    following = _span(jnp.minimum(program + 1, last_program), scalars, tiling, options)
+    grid_step, last_grid_step = pl.program_id(0), pl.num_programs(0) - 1
+    here = _span(grid_step, scalars, tiling, options)
+    following = _span(jnp.minimum(grid_step + 1, last_grid_step), scalars, tiling, options)
     first_index = div(here.begin, tiling.keys)
-    # At least one tile, which may be empty, so that each program has a step to fetch the next's.
+    # At least one tile, even if it is empty: the loop fetches the first tile of the next grid step.
     num_tiles = jnp.maximum(_ceil_div(here.end, tiling.keys) - first_index, 1)
     copy_tile = functools.partial(
         _copy_tile,
@@ -103,7 +175,7 @@ def attention_kernel(
         tiling=tiling,
     )
 
-    @pl.when(program == 0)
+    @pl.when(grid_step == 0)
     def _():
         slot_ref[0] = 0
         copy_tile(_tile(here, first_index, tiling), 0, _start)
@@ -117,7 +189,7 @@ def attention_kernel(
             _tile(here, first_index + i + 1, tiling),
         )
 
-        @pl.when(~is_last | (program < last_program))
+        @pl.when(~is_last | (grid_step < last_grid_step))
         def _():
             copy_tile(next_tile, 1 - slot, _start)
 
@@ -133,9 +205,9 @@ def attention_kernel(
     _finish(here, softmax, out_ref, lse_ref, tiling)
 
 
-def _span(program, scalars: _Scalars, tiling: Tiling, options: Options) -> _Span:
-    b = div(program, tiling.num_query_tiles)
-    first = (program - b * tiling.num_query_tiles) * tiling.queries
+def _span(grid_step, scalars: _Scalars, tiling: AttentionTiling, options: Options) -> _Span:
+    b = div(grid_step, tiling.num_query_tiles)
+    first = (grid_step - b * tiling.num_query_tiles) * tiling.queries
     query_len = scalars.query_lens[b]
     num_queries = jnp.clip(query_len - first, 0, tiling.queries)
     start = scalars.context_lens[b] - query_len + first
@@ -146,20 +218,20 @@ def _span(program, scalars: _Scalars, tiling: Tiling, options: Options) -> _Span
     return _Span(b, start, num_queries, begin, end)
 
 
-def _tile(span: _Span, index, tiling: Tiling) -> _Tile:
+def _tile(span: _Span, index, tiling: AttentionTiling) -> _KeyTile:
     first = index * tiling.blocks
     begin = jnp.maximum(div(span.begin, tiling.C), first)
     end = jnp.minimum(_ceil_div(span.end, tiling.C), first + tiling.blocks)
-    return _Tile(span.b, index, begin, end)
+    return _KeyTile(span.b, index, begin, end)
 
 
 def div(a, b: int):
-    """``a // b`` of numbers that are not negative.
+    """Return ``a // b`` of numbers that are not negative.
 
-    Python's operator asks for their signs, and Mosaic's lowering of a sign asks which TPU this
-    machine has, on machines without one too (jax 0.10.2).
+    Python's operator computes signs. Mosaic's lowering of a sign queries the local TPU, even on a
+    machine without one (jax 0.10.2).
     """
-    return lax.div(a, np.int32(b))  # an int would be 64 bits wide under jax_enable_x64
+    return lax.div(a, np.int32(b))  # a Python int would be 64 bits wide under jax_enable_x64
 
 
 def _ceil_div(a, b: int):
@@ -175,7 +247,7 @@ def _wait(copy) -> None:
 
 
 def _copy_tile(
-    tile: _Tile,
+    tile: _KeyTile,
     slot,
     act: Callable[[Any], None],
     *,
@@ -183,9 +255,9 @@ def _copy_tile(
     sources: PoolRefs,
     buffers: PoolRefs,
     semaphores,
-    tiling: Tiling,
+    tiling: AttentionTiling,
 ) -> None:
-    """Start all copies of a tile, or wait for them."""
+    """Call `act` on all copies of a tile: start them, or wait for them."""
     C, N = tiling.C, tiling.keys
     last_block = sources.k.shape[1] - 1
 
@@ -209,8 +281,8 @@ def _copy_tile(
             act(pltpu.make_async_copy(scales, buffers[i].at[slot], semaphores.at[slot, i]))
 
 
-def _begin(softmax: Softmax, sinks_ref) -> None:
-    """Nothing seen yet but the sink, which is a score without a value."""
+def _begin(softmax: SoftmaxRefs, sinks_ref) -> None:
+    """Initialise the softmax. A sink counts as a score without a value."""
     softmax.out[...] = jnp.zeros_like(softmax.out)
     if sinks_ref is None:
         softmax.peak[...] = jnp.full_like(softmax.peak, _LEAST_PEAK)
@@ -227,11 +299,11 @@ def _fold(
     slot,
     q_ref,
     buffers: PoolRefs,
-    softmax: Softmax,
-    tiling: Tiling,
+    softmax: SoftmaxRefs,
+    tiling: AttentionTiling,
     options: Options,
 ) -> None:
-    """Take tile `index` of keys and values, which lies in `slot`, into the softmax of each row."""
+    """Add key tile `index`, which is in buffer `slot`, to the softmax of each row."""
     K, R, D = q_ref.shape
     first = index * tiling.keys
     positions = first + lax.broadcasted_iota(jnp.int32, (1, tiling.keys), 1)
@@ -246,10 +318,10 @@ def _fold(
         _clear_unseen(span, first, slot, buffers.v)
 
     is_float32 = jnp.float32 in (q_ref.dtype, buffers.k.dtype)
-    dtype = jnp.float32 if is_float32 else jnp.bfloat16  # holds int8 and fp8 numbers exactly
+    dtype = jnp.float32 if is_float32 else jnp.bfloat16  # exact for int8 and fp8
 
     def fold_head(h, _):
-        # The lanes beyond D are padding, and may be NaN too.
+        # Lanes from D on are padding, and may be NaN.
         k, v = (buffer[slot, h, :, :D].astype(dtype) for buffer in buffers[:2])
         scores_RN = options.scale * _dot(q_ref[h].astype(dtype), k, contract=1)
         if buffers.k_scale is not None:
@@ -266,12 +338,12 @@ def _fold(
             weights_RN *= jnp.where(is_token, buffers.v_scale[slot, pl.ds(h, 1)], 0)
         softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
 
-    # The few rows of decode leave units idle; unrolled, its heads overlap.
+    # Decode has few rows, which leave units idle. Unrolled, its heads overlap.
     lax.fori_loop(0, K, fold_head, None, unroll=R <= 16)
 
 
 def _clear_unseen(span: _Span, first, slot, v_buffer) -> None:
-    """Zero the values that no query sees: a weight of zero would not remove a NaN among them."""
+    """Set values that no query sees to zero: a weight of zero does not remove a NaN."""
     num_heads, num_keys = v_buffer.shape[1:3]
     positions = first + lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
     is_token = (positions >= span.begin) & (positions < span.end)
@@ -283,7 +355,8 @@ def _clear_unseen(span: _Span, first, slot, v_buffer) -> None:
     lax.fori_loop(0, num_heads, clear, None)
 
 
-def _finish(span: _Span, softmax: Softmax, out_ref, lse_ref, tiling: Tiling) -> None:
+def _finish(span: _Span, softmax: SoftmaxRefs, out_ref, lse_ref, tiling: AttentionTiling) -> None:
+    """Write the output and the log-sum-exp."""
     _, is_query = _queries(span, tiling)
 
     def finish_head(h, _):
@@ -296,8 +369,8 @@ def _finish(span: _Span, softmax: Softmax, out_ref, lse_ref, tiling: Tiling) -> 
     lax.fori_loop(0, out_ref.shape[0], finish_head, None)
 
 
-def _queries(span: _Span, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """Position of each row's token ``[R, 1]``, and whether it is a query at all."""
+def _queries(span: _Span, tiling: AttentionTiling) -> tuple[jax.Array, jax.Array]:
+    """Return the position of each row's token ``[R, 1]``, and whether the row is a query."""
     token = div(lax.broadcasted_iota(jnp.int32, (tiling.rows, 1), 0), tiling.G)
     return span.start + token, token < span.num_queries
 
@@ -313,11 +386,11 @@ def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
 
 
 def _weighted_sum(weights_RN: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 weights times values ``[N, D]``; bfloat16 values do not round the weights."""
+    """Return float32 weights times values ``[N, D]``, without rounding the weights to bfloat16."""
     if v.dtype == jnp.float32:
         return _dot(weights_RN, v, contract=0)
-    # Two bfloat16 numbers hold 16 bits of a weight. As rows of one product they share the values,
-    # the loading of which is what a product of few rows costs.
+    # Two bfloat16 numbers hold 16 bits of a weight. As rows of one matmul they share the loading of
+    # the values, which dominates the cost of a matmul with few rows.
     R = weights_RN.shape[0]
     high = weights_RN.astype(jnp.bfloat16)
     low = (weights_RN - high.astype(jnp.float32)).astype(jnp.bfloat16)

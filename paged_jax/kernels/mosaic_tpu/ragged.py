@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from paged_jax.kernels.backend import Problem, RaggedArgs, RaggedOptions
-from paged_jax.kernels.mosaic_tpu.tiling import VMEM_BYTES
+from paged_jax.kernels.mosaic_tpu.kernel import VMEM_BYTES
 from paged_jax.kernels.pool_format import LANES
 from paged_jax.kernels.ragged_batch import find_chunks, find_rows
 from paged_jax.opaque import only_on

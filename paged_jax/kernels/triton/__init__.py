@@ -28,7 +28,7 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_batch import attend_in_parts
 from paged_jax.kernels.triton import grouped_linear as _grouped
-from paged_jax.kernels.triton import pallas, schedule, tiles, tuning
+from paged_jax.kernels.triton import pallas, split_kv, tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import attend_to_chunks, prefill
@@ -103,8 +103,8 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
     """
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
-    if problem.op == "ragged" and problem["B"] > schedule.MOST_SEQUENCES:
-        return f"a ragged batch has {schedule.MOST_SEQUENCES} rows at most, not {problem['B']}"
+    if problem.op == "ragged" and problem["B"] > split_kv.MAX_SEQUENCES:
+        return f"a ragged batch has {split_kv.MAX_SEQUENCES} rows at most, not {problem['B']}"
     attends = problem.op in ATTENTION
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)

@@ -16,7 +16,7 @@ A large group is cut into slices that fit the registers of a program. An example
 shared prefix, with the query heads of all sequences. Each slice reads K and V again, mostly from
 the cache.
 
-The parts follow from the real lengths, so that all programs read about as much: see `schedule`, and
+The parts follow from the real lengths, so that all programs read about as much: see `split`, and
 `merge` for how the last program of a sequence knows that it is. A sequence of one part needs none
 of this, and where no sequence is divided nobody counts.
 """
@@ -33,16 +33,16 @@ from jax.experimental import pallas as pl
 from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tiles, tuning
-from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
-from paged_jax.kernels.triton.merge import is_last, merge_parts
-from paged_jax.kernels.triton.pallas import pallas_call, plgpu
-from paged_jax.kernels.triton.schedule import (
-    Part,
-    Schedule,
+from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
+from paged_jax.kernels.triton.split_kv import (
+    KVPart,
+    KVSplit,
     choose_num_parts,
-    cut,
     find_part,
+    is_last_part,
     load_lengths,
+    merge_parts,
+    take_part,
 )
 
 
@@ -73,11 +73,11 @@ def decode(
     if params is None:
         params = tuning.decode_params(device.kind, **shape._asdict())
     capacity = block_tables.shape[1] * C
-    schedule = Schedule(B, 0, params.step_tokens, capacity, options.sliding_window)
+    split = KVSplit(B, 0, params.step_tokens, capacity, options.sliding_window)
     if num_parts is None:
         resident = device.num_cores * tuning.programs_per_core(shape, params, device)
-        num_parts = choose_num_parts(B, K * group.num_slices, schedule.max_steps, resident)
-    return _decode(args, options, params, schedule._replace(num_parts=num_parts), group, interpret)
+        num_parts = choose_num_parts(B, K * group.num_slices, split.max_steps, resident)
+    return _decode(args, options, params, split._replace(num_parts=num_parts), group, interpret)
 
 
 class _Group(NamedTuple):
@@ -97,23 +97,23 @@ class _Group(NamedTuple):
         return pl.cdiv(self.size, self.slice_size)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "params", "schedule", "group", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "params", "split", "group", "interpret"))
 def _decode(
     args: AttentionArgs,
     options: Options,
     params: tuning.DecodeParams,
-    schedule: Schedule,
+    split: KVSplit,
     group: _Group,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, _, sinks, layer = args
     B, H, D = q.shape
-    num_slices, N = pools.num_kv_heads * group.num_slices, schedule.num_programs
+    num_slices, N = pools.num_kv_heads * group.num_slices, split.num_programs
     words = pools.map(tiles.as_words)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
     counts, aliases = None, {}
-    if schedule.num_parts:
+    if split.num_parts:
         counts, aliases = _zeros(args, num_slices), {0: len(results)}
         results += [(counts.shape, counts.dtype), ((N, H, D), jnp.float32), ((N, H), jnp.float32)]
     out, lse, *_ = pallas_call(
@@ -121,7 +121,7 @@ def _decode(
             _attend_kernel,
             options=options,
             pool_dtype=pools.dtype,
-            schedule=schedule,
+            split=split,
             group=group,
             instructions=choose_instructions(interpret),
         ),
@@ -194,7 +194,7 @@ def _attend_kernel(
     *result_refs: Any,
     options: Options,
     pool_dtype: Any,
-    schedule: Schedule,
+    split: KVSplit,
     group: _Group,
     instructions: Instructions,
 ) -> None:
@@ -208,22 +208,22 @@ def _attend_kernel(
     attend = functools.partial(
         _attend, q_ref, sinks_ref, source, options=options, instructions=instructions
     )
-    if not schedule.num_parts:
-        part = cut(schedule, program, 0, 1, lens_ref[program])
-        _store(result_refs, program, source, *attend(part, schedule))
+    if not split.num_parts:
+        part = take_part(split, program, 0, 1, lens_ref[program])
+        _store(result_refs, program, source, *attend(part, split))
         return
-    part = find_part(schedule, load_lengths(schedule, lens_ref), program)
+    part = find_part(split, load_lengths(split, lens_ref), program)
     refs, counts_ref, partial_refs = result_refs[:2], result_refs[2], result_refs[3:]
 
     @pl.when(part.is_there)
     def _():
-        results, is_whole = attend(part, schedule), part.count == 1
+        results, is_whole = attend(part, split), part.count == 1
         _store(refs, part.sequence, source, *results, is_whole)
         _store(partial_refs, program, source, *results, ~is_whole)
 
     @pl.when(part.is_there & (part.count > 1))
     def _():
-        @pl.when(is_last(counts_ref, (part.sequence, place), part.count, instructions))
+        @pl.when(is_last_part(counts_ref, (part.sequence, place), part.count, instructions))
         def _():
             rows = jnp.arange(tiles.num_rows(group.slice_size), dtype=jnp.int32)
             heads, is_row = source.query_heads(rows)
@@ -236,8 +236,8 @@ def _attend(
     q_ref: Any,
     sinks_ref: Any,
     source: _Source,
-    part: Part,
-    schedule: Schedule,
+    part: KVPart,
+    split: KVSplit,
     *,
     options: Options,
     instructions: Instructions,
@@ -261,7 +261,7 @@ def _attend(
         # They count once: in the first part.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
-    softmax = _fold_part(q, sinks, is_rest, part, source, options, schedule, instructions)
+    softmax = _fold_part(q, sinks, is_rest, part, source, options, split, instructions)
     return _join_copies(*tiles.finish(softmax, options), num_copies)
 
 
@@ -325,10 +325,10 @@ def _fold_part(
     q: tuple[jax.Array, ...],
     sinks: jax.Array | None,
     is_rest: jax.Array | None,
-    part: Part,
+    part: KVPart,
     source: _Source,
     options: Options,
-    schedule: Schedule,
+    split: KVSplit,
     instructions: Instructions,
 ) -> tiles.Softmax:
     """The softmax of the rows of `q`, which are not scaled, over the tokens of a part.
@@ -349,10 +349,10 @@ def _fold_part(
         has_scales=source.pools.v_scale is not None,
     )
 
-    offsets = jnp.arange(schedule.step_tokens, dtype=jnp.int32)
+    offsets = jnp.arange(split.step_tokens, dtype=jnp.int32)
 
     def tokens_of(step):
-        index = step * schedule.step_tokens + offsets
+        index = step * split.step_tokens + offsets
         return part.first + index, part.first + index < part.length
 
     def block_ids_of(step):

@@ -1,18 +1,21 @@
-"""Pallas' Triton backend, which may be gone one day, and kernels for GPUs that are not here.
+"""Pallas' Triton backend: calls of kernels, and PTX instructions with an interpreted form.
 
-JAX has deprecated the backend since 0.11. Without it these kernels refuse every call, and the
-library goes on without them.
+JAX has deprecated the backend since 0.11. If it is missing, `refusal` says so, and XLA computes the
+ops instead.
 
-Since 0.11, too, JAX asks which GPU it lowers a Triton kernel for, and refuses where neither this
-process has one nor `jax.sharding.use_abstract_mesh` names one. It asks when it lowers, of the mesh
-that the kernel was traced under; so the kernels name the device that they are shaped for.
+Since JAX 0.11 the lowering of a Triton kernel needs to know the GPU. JAX asks this process for one,
+or the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the kernel was traced. Without a
+GPU, `pallas_call` therefore traces kernels under a mesh that names the GPU of `tuning.device`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
@@ -32,12 +35,12 @@ except ImportError:
 
 
 def refusal() -> str | None:
-    """Return why no kernel can be built with this jax, or None."""
+    """Return why this version of JAX cannot build the kernels, or None if it can."""
     return f"jax {jax.__version__} has no Triton backend of Pallas" if plgpu is None else None
 
 
 def gpu_refusal() -> str | None:
-    """Return why no kernel can be compiled for `tuning.device`, or None."""
+    """Return why no kernel can be compiled for the GPU of `tuning.device`, or None."""
     gpu = tuning.device()
     if gpu.compute_capability < _LEAST_CAPABILITY:
         needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))
@@ -51,14 +54,14 @@ def gpu_refusal() -> str | None:
 def pallas_call(
     kernel: Callable, out_shape: Any, *, interpret: Interpret, **options: Any
 ) -> Callable:
-    """`pl.pallas_call` for the device that `tuning.device` says."""
+    """Return `pl.pallas_call` of a kernel for the GPU of `tuning.device`."""
     if interpret:
         return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
     mesh = _mesh_of_device()
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
-    # Types of arrays, made under the mesh that is current here: made by Pallas under the other one,
-    # results would not have the type of other arrays, and what takes them would be traced again.
+    # The result types are made here, under the current mesh. Types made under the other mesh would
+    # differ from those of other arrays, and functions of the results would be traced again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
@@ -70,10 +73,107 @@ def pallas_call(
 
 
 def _mesh_of_device() -> AbstractMesh | None:
-    """A mesh without axes on the device of `tuning.device`, where JAX could not tell it."""
+    """Return a mesh without axes on the GPU of `tuning.device`, or None if JAX knows the GPU."""
     if not (tuning.is_assumed() and get_abstract_mesh().empty):
-        # A mesh with axes is left alone: the arrays are divided over it.
+        # A mesh with axes must stay: the arrays are sharded over it.
         return None
     device = tuning.device()
     gpu = AbstractDevice(device.kind or "NVIDIA H100", device.num_cores, "gpu")
     return AbstractMesh((), (), abstract_device=gpu)
+
+
+class Instructions(NamedTuple):
+    """Operations that a compiled kernel writes in PTX, and an interpreted one in `jnp`.
+
+    Attributes:
+      exp2: ``2 ** (x * factor - shift)`` of f32 `x` and `shift`. The factor is a number, or an
+        array that broadcasts to `x`, as `shift` does. In PTX it takes two instructions per element.
+        `jnp.exp2` takes three more, to compute results below 1e-38, which are 0 here, and the
+        compiler does not fuse it with the multiplication and subtraction.
+      split_words: the even and the odd lanes of a tile of words (`tiles.as_words`) of int8 or
+        float8_e4m3fn numbers, in float16, which represents them exactly. In PTX it converts two
+        numbers at a time, with 1.25 instructions per int8 and 0.75 per float8_e4m3fn number. The
+        compiler's own conversions take three or more.
+      barrier: wait until all threads of the program instance get here; each then sees what the
+        others have stored. An interpreted program instance has one thread.
+    """
+
+    exp2: Callable[[jax.Array, float | jax.Array, jax.Array], jax.Array]
+    split_words: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    barrier: Callable[[], None]
+
+
+def choose_instructions(interpret: Interpret) -> Instructions:
+    """Return the instructions of an interpreted or a compiled kernel."""
+    if interpret:
+        return Instructions(_interpreted_exp2, _interpreted_split_words, lambda: None)
+    return Instructions(_compiled_exp2, _compiled_split_words, _compiled_barrier)
+
+
+def _interpreted_exp2(x: jax.Array, factor: float | jax.Array, shift: jax.Array) -> jax.Array:
+    return jnp.exp2(x * factor - shift)
+
+
+def _compiled_exp2(x: jax.Array, factor: float | jax.Array, shift: jax.Array) -> jax.Array:
+    arrays = [x, jnp.broadcast_to(-shift, x.shape)]
+    if isinstance(factor, jax.Array):
+        operand = "$3"
+        arrays.append(jnp.broadcast_to(factor, x.shape))
+    else:
+        operand = f"0f{np.float32(factor).view(np.uint32):08X}"
+    return _run(
+        f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, {operand}, $2; ex2.approx.ftz.f32 $0, t; }}",
+        arrays,
+        jnp.float32,
+    )
+
+
+def _interpreted_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array, jax.Array]:
+    # The first of two numbers is the low byte: GPUs are little-endian.
+    low, high = words, lax.shift_right_logical(words, jnp.int16(8))
+    even, odd = (
+        lax.bitcast_convert_type(x.astype(jnp.int8), pool_dtype).astype(jnp.float16)
+        for x in (low, high)
+    )
+    return even, odd
+
+
+# A register holds the bytes b0 to b3 of two words. 0x6400 is 1024 in float16, and adding a byte to
+# its low bits adds the byte's value. Flipping the sign bit of an int8 adds 128 to it, so 0x6480
+# (1152) is subtracted. lop3 0x6a is ``(a & b) ^ c``.
+_INT8 = (
+    "{ .reg .b32 c; mov.b32 c, 0x64806480;"
+    " lop3.b32 $0, $1, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
+    "{ .reg .b32 c, t; mov.b32 c, 0x64806480; shr.u32 t, $1, 8;"
+    " lop3.b32 $0, t, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
+)
+# `prmt` puts b0 beside b2, and b1 beside b3. The assembler merges the two equal permutations.
+_FLOAT8 = tuple(
+    "{ .reg .b16 even, odd; .reg .b32 t; prmt.b32 t, $1, 0, 0x3120; mov.b32 {even, odd}, t;"
+    f" cvt.rn.f16x2.e4m3x2 $0, {turn}; }}"
+    for turn in ("even", "odd")
+)
+
+
+def _compiled_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array, jax.Array]:
+    code = _INT8 if pool_dtype == jnp.int8 else _FLOAT8
+    even, odd = (_run(half, [words], jnp.float16, pack=2) for half in code)
+    return even, odd
+
+
+def _compiled_barrier() -> None:
+    plgpu.debug_barrier()
+
+
+def _run(code: str, arrays: list[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:
+    """Run PTX with one result on `pack` elements at a time, which fill registers of 32 bits."""
+    kind = "f" if arrays[0].dtype == jnp.float32 else "r"
+    # Inline assembly with two results fails to lower in JAX 0.11.2.
+    [result] = plgpu.elementwise_inline_asm(
+        code,
+        args=arrays,
+        constraints=f"={kind}" + f",{kind}" * len(arrays),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(arrays[0].shape, dtype)],
+    )
+    return result

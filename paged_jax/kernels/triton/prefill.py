@@ -32,8 +32,7 @@ from jax.experimental import pallas as pl
 from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options, RaggedArgs
 from paged_jax.kernels.ragged_batch import Chunks
 from paged_jax.kernels.triton import tiles, tuning
-from paged_jax.kernels.triton.instructions import Instructions, choose_instructions
-from paged_jax.kernels.triton.pallas import pallas_call, plgpu
+from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
 # Steps that all rows see are worth a loop of their own, without masks, from this many on: a loop
 # waits for its first tile, which costs about as much as the masks of that many steps save (from

@@ -28,8 +28,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Half, Options, Pages, Pools, Problem
 from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
-from paged_jax.kernels.triton.instructions import Instructions
-from paged_jax.kernels.triton.pallas import plgpu
+from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
 # A dot needs this much of the dimensions that it sums over (the k of an mma instruction).
 SMALLEST_DOT = 16

@@ -9,52 +9,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_jax.kernels.triton.schedule import (
-    Part,
-    Schedule,
+from paged_jax.kernels.triton.split_kv import (
+    KVPart,
+    KVSplit,
     choose_num_parts,
     find_part,
 )
 
-# Elements of the vector of lengths, and programs that ask: more than any schedule here has.
+# Elements of the vector of lengths, and programs that ask: more than any split here has.
 ROWS, PROGRAMS = 8, 64
 
 
-def find_all(schedule: Schedule, lengths) -> Part:
+def find_all(split: KVSplit, lengths) -> KVPart:
     """The parts of all programs, and of some that do not exist, as arrays."""
     # What lies behind the lengths means nothing.
     vector = jnp.asarray([*lengths, *[10**6] * (ROWS - len(lengths))], jnp.int32)
     programs = jnp.arange(PROGRAMS, dtype=jnp.int32)
-    return jax.tree.map(np.asarray, jax.vmap(lambda n: find_part(schedule, vector, n))(programs))
+    return jax.tree.map(np.asarray, jax.vmap(lambda n: find_part(split, vector, n))(programs))
 
 
 @st.composite
-def schedules(draw) -> tuple[Schedule, list[int]]:
+def schedules(draw) -> tuple[KVSplit, list[int]]:
     lengths = draw(st.lists(st.integers(0, 200), min_size=1, max_size=ROWS))
     num_parts = draw(st.integers(1, 40))
     window = draw(st.none() | st.integers(1, 250))
-    return Schedule(len(lengths), num_parts, draw(st.sampled_from((16, 64))), 200, window), lengths
+    return KVSplit(len(lengths), num_parts, draw(st.sampled_from((16, 64))), 200, window), lengths
 
 
 @given(schedules())
 def test_parts_cover_every_token_once_and_are_of_a_size_whatever_the_lengths(drawn) -> None:
-    schedule, lengths = drawn
-    parts = find_all(schedule, lengths)
-    assert not parts.is_there[schedule.num_programs :].any()
+    split, lengths = drawn
+    parts = find_all(split, lengths)
+    assert not parts.is_there[split.num_programs :].any()
     sizes = parts.end - parts.begin
     assert (sizes[~parts.is_there] == 0).all()
-    most = max(math.ceil(sizes.sum() / schedule.num_parts), 1)
+    most = max(math.ceil(sizes.sum() / split.num_parts), 1)
     for b, length in enumerate(lengths):
         mine = np.flatnonzero(parts.is_there & (parts.sequence == b))
         tokens = [
-            parts.first[n] + step * schedule.step_tokens + i
+            parts.first[n] + step * split.step_tokens + i
             for n in mine
             for step in range(parts.begin[n], parts.end[n])
-            for i in range(schedule.step_tokens)
+            for i in range(split.step_tokens)
         ]
         # What a program reads of its last step ends with the sequence.
         assert (parts.length[mine] == length).all()
-        visible = range(length)[-schedule.window :] if schedule.window else range(length)
+        visible = range(length)[-split.window :] if split.window else range(length)
         assert [t for t in tokens if t < length] == list(visible)
         # No more parts than it takes.
         assert len(mine) == max(math.ceil(sizes[mine].sum() / most), 1)
@@ -65,23 +65,23 @@ def test_parts_cover_every_token_once_and_are_of_a_size_whatever_the_lengths(dra
 
 def test_a_schedule_has_programs_for_the_worst_case_and_no_more() -> None:
     """Every sequence has a step more than its parts have."""
-    schedule = Schedule(8, 5, 16, 200)
+    split = KVSplit(8, 5, 16, 200)
     # 29 steps, 6 of them a part at most: one part for each and four besides.
-    parts = find_all(schedule, [16 * steps for steps in (7, 7, 7, 7, 1, 0, 0, 0)])
-    assert parts.is_there.sum() == schedule.num_programs == 12
+    parts = find_all(split, [16 * steps for steps in (7, 7, 7, 7, 1, 0, 0, 0)])
+    assert parts.is_there.sum() == split.num_programs == 12
 
 
 def test_programs_are_no_more_than_steps() -> None:
-    schedule = Schedule(1, 99, 64, 1024)
-    assert schedule.num_programs == 16
-    assert find_all(schedule, [1024]).is_there.sum() == 16
+    split = KVSplit(1, 99, 64, 1024)
+    assert split.num_programs == 16
+    assert find_all(split, [1024]).is_there.sum() == 16
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 24, 25, 64, 256, 1024])
 @pytest.mark.parametrize("kv_heads", [1, 8, 1024])
 def test_choose_num_parts_fills_the_device(batch, kv_heads) -> None:
     num_parts = choose_num_parts(batch, kv_heads, 2048, 396)
-    num_programs = kv_heads * Schedule(batch, num_parts, 64, 2048 * 64).num_programs
+    num_programs = kv_heads * KVSplit(batch, num_parts, 64, 2048 * 64).num_programs
     if 2 * batch <= 396 // kv_heads:
         # All at once: as many as there is room for.
         assert 396 - kv_heads < num_programs <= 396

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.triton import instructions, tiles
+from paged_jax.kernels.triton import pallas, tiles
 
 TYPES = pytest.mark.parametrize("pool_dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 
@@ -25,7 +25,7 @@ def all_pairs(pool_dtype) -> np.ndarray:
 def test_split_words_tells_every_byte(pool_dtype) -> None:
     pool = all_pairs(pool_dtype)
     words = tiles.as_words(jnp.asarray(pool))
-    even, odd = instructions.choose_instructions(True).split_words(words, jnp.dtype(pool_dtype))
+    even, odd = pallas.choose_instructions(True).split_words(words, jnp.dtype(pool_dtype))
     assert even.dtype == odd.dtype == jnp.float16
     np.testing.assert_array_equal(even, pool[::2].astype(np.float32))
     np.testing.assert_array_equal(odd, pool[1::2].astype(np.float32))
@@ -36,7 +36,7 @@ def test_assembly_tells_every_byte(pool_dtype) -> None:
     pool = all_pairs(pool_dtype)
     # A register has two words of a pair each; the first is the low one.
     registers = pool.view(np.uint32)
-    code = instructions._INT8 if pool_dtype == jnp.int8 else instructions._FLOAT8
+    code = pallas._INT8 if pool_dtype == jnp.int8 else pallas._FLOAT8
     for turn, half in enumerate(code):
         got = execute(half, registers).view(np.float16)
         np.testing.assert_array_equal(got, pool[turn::2].astype(np.float32))
