@@ -68,7 +68,7 @@ PAGES = {
     ),
     "cache": Page(
         "The paged cache",
-        _of("paged_jax", "PagedCache GroupedCache")
+        _of("paged_jax", "PagedCache CacheGroup")
         + _of(
             "paged_jax.cache",
             "reserve restore locate fork reorder release truncate attach publish forget "

@@ -4,7 +4,7 @@ from .async_engine import AsyncEngine as AsyncEngine
 from .cache import blocks as blocks
 from .cache.block_pool import BlockPool as BlockPool
 from .cache.blocks import BlockTables as BlockTables
-from .cache.grouped_cache import GroupedCache as GroupedCache
+from .cache.groups import CacheGroup as CacheGroup
 from .cache.paged_cache import PagedCache as PagedCache
 from .engine.beams import BeamSearchOutput as BeamSearchOutput
 from .engine.beams import BeamSearchParams as BeamSearchParams

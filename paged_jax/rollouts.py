@@ -20,7 +20,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, names_arguments
 from paged_jax.cache import paged_cache
-from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import (
     max_blocks_in_slot,
@@ -239,13 +238,13 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
 
 def _prefill(
     model: PagedModel,
-    cache: PagedCache | GroupedCache,
+    cache: PagedCache,
     prompt_token_ids: jax.Array,
     num_tokens: jax.Array,
     num_samples: int,
     most_at_once: int,
     backend: str | None,
-) -> PagedCache | GroupedCache:
+) -> PagedCache:
     """The empty cache with all tokens of the prompts but their last, shared by their samples."""
     T = prompt_token_ids.shape[1]
     if T == 1:
@@ -259,7 +258,7 @@ def _prefill(
         num_chunks = -(-(T - 1) // most_at_once)
         token_ids = jnp.pad(token_ids, ((0, 0), (0, num_chunks * most_at_once - (T - 1))))
 
-        def append(chunk: jax.Array, cache: PagedCache | GroupedCache) -> Any:
+        def append(chunk: jax.Array, cache: PagedCache) -> Any:
             start = chunk * most_at_once
             counts = jnp.clip(num_tokens - 1 - start, 0, most_at_once)
             ids = lax.dynamic_slice_in_dim(token_ids, start, most_at_once, axis=1)

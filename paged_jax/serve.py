@@ -150,12 +150,12 @@ def _hint(url: str, settings: Settings) -> str:
 def _summary(engine: Engine, name: str, seconds: float) -> str:
     """What is served, in one line."""
     cache = engine.cache
-    pool = cache.groups[0].k
+    pool = cache.groups[0].pools.k
     [device, *others] = sorted(pool.devices(), key=lambda device: device.id)
     kind = f"{1 + len(others)} x {device.device_kind}" if others else device.device_kind
     weights, blocks = (
         in_units(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)))
-        for arrays in (engine.layout, cache.pools)
+        for arrays in (engine.layout, cache.group_pools)
     )
     return (
         f"ready: {name} in {engine.weight_dtype}, {weights}, on {kind} | "

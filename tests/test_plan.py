@@ -113,7 +113,7 @@ for num_devices, kv_dtype in ((2, "auto"), (4, "int8"), (8, "auto")):
     assert engine.num_blocks == 100
     for device in jax.devices()[:num_devices]:
         assert bytes_on(device, engine._runner.weights.arrays) == footprint.weights
-        assert bytes_on(device, engine.cache.pools) == 100 * footprint.block
+        assert bytes_on(device, engine.cache.group_pools) == 100 * footprint.block
         state = footprint.state + 100 * (footprint.block + record_bytes(4))
         assert bytes_on(device, engine._runner.state) == state
 """
@@ -162,7 +162,7 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
         "copy of blocks from the host": "swap",
     }
     held = {}
-    for call in list_calls(runner._executor.programs, sizes, runner.state.cache.pools):
+    for call in list_calls(runner._executor.programs, sizes, runner.state.cache.group_pools):
         if names.get(call.name) not in kinds:
             continue
         lowered = call.program.lower(runner.weights.arrays, runner.state, *call.args, **call.static)

@@ -15,7 +15,6 @@ from paged_jax import (
     AsyncEngine,
     CompletionOutput,
     Engine,
-    GroupedCache,
     LlamaConfig,
     Logprob,
     PagedCache,
@@ -71,7 +70,7 @@ def test_repr_of_a_cache_has_the_blocks_in_use_and_the_lengths() -> None:
     text = check_short(cache)
     assert "4 of 8 blocks of 4 tokens in use" in text and "lengths [10, 0, 3]" in text
     assert "window 8" in text
-    both = check_short(GroupedCache((cache, small_cache()), layers=((0, 0), (1, 0))))
+    both = check_short(PagedCache(cache.groups + small_cache().groups, layers=((0, 0), (1, 0))))
     assert "4 of 8 blocks" in both and "0 of 8 blocks" in both
 
 
@@ -80,7 +79,7 @@ def test_repr_of_a_cache_that_cannot_be_read_has_its_shapes() -> None:
 
     def note(cache: PagedCache) -> jax.Array:
         texts.append(repr(cache))
-        texts.append(repr(GroupedCache((cache,), layers=((0, 0),))))
+        texts.append(repr(cache.groups[0]))
         return cache.lengths
 
     cache = small_cache()
@@ -92,7 +91,9 @@ def test_repr_of_a_cache_that_cannot_be_read_has_its_shapes() -> None:
     nothing = jax.tree.map(lambda _: None, small_cache())
     for value in (cache, several, shapes, nothing, jax.eval_shape(small_cache)):
         texts.append(check_short(value))
-    assert all("Cache(" in text and len(text) <= 200 for text in texts)
+    assert all(
+        text.startswith(("PagedCache(", "CacheGroup(")) and len(text) <= 200 for text in texts
+    )
     assert all("float32[2, 8, 1, 4, 16]" in text for text in (texts[0], texts[1], texts[-1]))
 
 

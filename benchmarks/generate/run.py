@@ -40,7 +40,7 @@ from benchmarks.generate.llama_cpp_peer import LlamaCppPeer
 from benchmarks.generate.peer import Peer, prompt_tokens, timed_steps
 from benchmarks.generate.transformers_peer import TransformersPeer
 from paged_jax import LLM, Llama, PagedCache, SamplingParams
-from paged_jax.cache import GroupedCache, reserve
+from paged_jax.cache import reserve
 
 PROMPT_LEN = 64
 PREFILL_LEN = 512
@@ -129,13 +129,13 @@ class DecodeStep:
         return np.asarray(self._tokens)
 
 
-def _paged_cache(model: Llama, batch: int, max_len: int) -> PagedCache | GroupedCache:
+def _paged_cache(model: Llama, batch: int, max_len: int) -> PagedCache:
     cache = model.create_cache(num_slots=batch, max_length=max_len)
     lengths = jnp.full(batch, PROMPT_LEN, jnp.int32)
     return reserve(cache, lengths, max_tokens=PROMPT_LEN)[0]
 
 
-def _decode_paged(model: Llama, cache: PagedCache | GroupedCache, tokens: jax.Array) -> Any:
+def _decode_paged(model: Llama, cache: PagedCache, tokens: jax.Array) -> Any:
     logits, cache, _ = model.decode(cache, tokens, jnp.arange(tokens.shape[0], dtype=jnp.int32))
     return logits, cache
 

@@ -339,7 +339,7 @@ def _fill(weights: Any, state: Any, key: jax.Array, *, context: int) -> Any:
     blocks = cache.tables.pool
     queue = jax.random.permutation(keys[4], blocks.free_queue)
     tables = dataclasses.replace(cache.tables, pool=dataclasses.replace(blocks, free_queue=queue))
-    cache = dataclasses.replace(cache.replace_pools(type(cache.pools)(*pools)), tables=tables)
+    cache = cache.replace_pools(type(cache.pools)(*pools)).replace_tables([tables])
     lengths = jnp.full(cache.num_slots, context, jnp.int32)
     cache, ok = paged_cache.reserve(cache, lengths, max_tokens=max(context, 1))
     return dataclasses.replace(state, cache=cache), ok

@@ -1,15 +1,15 @@
-"""The KV cache in blocks, and which slot holds which: immutable state, and pure functions over it.
+"""The paged KV cache: immutable state, and pure functions that return new state.
 
-`blocks` is the allocator alone: reference counts, free blocks and block tables, without any K or V.
-`PagedCache` adds the pools, and the functions here are those of `blocks`, done in the pools too.
-`GroupedCache` is several of them, for layers of which some have a sliding window.
+`blocks` is the allocator alone: reference counts, free blocks and block tables, without K and V.
+`PagedCache` adds the pools, for one or more groups of layers. The functions of this package have
+the names of those in `blocks` and also change the pools.
 """
 
 from paged_jax.cache import blocks
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 from paged_jax.cache.contents import gather, read_blocks, register_caches, write_blocks
-from paged_jax.cache.grouped_cache import GroupedCache
+from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import (
     PagedCache,
     attach,
@@ -29,7 +29,7 @@ register_caches()
 __all__ = [
     "BlockPool",
     "BlockTables",
-    "GroupedCache",
+    "CacheGroup",
     "PagedCache",
     "attach",
     "blocks",

@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 from paged_jax.arguments import check_positive
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.grouped_cache import GroupedCache
-from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache, locate
+from paged_jax.cache.groups import CacheGroup
+from paged_jax.cache.paged_cache import PagedCache, find_layer, locate
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.rows import set_rows
@@ -27,7 +27,7 @@ from paged_jax.opaque import without_index_checks
 
 
 def read_blocks(
-    cache: Cache, slot: ArrayLike, first: ArrayLike, *, width: int, group: int = 0
+    cache: PagedCache, slot: ArrayLike, first: ArrayLike, *, width: int, group: int = 0
 ) -> Pools:
     """Copy blocks of one slot out of the pools, in every layer, to be kept elsewhere.
 
@@ -65,11 +65,11 @@ def read_blocks(
       ((2, 2, 1, 4, 8), [0, 5])
     """
     check_positive("read_blocks", width=width)
-    cache = _group("read_blocks", cache, group)
-    blocks = _held_blocks(cache, slot, first, width)
-    is_held = blocks < cache.num_blocks
-    layers_L1 = jnp.arange(cache.num_layers, dtype=jnp.int32)[:, None]
-    rows_LN = layers_L1 * cache.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
+    chosen = _group("read_blocks", cache, group)
+    blocks = _held_blocks(chosen, slot, first, width)
+    is_held = blocks < chosen.num_blocks
+    layers_L1 = jnp.arange(chosen.num_layers, dtype=jnp.int32)[:, None]
+    rows_LN = layers_L1 * chosen.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
 
     def read(pool: jax.Array) -> jax.Array:
         # As rows: `pool[:, blocks]` makes XLA for TPU change the layout of the scales, where P is
@@ -77,12 +77,12 @@ def read_blocks(
         values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
         return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
 
-    return jax.tree.map(read, cache.pools)
+    return jax.tree.map(read, chosen.pools)
 
 
 def write_blocks(
-    cache: AnyCache, slot: ArrayLike, first: ArrayLike, values: Pools, *, group: int = 0
-) -> AnyCache:
+    cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools, *, group: int = 0
+) -> PagedCache:
     """Write what `read_blocks` returned into the blocks of a slot; the tables do not change.
 
     Args:
@@ -96,15 +96,16 @@ def write_blocks(
     """
     new = _write_blocks(_group("write_blocks", cache, group), slot, first, values)
     groups = cache.groups
-    return cache.replace_groups((*groups[:group], new, *groups[group + 1 :]))
+    return replace(cache, groups=(*groups[:group], new, *groups[group + 1 :]))
 
 
 def _write_blocks(
-    cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools
-) -> PagedCache:
-    width = _check_values(cache.pools, values)
-    blocks = _held_blocks(cache, slot, first, width)
-    num_layers, num_blocks = cache.num_layers, cache.num_blocks
+    group: CacheGroup, slot: ArrayLike, first: ArrayLike, values: Pools
+) -> CacheGroup:
+    pools = group.pools
+    width = _check_values(pools, values)
+    blocks = _held_blocks(group, slot, first, width)
+    num_layers, num_blocks = group.num_layers, group.num_blocks
     layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
     columns = jnp.arange(width, dtype=jnp.int32)
     is_held = blocks < num_blocks
@@ -126,12 +127,11 @@ def _write_blocks(
         places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
         return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
 
-    scales = jax.tree.map(put_scale, cache.pools[2:], values[2:])
-    pools = Pools(put(cache.k, values.k), put(cache.v, values.v), *scales)
-    return cache.replace_pools(pools)
+    scales = jax.tree.map(put_scale, pools[2:], values[2:])
+    return group.replace_pools(Pools(put(pools.k, values.k), put(pools.v, values.v), *scales))
 
 
-def _group(function: str, cache: Cache, group: int) -> PagedCache:
+def _group(function: str, cache: PagedCache, group: int) -> CacheGroup:
     if not 0 <= group < len(cache.groups):
         raise ValueError(
             f"{function}: group must be 0 to {len(cache.groups) - 1}, got {group}. Pass a group."
@@ -140,15 +140,17 @@ def _group(function: str, cache: Cache, group: int) -> PagedCache:
 
 
 @partial(without_index_checks, static_argnums=(3,))
-def _held_blocks(cache: PagedCache, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
+def _held_blocks(group: CacheGroup, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
     """Some blocks of a slot, i32[width], see `read_blocks`; P where it holds none."""
     columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
-    window = cache.tables.window
+    window = group.tables.window
     if window is not None:
-        length = cache.lengths.at[jnp.asarray(slot, jnp.int32)].get(mode="fill", fill_value=0)
-        columns += first_kept_column(length, window, cache.block_size)
-    return cache.block_tables.at[jnp.asarray(slot, jnp.int32), columns].get(
-        mode="fill", fill_value=cache.num_blocks, wrap_negative_indices=False
+        length = group.tables.lengths.at[jnp.asarray(slot, jnp.int32)].get(
+            mode="fill", fill_value=0
+        )
+        columns += first_kept_column(length, window, group.block_size)
+    return group.block_tables.at[jnp.asarray(slot, jnp.int32), columns].get(
+        mode="fill", fill_value=group.num_blocks, wrap_negative_indices=False
     )
 
 
@@ -173,7 +175,7 @@ def _check_values(pools: Pools, values: Pools) -> int:
 
 
 def gather(
-    cache: Cache, slot: int | jax.Array, *, layer: int | jax.Array
+    cache: PagedCache, slot: int | jax.Array, *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Lay the K and V of one slot out in the order of its tokens, for references and tests.
 
@@ -190,15 +192,16 @@ def gather(
     Raises:
       ValueError: a Python `slot` or `layer` that does not exist.
     """
-    num_slots = cache.groups[0].num_slots
-    _check_layer("gather", layer, sum(group.num_layers for group in cache.groups))
+    num_slots = cache.num_slots
+    _check_layer("gather", layer, cache.num_layers)
     if isinstance(slot, int) and not 0 <= slot < num_slots:
         raise ValueError(f"gather: slot must be 0 to {num_slots - 1}, got {slot}. Pass a slot.")
-    cache, layer = cache.find_layer(layer)
-    slots = jnp.full(cache.block_tables.shape[1] * cache.block_size, slot, jnp.int32)
+    index, layer = find_layer(cache.layers, layer)
+    pools, tables = cache.groups[index].pools, cache.groups[index].tables
+    slots = jnp.full(tables.max_blocks_per_slot * tables.block_size, slot, jnp.int32)
     positions = jnp.arange(slots.size, dtype=jnp.int32)
-    blocks, offsets = locate(cache.tables, slots, positions)
-    is_token = blocks < cache.num_blocks
+    blocks, offsets = locate(tables, slots, positions)
+    is_token = blocks < tables.num_blocks
     blocks = jnp.where(is_token, blocks, 0)
 
     def read(pool: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -207,7 +210,7 @@ def gather(
             tokens = tokens.astype(scale.dtype) * scale[layer, blocks, :, offsets][..., None]
         return jnp.where(is_token[:, None, None], tokens, 0)
 
-    return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
+    return read(pools.k, pools.k_scale), read(pools.v, pools.v_scale)
 
 
 def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None:
@@ -219,7 +222,7 @@ def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None
 
 def register_caches() -> None:
     """Register the cache classes and their tables with `flax.serialization`."""
-    for kind in (BlockPool, BlockTables, PagedCache, GroupedCache):
+    for kind in (BlockPool, BlockTables, CacheGroup, PagedCache):
         serialization.register_serialization_state(
             kind, _to_state_dict, _from_state_dict, override=True
         )
@@ -263,6 +266,9 @@ def _restored(name: str, target: Any, state: Any) -> Any:
             f"{name}: the state must hold {kinds[0]}, got {kinds[1]}. Restore into a cache with "
             "the dtype and the window of the saved one."
         )
+    if isinstance(target, Pools):
+        fields = target._asdict().items()
+        return Pools(*(_restored(f"{name}.{each}", old, state[each]) for each, old in fields))
     if not isinstance(target, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return serialization.from_state_dict(target, state)
     if (target.shape, target.dtype) != (state.shape, state.dtype):

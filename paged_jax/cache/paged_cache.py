@@ -1,29 +1,45 @@
-"""The KV cache: K and V of every token in blocks, and the tables that say which block is whose.
+"""The paged KV cache: K and V of every token in blocks, and the block tables of the sequences.
 
-The pools are `[L, P, K, C, D]`: layer, block, KV head, token in the block, head dimension. One
-block id stands for the same block in every layer and in both pools. A decode step, in each layer:
+A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
+and pools. Most models have one group. Models with sliding windows in some layers have two: full
+attention layers keep all tokens, layers with a window free the blocks that leave it and need fewer.
+The slots of all groups are the same, and so are their lengths::
 
-    cache, ok = reserve(cache, num_tokens)                               # room for the new tokens
-    token_blocks, offsets = locate(cache.tables, slots, positions)       # where they go
+    layers  0  1  2  3  4  5          groups[0]  all tokens      layers 5 and 11
+            6  7  8  9 10 11          groups[1]  a window        the other ten
+
+            pools             table of slot 0, 100 tokens, C = 16, window 32
+    group 0 [2,  P0, K, C, D]   [ 4  7  1  0  9  3  2 ]
+    group 1 [10, P1, K, C, D]   [ .  .  .  .  5  8  6 ]        . stands for P1, "no block"
+
+`CacheGroup` describes the pools. A decode step makes these calls, `paged_write` once per layer::
+
+    cache, ok = reserve(cache, num_tokens)                               # blocks for the new tokens
+    token_blocks, offsets = locate(cache.tables, slots, positions)       # where the tokens are
     pools = paged_write(pools.k, pools.v, k, v, token_blocks, offsets, layer=layer)
 
-What writes to the pools and reads them is in `paged_jax.kernels`. A loop over layers carries
-`cache.pools` whole, as its state; `replace_pools` puts them back.
+The ops that read and write pools are in `paged_jax.kernels`. A loop over layers carries the whole
+pools; `replace_pools` puts them back into the cache. On CPU, use pools in float32, float16 or int8:
+XLA does not update other dtypes in place there.
 
-On CPU, keep pools in float32, float16 or int8: XLA updates no others in place there.
+The functions of this module change all groups or none. The first group keeps the most tokens. The
+other groups never run out of blocks before it: a slot holds no block of theirs without one in the
+first group, and blocks that slots share there are shared in all groups (`prefix.publish_groups`).
+So the number of free blocks of a cache is that of its first group.
 """
 
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.arguments import check_positive, names_arguments
+from paged_jax.arguments import names_arguments
 from paged_jax.cache import blocks as allocator
 from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
 from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
@@ -35,55 +51,54 @@ from paged_jax.cache.blocks.reserve import (
     finish_restore,
     num_possible,
 )
-from paged_jax.cache.blocks.tables import describe_use, shortest_lengths
+from paged_jax.cache.blocks.tables import shortest_lengths
+from paged_jax.cache.groups import CacheGroup
 from paged_jax.dims import bind
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
-from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
-from paged_jax.kernels.writing import check_num_rows, copy_blocks
-from paged_jax.short_repr import cut, shortened
+from paged_jax.kernels.writing import copy_blocks
+from paged_jax.short_repr import cut
 
-# The kind of cache that a function is given, and returns.
-AnyCache = TypeVar("AnyCache", bound="Cache")
+# For each layer of a model: the index of its group, and the index of the layer in the group.
+LayerPlaces = tuple[tuple[int, int], ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """K and V of every token of every slot, and which slot holds which block.
+    """The KV cache of a model: one or more groups of layers over the same slots.
+
+    The properties `k`, `v`, `k_scale`, `v_scale`, `pools`, `num_kv_heads` and `head_dim` belong to
+    the only group. With several groups they raise an error: use `groups`.
 
     Attributes:
-      k: [L, P, K, C, D], keys: floating point, or int8 or float8_e4m3fn with scales.
-      v: [L, P, K, C, D], values, as the keys.
-      tables: the `BlockTables`: lengths, block tables and free blocks.
-      k_scale: f32[L, P, K, C], what the numbers of each token and head are multiplied by; None
-        unless the pools are quantised.
-      v_scale: the same for the values.
+      groups: the groups, the one that keeps the most tokens first.
+      layers: for each layer of the model, the index of its group and its index there (static).
 
     Example:
-      >>> cache = PagedCache.create(
-      ...     num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4, head_dim=8,
-      ...     num_slots=2, max_blocks_per_slot=4,
-      ... )
+      >>> sizes = dict(num_kv_heads=1, block_size=4, head_dim=8, num_slots=2,
+      ...              max_blocks_per_slot=8)
+      >>> cache = PagedCache.create(num_layers=2, num_blocks=8, **sizes)
       >>> cache, ok = reserve(cache, jnp.array([5, 0]), max_tokens=8)
       >>> bool(ok), cache.lengths.tolist(), cache.nbytes
       (True, [5, 0], 4096)
+
+      Three layers, two of them with a window:
+
+      >>> full = CacheGroup.create(num_layers=1, num_blocks=16, **sizes)
+      >>> window = CacheGroup.create(num_layers=2, num_blocks=8, window=4, **sizes)
+      >>> cache = PagedCache((full, window), layers=((1, 0), (1, 1), (0, 0)))
+      >>> for num_tokens in (12, 1):
+      ...     cache, ok = reserve(cache, jnp.array([num_tokens, 0]), max_tokens=12)
+      >>> [group.block_tables[0].tolist() for group in cache.groups]
+      [[0, 1, 2, 3, 16, 16, 16, 16], [8, 8, 2, 0, 8, 8, 8, 8]]
     """
 
-    k: jax.Array
-    v: jax.Array
-    tables: BlockTables
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
+    groups: tuple[CacheGroup, ...]
+    layers: LayerPlaces = field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        use, shape = describe_use(self.tables), getattr(self.k, "shape", ())
-        if use is None or len(shape) != 5:
-            return shortened(self)
-        return cut(
-            f"PagedCache({shape[0]} layers, {shape[2]} KV heads of {shape[4]}, {self.k.dtype}, "
-            f"{use})"
-        )
+        return cut(f"PagedCache({', '.join(map(repr, self.groups))})")
 
     @classmethod
     @names_arguments
@@ -100,163 +115,175 @@ class PagedCache:
         dtype: DTypeLike = jnp.float32,
         window: int | None = None,
     ) -> "PagedCache":
-        """Return a cache with empty slots and zeroed pools of `dtype`.
+        """Return a cache with one group for all layers: empty slots and zeroed pools.
 
-        int8 or float8_e4m3fn quantise K and V, each token and head with a scale of its own: half
-        the memory of bfloat16 and a little more, ``4 / D`` bytes for each number.
-
-        With a `window`, that of the attention of all its layers, slots give back the blocks that
-        no token to come attends to, see `BlockTables`.
+        Args:
+          num_layers, num_blocks, num_kv_heads, block_size, head_dim, num_slots,
+            max_blocks_per_slot, dtype, window: see `CacheGroup.create`.
 
         Raises:
-          ValueError: a size is not a positive integer, the pool has more rows than int32 counts, or
-            `dtype` is neither floating point nor one of the two.
+          ValueError: see `CacheGroup.create`.
         """
-        check_pool_dtype("PagedCache.create", "dtype", dtype)
-        check_positive(
-            "PagedCache.create",
+        group = CacheGroup.create(
             num_layers=num_layers,
+            num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
+            block_size=block_size,
             head_dim=head_dim,
+            num_slots=num_slots,
+            max_blocks_per_slot=max_blocks_per_slot,
+            dtype=dtype,
+            window=window,
         )
-        tables = BlockTables.create(num_blocks, num_slots, max_blocks_per_slot, block_size, window)
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        check_num_rows("PagedCache.create", shape)
-        # Two arrays, not one used twice: a buffer can be donated only once.
-        k, v = (jnp.zeros(shape, dtype) for _ in range(2))
-        if not is_quantised(dtype):
-            return cls(k=k, v=v, tables=tables)
-        k_scale, v_scale = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2))
-        return cls(k=k, v=v, tables=tables, k_scale=k_scale, v_scale=v_scale)
-
-    @property
-    def groups(self) -> tuple["PagedCache", ...]:
-        """This cache alone: of a `GroupedCache`, its caches."""
-        return (self,)
-
-    @property
-    def layers(self) -> None:
-        """Nothing: each layer has its own number in the one group."""
-
-    def replace_groups(self, groups: tuple["PagedCache", ...]) -> "PagedCache":
-        """Return the cache that takes this one's place."""
-        (cache,) = groups
-        return cache
-
-    def find_layer(self, layer: Any) -> tuple["PagedCache", Any]:
-        """The cache of a layer, and its number there: this one, and the layer itself."""
-        return self, layer
-
-    @property
-    def pools(self) -> Pools:
-        """K and V with their scales, as kernels take them."""
-        return Pools(self.k, self.v, self.k_scale, self.v_scale)
+        return cls((group,), tuple((0, layer) for layer in range(num_layers)))
 
     def replace_pools(self, pools: Pools) -> "PagedCache":
-        """Return the cache with other pools."""
-        return replace(self, **pools._asdict())
+        """Return the cache with other pools in its only group."""
+        return replace(self, groups=(self._only_group.replace_pools(pools),))
+
+    def replace_group_pools(self, pools: Sequence[Pools]) -> "PagedCache":
+        """Return the cache with other pools, one `Pools` per group."""
+        groups = zip(self.groups, pools, strict=True)
+        return replace(self, groups=tuple(group.replace_pools(new) for group, new in groups))
+
+    def replace_tables(self, tables: Iterable[BlockTables]) -> "PagedCache":
+        """Return the cache with other block tables, one `BlockTables` per group."""
+        groups = zip(self.groups, tables, strict=True)
+        return replace(self, groups=tuple(replace(group, tables=new) for group, new in groups))
+
+    @property
+    def group_pools(self) -> tuple[Pools, ...]:
+        """The pools of each group: the carry of a loop over layers."""
+        return tuple(group.pools for group in self.groups)
+
+    @property
+    def tables(self) -> BlockTables:
+        """The tables of the first group, whose free blocks are those of the cache."""
+        return self.groups[0].tables
 
     @property
     def block_tables(self) -> jax.Array:
-        """i32[S, M], the blocks of each slot, then P."""
+        """i32[S, M], the blocks of each slot in the first group, then P."""
         return self.tables.block_tables
 
     @property
     def lengths(self) -> jax.Array:
-        """i32[S], the number of tokens in each slot."""
+        """i32[S], the number of tokens in each slot, the same in all groups."""
         return self.tables.lengths
 
     @property
     def num_layers(self) -> int:
-        """L."""
-        return self.k.shape[0]
+        """Number of layers of all groups."""
+        return len(self.layers)
 
     @property
     def num_blocks(self) -> int:
-        """P, the number of blocks in the pool; also the entry that stands for "no block"."""
-        return self.k.shape[1]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """K."""
-        return self.k.shape[2]
+        """Number of blocks in the pools of the first group (P)."""
+        return self.tables.num_blocks
 
     @property
     def block_size(self) -> int:
-        """C, the number of tokens in a block."""
-        return self.k.shape[3]
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return self.k.shape[4]
+        """Number of tokens in a block (C)."""
+        return self.tables.block_size
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Number of slots (S)."""
         return self.tables.num_slots
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both pools and their scales, without the tables, which are small."""
-        return sum(array.nbytes for array in self.pools if array is not None)
+        """Bytes of all pools and their scales, without the tables, which are small."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def _only_group(self) -> CacheGroup:
+        first, *others = self.groups
+        if others:
+            raise AttributeError(
+                "PagedCache: this property is only for caches with one group of layers, got "
+                f"{len(self.groups)} groups. Use cache.groups."
+            )
+        return first
+
+    @property
+    def pools(self) -> Pools:
+        """K and V of the only group with their scales, as kernels take them."""
+        return self._only_group.pools
+
+    @property
+    def k(self) -> jax.Array:
+        """Keys of the only group, ``[L, P, K, C, D]``."""
+        return self.pools.k
+
+    @property
+    def v(self) -> jax.Array:
+        """Values of the only group, ``[L, P, K, C, D]``."""
+        return self.pools.v
+
+    @property
+    def k_scale(self) -> jax.Array | None:
+        """Scales of the keys, f32 ``[L, P, K, C]``; None unless the pools are quantised."""
+        return self.pools.k_scale
+
+    @property
+    def v_scale(self) -> jax.Array | None:
+        """Scales of the values, f32 ``[L, P, K, C]``; None unless the pools are quantised."""
+        return self.pools.v_scale
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads of the only group (K)."""
+        return self._only_group.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Head dimension of the only group (D)."""
+        return self._only_group.head_dim
 
 
-class Cache(Protocol):
-    """What the functions below take: a `PagedCache`, or a `GroupedCache` of several.
+def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
+    """Return the index of a layer's group, and the index of the layer in the group.
 
-    Slots and lengths are the same in all of its groups; each has pools and tables of its own.
+    Args:
+      layers: see `PagedCache`.
+      layer: the layer, a Python integer; i32[] may be traced if there is one group.
+
+    Raises:
+      ValueError: `layer` is traced and there are several groups.
     """
-
-    @property
-    def groups(self) -> tuple[PagedCache, ...]:
-        """The caches of layers that share a kind of attention."""
-        ...
-
-    @property
-    def layers(self) -> tuple[tuple[int, int], ...] | None:
-        """For each layer its group, and its number there; None where there is one group."""
-        ...
-
-    @property
-    def pools(self) -> Any:
-        """The `Pools` of a `PagedCache`, or a tuple of those of each group."""
-        ...
-
-    def replace_pools(self, pools: Any) -> Self:
-        """Return the cache with other pools."""
-        ...
-
-    def replace_groups(self, groups: tuple[PagedCache, ...]) -> Self:
-        """Return the cache with others in their places."""
-        ...
-
-    def find_layer(self, layer: Any) -> tuple[PagedCache, Any]:
-        """The cache of a layer, and the layer's number in it."""
-        ...
+    if not isinstance(layer, Tracer):
+        return layers[int(layer)]
+    if layers != tuple((0, index) for index in range(len(layers))):
+        raise ValueError(
+            "PagedCache: layer must be a Python integer if layers are in several groups, got a "
+            "traced one. Unroll the loop over layers."
+        )
+    return 0, layer
 
 
 def reserve(
-    cache: AnyCache,
+    cache: PagedCache,
     num_tokens: jax.Array,
     *,
     max_tokens: int = 1,
     backend: str | None = None,
-) -> tuple[AnyCache, jax.Array]:
-    """Make room for more tokens in every slot, copying the blocks that must not be written shared.
+) -> tuple[PagedCache, jax.Array]:
+    """Append room for tokens to slots, and copy shared blocks that the tokens are written to.
 
-    As `paged_jax.blocks.reserve`, with its copies done in all layers. Each block that is copied
-    costs reading and writing that block; where there is nothing to copy, the pools are not touched.
+    The allocation is that of `paged_jax.blocks.reserve`, and the copies are made in all layers. A
+    copy reads and writes one block. Without copies the pools are not touched.
 
     Args:
-      cache: the state; donate it, or its pools are copied.
-      num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
+      cache: the state. Donate it, or the pools are copied.
+      num_tokens: i32[S], the number of tokens to append to each slot.
       max_tokens: upper bound on `num_tokens` (static).
-      backend: backend of the copies, see `copy_blocks`; the platform's best where it has no copies.
+      backend: backend of the copies, see `copy_blocks`. Backends without copies use the default of
+        the platform.
 
     Returns:
-      `(cache, ok)`. Where `ok`, bool[], is False the cache is unchanged, in all of its groups, but
-      that slots may have given back what has left their windows.
+      `(cache, ok)`. If `ok`, bool[], is False, no group has changed, except that slots may have
+      freed blocks that left their windows.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
@@ -270,15 +297,16 @@ def reserve(
 
 
 def restore(
-    cache: AnyCache, num_tokens: jax.Array, *, max_tokens: int, backend: str | None = None
-) -> tuple[AnyCache, jax.Array]:
-    """Give empty slots room for tokens that come from elsewhere; see `paged_jax.blocks.restore`.
+    cache: PagedCache, num_tokens: jax.Array, *, max_tokens: int, backend: str | None = None
+) -> tuple[PagedCache, jax.Array]:
+    """Allocate blocks in empty slots for tokens that `write_blocks` will copy into them.
 
-    Before `write_blocks`. Groups with a window take blocks for what is in it alone.
+    The allocation is that of `paged_jax.blocks.restore`: groups with a window allocate only the
+    blocks inside the window.
 
     Args:
       cache, max_tokens, backend: see `reserve`.
-      num_tokens: i32[S], how many tokens each slot shall have; 0 leaves a slot alone.
+      num_tokens: i32[S], the number of tokens of each slot; 0 leaves a slot unchanged.
 
     Returns:
       See `reserve`.
@@ -291,13 +319,19 @@ def restore(
 
 
 def plan(
-    cache: AnyCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
-) -> tuple[AnyCache, tuple[ReservePlan, ...]]:
-    """Plan room for tokens, and make the copies; see `paged_jax.blocks.plan`.
+    cache: PagedCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
+) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
+    """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
-    There is a plan for each of the cache's groups, all for as many tokens. The caller commits them
-    before it does anything else with the tables, see `commit`. Slots with a limit first give back
-    what has left their windows.
+    Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
+    next operation on the tables.
+
+    Args:
+      cache, backend: see `reserve`.
+      limits, most, max_tokens: see `paged_jax.blocks.plan`.
+
+    Returns:
+      The cache, and one plan per group, all for the same number of tokens.
     """
     groups = [_slide(group, limits) for group in cache.groups]
     if len(groups) > 1:
@@ -305,137 +339,127 @@ def plan(
         most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
     planned = [allocator.plan(g.tables, limits, most, max_tokens=max_tokens) for g in groups]
     copied = [_copy(g, each.copies, backend) for g, each in zip(groups, planned, strict=True)]
-    return cache.replace_groups(tuple(copied)), tuple(planned)
+    return replace(cache, groups=tuple(copied)), tuple(planned)
 
 
-def commit(cache: AnyCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> AnyCache:
-    """Take what was used of plans, up to `lengths` i32[S]; see `paged_jax.blocks.commit`."""
-    return _replace_tables(
-        cache,
-        [
-            allocator.commit(group.tables, each, lengths)
-            for group, each in zip(cache.groups, planned, strict=True)
-        ],
-    )
+def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> PagedCache:
+    """Take the planned blocks used up to `lengths` i32[S]; see `paged_jax.blocks.commit`."""
+    pairs = zip(cache.groups, planned, strict=True)
+    return cache.replace_tables(allocator.commit(g.tables, each, lengths) for g, each in pairs)
 
 
 def _all_possible(reservations: Sequence[Reservation]) -> jax.Array:
     return functools.reduce(operator.and_, [each.is_possible for each in reservations])
 
 
-def _slide(group: PagedCache, limits: jax.Array) -> PagedCache:
+def _slide(group: CacheGroup, limits: jax.Array) -> CacheGroup:
     if group.tables.window is None:
         return group
     return replace(group, tables=allocator.slide(group.tables, limits > 0))
 
 
 def _take(
-    cache: AnyCache,
+    cache: PagedCache,
     done: Iterable[tuple[BlockTables, BlockCopies, jax.Array]],
     backend: str | None,
-) -> AnyCache:
-    """The cache with these tables, and with their copies made."""
+) -> PagedCache:
+    """Return the cache with new tables per group, after the block copies that belong to them."""
     groups = [
         replace(_copy(group, copies, backend), tables=tables)
         for group, (tables, copies, _) in zip(cache.groups, done, strict=True)
     ]
-    return cache.replace_groups(tuple(groups))
+    return replace(cache, groups=tuple(groups))
 
 
-def _replace_tables(cache: AnyCache, tables: Iterable[BlockTables]) -> AnyCache:
-    """The cache with other tables, those of its groups."""
-    groups = zip(cache.groups, tables, strict=True)
-    return cache.replace_groups(tuple(replace(group, tables=each) for group, each in groups))
-
-
-def _copy(cache: PagedCache, copies: BlockCopies, backend: str | None) -> PagedCache:
-    """The cache after these copies, in all layers."""
-    pools = cache.pools
+def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheGroup:
+    """Copy blocks in all layers of a group."""
+    pools = group.pools
     pools = copy_blocks(
         pools.k, pools.v, copies.source, copies.target,
         k_scale=pools.k_scale, v_scale=pools.v_scale,
         backend=backend_for("copy_blocks", backend),
     )  # fmt: skip
-    return cache.replace_pools(pools)
+    return group.replace_pools(pools)
 
 
-def fork(cache: AnyCache, parents: jax.Array) -> tuple[AnyCache, jax.Array]:
-    """Make slots into copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
+def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Make slots copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
     done = [allocator.fork(group.tables, parents) for group in cache.groups]
-    # Decided by slots and lengths, which are the same in all groups.
-    return _replace_tables(cache, [tables for tables, _ in done]), done[0][1]
+    # All groups have the same `ok`: it depends on slots and lengths, which are the same.
+    return cache.replace_tables(tables for tables, _ in done), done[0][1]
 
 
-def release(cache: AnyCache, mask: jax.Array) -> AnyCache:
+def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
     """Empty the slots of `mask` bool[S]; see `paged_jax.blocks.release`."""
-    return _replace_tables(cache, [allocator.release(g.tables, mask) for g in cache.groups])
+    return cache.replace_tables(allocator.release(group.tables, mask) for group in cache.groups)
 
 
-def reorder(cache: AnyCache, parents: jax.Array) -> tuple[AnyCache, jax.Array]:
-    """Make slots into what other slots were, all at once; see `paged_jax.blocks.reorder`."""
+def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Replace slots by copies of other slots, all at once; see `paged_jax.blocks.reorder`."""
     done = [allocator.reorder(group.tables, parents) for group in cache.groups]
-    return _replace_tables(cache, [tables for tables, _ in done]), done[0][1]
+    return cache.replace_tables(tables for tables, _ in done), done[0][1]
 
 
-def truncate(cache: AnyCache, lengths: jax.Array, *, max_tokens: int) -> AnyCache:
+def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
     """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`."""
     tables = [group.tables for group in cache.groups]
     for each in tables:
-        if each.window is not None:  # what one group has given back, none can be cut to
+        if each.window is not None:  # no group can be cut to tokens that another one has freed
             lengths = jnp.maximum(lengths, shortest_lengths(each))
-    cut = [allocator.truncate(each, lengths, max_tokens=max_tokens) for each in tables]
-    return _replace_tables(cache, cut)
+    return cache.replace_tables(
+        allocator.truncate(each, lengths, max_tokens=max_tokens) for each in tables
+    )
 
 
 def attach(
-    cache: AnyCache,
+    cache: PagedCache,
     slot: ArrayLike,
     digests: jax.Array,
     token_ids: jax.Array,
     num_blocks: ArrayLike,
-) -> tuple[AnyCache, jax.Array]:
+) -> tuple[PagedCache, jax.Array]:
     """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`.
 
-    Of a prefix, groups with a window need those blocks alone that the next token attends to.
+    Groups with a window need only the blocks of the prefix that the next token attends to.
     """
     before = tuple(group.tables for group in cache.groups)
     tables, num_found = attach_groups(before, slot, digests, token_ids, num_blocks)
-    return _replace_tables(cache, tables), num_found
+    return cache.replace_tables(tables), num_found
 
 
 def publish(
-    cache: AnyCache,
+    cache: PagedCache,
     slots: jax.Array,
     columns: jax.Array,
     digests: jax.Array,
     token_ids: jax.Array,
-) -> AnyCache:
-    """Let full blocks be found by their digests; see `paged_jax.blocks.publish`.
+) -> PagedCache:
+    """Add full blocks to the prefix cache; see `paged_jax.blocks.publish`.
 
-    One digest stands for the block in all groups that hold it.
+    A digest identifies the block in all groups that hold it.
     """
     before = tuple(group.tables for group in cache.groups)
-    return _replace_tables(cache, publish_groups(before, slots, columns, digests, token_ids))
+    return cache.replace_tables(publish_groups(before, slots, columns, digests, token_ids))
 
 
-def forget(cache: AnyCache) -> AnyCache:
-    """Let no block be found any more; see `paged_jax.blocks.forget`."""
-    return _replace_tables(cache, [allocator.forget(group.tables) for group in cache.groups])
+def forget(cache: PagedCache) -> PagedCache:
+    """Remove all blocks from the prefix cache; see `paged_jax.blocks.forget`."""
+    return cache.replace_tables(allocator.forget(group.tables) for group in cache.groups)
 
 
 def locate(
     tables: BlockTables, slots: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the block, and the place in it, of tokens given by slot and position.
+    """Return the block and the offset in the block of tokens, given their slots and positions.
 
     Args:
       tables: the block tables.
-      slots: i32[N], the slot of each token. A negative one marks padding.
-      positions: i32[N], the position of each token in its slot, from 0.
+      slots: i32[N], the slot of each token; negative for padding.
+      positions: i32[N], the position of each token in its sequence, from 0.
 
     Returns:
-      `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` drops, where there is no
-      such slot, the position is not below the slot's length, or the block was given back.
+      `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` ignores, if there is no
+      such slot, the position is not below the length of the slot, or the block was freed.
 
     Raises:
       ValueError: `slots` and `positions` differ in shape.

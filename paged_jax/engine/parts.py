@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from paged_jax.arguments import ArgumentError
-from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.engine.config import EngineConfig, resolve_kv_dtype, takes_options
 from paged_jax.engine.delivery import Delivery
@@ -197,7 +196,7 @@ class EngineParts:
         self._requests.restart()
 
     @property
-    def cache(self) -> PagedCache | GroupedCache:
+    def cache(self) -> PagedCache:
         """The paged cache as it is now. The next step donates it: copy what must be kept.
 
         Raises:

@@ -23,8 +23,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.arguments import check_positive, names_arguments
-from paged_jax.cache.grouped_cache import GroupedCache
-from paged_jax.cache.paged_cache import AnyCache, PagedCache
+from paged_jax.cache.groups import CacheGroup
+from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
 from paged_jax.kernels import Pools, padded_head_dim
 from paged_jax.models.arguments import Rows, as_rows
@@ -127,7 +127,7 @@ class PagedModel(nnx.Module):
         block_size: int = 16,
         max_tokens: int | None = None,
         dtype: DTypeLike = jnp.float32,
-    ) -> PagedCache | GroupedCache:
+    ) -> PagedCache:
         """Return an empty cache for this model, on the device that JAX uses by default.
 
         Args:
@@ -157,13 +157,13 @@ class PagedModel(nnx.Module):
     @names_arguments
     def prefill(
         self,
-        cache: AnyCache,
+        cache: PagedCache,
         token_ids: jax.Array,
         slots: jax.Array,
         num_tokens: jax.Array,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, AnyCache, jax.Array]:
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """Append a chunk of prompt to each of some slots and score what follows it.
 
         Pure: jit it with the cache donated. Blocks are reserved here; where they do not suffice,
@@ -193,13 +193,13 @@ class PagedModel(nnx.Module):
 
     def score(
         self,
-        cache: AnyCache,
+        cache: PagedCache,
         token_ids: jax.Array,
         slots: jax.Array,
         num_tokens: jax.Array,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, AnyCache, jax.Array]:
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """As `prefill`, but score what follows each token of the chunks and not only the last.
 
         Args:
@@ -220,13 +220,13 @@ class PagedModel(nnx.Module):
     @names_arguments
     def decode(
         self,
-        cache: AnyCache,
+        cache: PagedCache,
         token_ids: jax.Array,
         slots: jax.Array,
         *,
         cascade: bool = False,
         backend: str | None = None,
-    ) -> tuple[jax.Array, AnyCache, jax.Array]:
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """Append one token to each of some slots and score what follows it.
 
         Pure: jit it with the cache donated. A block is taken where a slot crosses a boundary or
@@ -267,9 +267,9 @@ class PagedModel(nnx.Module):
         )
         cache, ok, rows = append_rows(cache, slots, num_tokens, 1, backend)
         logits, pools = self.decode_rows(
-            cache.pools, token_ids, rows, cascade=cascade, backend=backend
+            cache.group_pools, token_ids, rows, cascade=cascade, backend=backend
         )
-        return logits, cache.replace_pools(pools), ok
+        return logits, cache.replace_group_pools(pools), ok
 
     def decode_rows(
         self,
@@ -283,7 +283,7 @@ class PagedModel(nnx.Module):
         """As `decode`, of tokens whose places are known: blocks were reserved for them before.
 
         Args:
-          pools: K and V of the cache, of a `GroupedCache` those of its groups; donate them.
+          pools: the pools of each group of the cache; donate them.
           token_ids: i32 ``[B]``.
           rows: places of these tokens, one a row, see `paged_rows.next_rows`.
           cascade, backend: see `decode`.
@@ -311,8 +311,8 @@ class PagedModel(nnx.Module):
         return f"{type(self).__name__}.{method}"
 
     def _run_chunks(
-        self, cache: AnyCache, rows: Rows, backend: str | None
-    ) -> tuple[jax.Array, AnyCache, jax.Array, jax.Array]:
+        self, cache: PagedCache, rows: Rows, backend: str | None
+    ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
         """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
         and how many tokens of each row were taken ``[B]``."""
         token_ids, slots, num_tokens = rows
@@ -321,9 +321,9 @@ class PagedModel(nnx.Module):
         check_layers(self._name("prefill"), places, self.config.sliding_windows)
         attend = chunk_attention(places, B, T, self.config.sliding_windows, backend=backend)
         x, pools = self.hidden_states(
-            token_ids.reshape(-1), places.positions, attend, cache.pools, backend
+            token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
         )
-        return x.reshape(B, T, -1), cache.replace_pools(pools), ok, places.num_tokens
+        return x.reshape(B, T, -1), cache.replace_group_pools(pools), ok, places.num_tokens
 
 
 def create_cache(
@@ -336,11 +336,11 @@ def create_cache(
     max_tokens: int | None = None,
     dtype: DTypeLike = jnp.float32,
     platform: str | None = None,
-) -> PagedCache | GroupedCache:
+) -> PagedCache:
     """Return an empty cache for models of a config.
 
-    Layers with a sliding window keep no more than it of a sequence, beside what was appended last;
-    where not all layers have the same window, the cache is a `GroupedCache`.
+    Layers with the same sliding window form a group of the cache. They keep only the window of a
+    sequence, and the tokens that were appended last.
 
     Args:
       config: configuration of the model.
@@ -364,7 +364,7 @@ def create_cache(
       ...     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, sliding_window=32,
       ...     layer_types=("sliding_attention", "sliding_attention", "full_attention"))
       >>> cache = create_cache(config, num_slots=4, max_length=1024, max_tokens=64)
-      >>> [group.k.shape for group in cache.groups]     # [L, P, K, C, D]
+      >>> [group.pools.k.shape for group in cache.groups]     # [L, P, K, C, D]
       [(1, 256, 1, 16, 8), (2, 28, 1, 16, 8)]
     """
     max_tokens = max_length if max_tokens is None else max_tokens
@@ -376,7 +376,7 @@ def create_cache(
         max_tokens=max_tokens,
     )
     width = num_blocks_needed(max_length, block_size)
-    groups: list[PagedCache] = []
+    groups: list[CacheGroup] = []
     for window, layers in config.layer_groups:
         most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
         if groups:
@@ -384,7 +384,7 @@ def create_cache(
         elif num_blocks is None:
             num_blocks = most
         groups.append(
-            PagedCache.create(
+            CacheGroup.create(
                 num_layers=len(layers),
                 num_blocks=num_blocks,
                 num_kv_heads=config.num_key_value_heads,
@@ -396,11 +396,9 @@ def create_cache(
                 window=window,
             )
         )
-    if len(groups) == 1:
-        return groups[0]
     places = {
         layer: (index, number)
         for index, group in enumerate(config.layer_groups)
         for number, layer in enumerate(group.layers)
     }
-    return GroupedCache(tuple(groups), tuple(places[layer] for layer in range(len(places))))
+    return PagedCache(tuple(groups), tuple(places[layer] for layer in range(len(places))))

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.paged_cache import AnyCache, Cache, PagedCache
+from paged_jax.cache.groups import CacheGroup
+from paged_jax.cache.paged_cache import LayerPlaces, PagedCache, find_layer
 from paged_jax.kernels import (
     Pools,
     backend_for,
@@ -44,12 +45,12 @@ class PagedRows:
     positions: jax.Array  # i32 [N], in their sequences; -1 in rows that are no token
     offsets: jax.Array  # i32 [N], in their blocks
     places: tuple[Places, ...]  # of each group of layers
-    layers: tuple[tuple[int, int], ...] | None  # see `GroupedCache`; None where there is one group
+    layers: LayerPlaces  # see `PagedCache`
     block_size: int
 
     def group_of(self, layer: Any) -> int:
-        """The group of a layer, whose number is static if there are several."""
-        return 0 if self.layers is None else self.layers[layer][0]
+        """Return the index of a layer's group, see `find_layer`."""
+        return find_layer(self.layers, layer)[0]
 
     def in_layer(
         self, layer: Any, carry: Any, compute: Callable[[Places, Pools, Any], tuple[Any, Pools]]
@@ -58,15 +59,13 @@ class PagedRows:
 
         Args:
           layer: the layer's number in the model.
-          carry: the pools of the cache; of a `GroupedCache` those of its groups.
+          carry: the pools of each group of the cache.
           compute: returns a result and the new pools.
 
         Returns:
           The result and the new carry.
         """
-        if self.layers is None:
-            return compute(self.places[0], carry, layer)
-        group, number = self.layers[layer]
+        group, number = find_layer(self.layers, layer)
         result, pools = compute(self.places[group], carry[group], number)
         return result, (*carry[:group], pools, *carry[group + 1 :])
 
@@ -124,10 +123,10 @@ class PagedRows:
 
 
 def append_rows(
-    cache: AnyCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
-) -> tuple[AnyCache, jax.Array, PagedRows]:
+    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
+) -> tuple[PagedCache, jax.Array, PagedRows]:
     """Reserve room for up to T tokens in each of the slots i32 [B], and find their places."""
-    num_slots, lengths = cache.groups[0].num_slots, cache.groups[0].lengths
+    num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
     # Rows that are left out must not wrap around to the last slot: one past it is dropped.
     rows = jnp.where(is_row, slots, num_slots)
@@ -161,13 +160,13 @@ def append_rows(
             offsets=located[0][1],
             places=tuple(places),
             layers=cache.layers,
-            block_size=cache.groups[0].block_size,
+            block_size=cache.block_size,
         ),
     )
 
 
 def next_rows(
-    cache: Cache, block_tables: Sequence[jax.Array], lengths: jax.Array, active: jax.Array
+    cache: PagedCache, block_tables: Sequence[jax.Array], lengths: jax.Array, active: jax.Array
 ) -> PagedRows:
     """The places of the next token of each active row, for which blocks are reserved already.
 
@@ -177,10 +176,10 @@ def next_rows(
       lengths: i32 ``[B]``, tokens before that one.
       active: bool ``[B]``.
     """
-    block_size = cache.groups[0].block_size
+    block_size = cache.block_size
     column = (lengths // block_size)[:, None]
 
-    def find(group: PagedCache, tables: jax.Array) -> Places:
+    def find(group: CacheGroup, tables: jax.Array) -> Places:
         blocks = jnp.take_along_axis(tables, column, axis=1, mode="clip")[:, 0]
         return Places(tables, jnp.where(active, blocks, group.num_blocks), group.tables.window)
 
@@ -203,7 +202,7 @@ def check_layers(function: str, rows: PagedRows, windows: Sequence[int | None]) 
     Raises:
       ValueError: saying which layer.
     """
-    if rows.layers is not None and len(rows.layers) != len(windows):
+    if len(rows.layers) != len(windows):
         raise ValueError(
             f"{function}: cache must be for {len(windows)} layers, got {len(rows.layers)}. "
             "Make it with create_cache."

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.grouped_cache import GroupedCache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.runner.compiler import jit_for
@@ -45,7 +44,7 @@ class DecodeState:
       ([0, 5, 0], [0, 9, 0])
     """
 
-    cache: PagedCache | GroupedCache
+    cache: PagedCache
     sampling: SlotSampling
     token_ids: jax.Array
     stop_ids: jax.Array
@@ -55,7 +54,7 @@ class DecodeState:
     @classmethod
     def create(
         cls,
-        cache: PagedCache | GroupedCache,
+        cache: PagedCache,
         vocab_size: int,
         *,
         max_stop_ids: int = 16,

@@ -26,8 +26,7 @@ from jax import lax
 from paged_jax.arguments import check_positive
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
-from paged_jax.cache.grouped_cache import GroupedCache
-from paged_jax.cache.paged_cache import AnyCache, PagedCache
+from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.models.arguments import check_distinct
 from paged_jax.models.paged_model import PagedModel
@@ -185,10 +184,10 @@ def decode_steps(
 
     # Whether it goes on is computed in a step, with the rest of it: its own kernels, in the
     # condition of the loop, would be launched between two answers that the host waits for.
-    carry = cache.pools, first, num_possible > 0
+    carry = cache.group_pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
     lengths = batch.lengths_in(cache)
-    cache = paged_cache.commit(cache.replace_pools(pools), planned, lengths)
+    cache = paged_cache.commit(cache.replace_group_pools(pools), planned, lengths)
     ok = (num_possible == num_wanted) | ~wants_more(batch)
     return batch.put_back(state, cache, ok)
 
@@ -254,15 +253,15 @@ def verify_steps(
 
 
 def _plan_steps(
-    cache: AnyCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
-) -> tuple[AnyCache, tuple[ReservePlan, ...]]:
+    cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
+) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
     """Plan blocks for `num_steps` decode steps, i32[], or for as many as they suffice for.
 
     For all at once: a decode step then allocates nothing, which would be dozens of small kernels,
     or copies of the allocator's arrays.
     """
     limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
-    num_slots = cache.groups[0].num_slots
+    num_slots = cache.num_slots
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
     # Padding is one past the last slot, too: only rows that run would have to be slots.
     is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
@@ -331,12 +330,12 @@ class _Batch:
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
-    def lengths_in(self, cache: PagedCache | GroupedCache) -> jax.Array:
+    def lengths_in(self, cache: PagedCache) -> jax.Array:
         """The lengths of all slots, i32[S], with those of the rows as they are now."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(
-        self, state: DecodeState, cache: PagedCache | GroupedCache, ok: jax.Array
+        self, state: DecodeState, cache: PagedCache, ok: jax.Array
     ) -> tuple[StepTokens, DecodeState]:
         """What was drawn, and the state after it, of which the cache is given."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
@@ -352,12 +351,12 @@ class _Batch:
         return StepTokens(self.drawn, num_new, self.num_steps, num_free, ok, others), new_state
 
 
-def num_free_in_others(cache: PagedCache | GroupedCache) -> tuple[jax.Array, ...]:
+def num_free_in_others(cache: PagedCache) -> tuple[jax.Array, ...]:
     """Free blocks of each group of layers but the first, i32 []; none where there is one group."""
     return tuple(group.tables.pool.num_free for group in cache.groups[1:])
 
 
-def _drop(slots: jax.Array, cache: PagedCache | GroupedCache) -> jax.Array:
+def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
     """Slots as indices, padding one past the last: a negative index would count from the end."""
     return jnp.where(slots >= 0, slots, cache.num_slots)
 

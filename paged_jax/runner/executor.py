@@ -300,7 +300,7 @@ class Executor:
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
             calls = warmup.list_calls(
-                self.programs, self.sizes, state.cache.pools, has_swap=has_swap
+                self.programs, self.sizes, state.cache.group_pools, has_swap=has_swap
             )
             new = [call for call in calls if call.name not in self._compiled]
             weights, bind = self.weights.arrays, self._lowered.bind

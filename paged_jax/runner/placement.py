@@ -76,8 +76,8 @@ class Division(NamedTuple):
 def _checked(program: Program, parts: tuple[PartitionSpec, ...], has_parts: bool) -> Program:
     def checked(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
         state, result = program(weights, state, *args)
-        no_pools = jax.tree.map(lambda _: None, state.cache.pools)
-        same = dataclasses.replace(state, cache=state.cache.replace_pools(no_pools))
+        no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
+        same = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
         # The few weights that are not divided, such as those of norms.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
         return state, (result, agree((same, shared, None if has_parts else result), AXIS))
@@ -87,5 +87,5 @@ def _checked(program: Program, parts: tuple[PartitionSpec, ...], has_parts: bool
 
 def _parts(state: DecodeState) -> Any:
     parts = jax.tree.map(lambda _: WHOLE, state)
-    pools = jax.tree.map(lambda _: OF_HEADS, state.cache.pools)
-    return dataclasses.replace(parts, cache=parts.cache.replace_pools(pools))
+    pools = jax.tree.map(lambda _: OF_HEADS, state.cache.group_pools)
+    return dataclasses.replace(parts, cache=parts.cache.replace_group_pools(pools))

@@ -14,7 +14,7 @@ before they are used.
 
 import concurrent.futures
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,14 +30,14 @@ _MAX_COMPILERS = 8
 
 
 def list_calls(
-    programs: Programs, sizes: Sizes, pools: Any, *, has_swap: bool = True
+    programs: Programs, sizes: Sizes, pools: Sequence[Pools], *, has_swap: bool = True
 ) -> list[Call]:
     """Each program once, in a call that leaves every row out and changes nothing.
 
     Args:
       programs: the programs of the engine.
       sizes: sizes that shape the programs.
-      pools: K and V of all blocks, or of those of each group of layers, for shapes and dtypes.
+      pools: the pools of each group of layers, for shapes and dtypes.
       has_swap: whether blocks may be moved to the host.
     """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
@@ -75,9 +75,9 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
     return calls
 
 
-def _swap_calls(programs: Programs, sizes: Sizes, pools: Any) -> list[Call]:
+def _swap_calls(programs: Programs, sizes: Sizes, pools: Sequence[Pools]) -> list[Call]:
     zero, width, calls = np.int32(0), sizes.swap_width, []
-    for group, pools_of in enumerate([pools] if isinstance(pools, Pools) else pools):
+    for group, pools_of in enumerate(pools):
         piece = jax.tree.map(
             lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools_of
         )

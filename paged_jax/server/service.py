@@ -112,7 +112,7 @@ class Service:
         cache_config = CacheConfig(
             engine.block_size,
             engine.num_blocks,
-            str(engine.cache.groups[0].k.dtype),
+            str(engine.cache.groups[0].pools.k.dtype),
             engine.enable_prefix_caching,
         )
         self.metrics = Metrics(settings.model_name, cache_config, snapshot)

@@ -4,6 +4,7 @@ K of each token is the token's number, so that what the tables read back must be
 holds, as far as it is kept.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_jax.cache import GroupedCache, PagedCache, contents, paged_cache
+from paged_jax.cache import CacheGroup, PagedCache, contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.sequence_blocks import first_kept_column, max_blocks_in_window
 from paged_jax.kernels import Pools
@@ -37,40 +38,40 @@ def i32(values) -> jax.Array:
     return jnp.array(values, jnp.int32)
 
 
-def make_cache() -> GroupedCache:
+def make_cache() -> PagedCache:
     groups = [
-        PagedCache.create(
+        CacheGroup.create(
             num_layers=1, num_blocks=count, num_kv_heads=1, block_size=C, head_dim=1, num_slots=S,
             max_blocks_per_slot=M, window=window,
         )
         for count, window in zip(NUM_BLOCKS, WINDOWS, strict=True)
     ]  # fmt: skip
-    return GroupedCache(tuple(groups), ((0, 0), (1, 0), (2, 0)))
+    return PagedCache(tuple(groups), ((0, 0), (1, 0), (2, 0)))
 
 
-def write(cache: GroupedCache, starts: jax.Array, tokens_SN: jax.Array) -> GroupedCache:
+def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCache:
     """Put tokens, -1 for none, where the slots have room for them."""
     slots = jnp.repeat(jnp.arange(S, dtype=jnp.int32), tokens_SN.shape[1])
     steps = jnp.arange(tokens_SN.shape[1], dtype=jnp.int32)
     positions = (starts[:, None] + steps[None]).reshape(-1)
     slots = jnp.where(tokens_SN.reshape(-1) < 0, -1, slots)
 
-    def put(group: PagedCache) -> PagedCache:
+    def put(group: CacheGroup) -> CacheGroup:
         blocks, offsets = paged_cache.locate(group.tables, slots, positions)
         values = tokens_SN.reshape(-1).astype(jnp.float32)
-        k = group.k.at[0, blocks, 0, offsets, 0].set(values, mode="drop")
-        return group.replace_pools(Pools(k, group.v))
+        k = group.pools.k.at[0, blocks, 0, offsets, 0].set(values, mode="drop")
+        return group.replace_pools(Pools(k, group.pools.v))
 
-    return cache.replace_groups(tuple(map(put, cache.groups)))
+    return replace(cache, groups=tuple(map(put, cache.groups)))
 
 
-def append(cache: GroupedCache, counts: jax.Array, tokens_SN: jax.Array):
+def append(cache: PagedCache, counts: jax.Array, tokens_SN: jax.Array):
     starts = cache.lengths
     cache, ok = paged_cache.reserve(cache, counts, max_tokens=MAX_TOKENS)
     return write(cache, starts, jnp.where(ok, tokens_SN, -1)), ok
 
 
-def append_planned(cache: GroupedCache, limits: jax.Array, most: jax.Array, tokens_SN: jax.Array):
+def append_planned(cache: PagedCache, limits: jax.Array, most: jax.Array, tokens_SN: jax.Array):
     """As many as there are blocks for, up to `most` in a slot."""
     starts = cache.lengths
     cache, planned = paged_cache.plan(cache, limits, most, max_tokens=MAX_TOKENS, backend=None)
@@ -80,7 +81,7 @@ def append_planned(cache: GroupedCache, limits: jax.Array, most: jax.Array, toke
     return write(cache, starts, jnp.where(is_new, tokens_SN, -1)), planned[0].num_tokens
 
 
-def swap(cache: GroupedCache, source: jax.Array, target: jax.Array):
+def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     """Read the blocks of a slot, release it, and bring them back to another one, or the same."""
     num_tokens = cache.lengths[source]
     saved = [contents.read_blocks(cache, source, 0, width=M, group=group) for group in range(3)]
@@ -292,7 +293,7 @@ class GroupsMachine(RuleBasedStateMachine):
                 assert row == [none if block is None else block for block in padded]
                 held = [block for block in blocks if block is not None]
                 assert len(held) <= most, "no more than a window and what was appended last"
-                kept = group.k[0, held, 0, :, 0].reshape(-1)
+                kept = group.pools.k[0, held, 0, :, 0].reshape(-1)
                 first = blocks.count(None)
                 assert kept.tolist()[: len(tokens) - first * C] == tokens[first * C :]
                 if tables.window is not None:

@@ -69,7 +69,7 @@ def make_cache(dtype=jnp.float32) -> PagedCache:
         num_slots=S, max_blocks_per_slot=M, dtype=dtype,
     )  # fmt: skip
     pool = replace(cache.tables.pool, free_queue=i32([7, 2, 9, 0, 5, 1, 8, 3, 6, 4]))
-    cache = replace(cache, tables=replace(cache.tables, pool=pool))
+    cache = cache.replace_tables([replace(cache.tables, pool=pool)])
     return cache.replace_pools(jax.tree.map(poison, cache.pools))
 
 
@@ -166,7 +166,7 @@ def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
     tokens = [make_tokens(slot, length, dtype) for slot, length in enumerate(lengths)]
     # By the program of float32: tables are the same whatever the type.
     reserved, ok = RESERVE(make_cache(), i32(lengths), max_tokens=M * C)
-    cache = replace(cache, tables=reserved.tables)
+    cache = cache.replace_tables([reserved.tables])
     assert ok and cache.block_tables.tolist() == [[7, 2, 9], [P, P, P], [0, 5, P]]
     # All slots in one write, token by token in an order of their own, with padding among them.
     slots = np.repeat(np.arange(S), lengths)

@@ -9,7 +9,7 @@ import pytest
 from flax import serialization
 
 from paged_jax import cache as lib
-from paged_jax.cache import GroupedCache, PagedCache
+from paged_jax.cache import PagedCache
 from paged_jax.cache.blocks import check_invariants
 
 SIZES = {"num_kv_heads": 1, "block_size": 4, "head_dim": 8, "num_slots": 2}
@@ -20,8 +20,9 @@ def new_cache(dtype=jnp.float32, **changes) -> PagedCache:
     return PagedCache.create(dtype=dtype, **sizes)
 
 
-def grouped_cache() -> GroupedCache:
-    return GroupedCache((new_cache(), new_cache(window=4)), layers=((0, 0), (1, 0)))
+def grouped_cache() -> PagedCache:
+    groups = new_cache().groups + new_cache(window=4).groups
+    return PagedCache(groups, layers=((0, 0), (1, 0)))
 
 
 def used(cache):
@@ -30,9 +31,10 @@ def used(cache):
     assert ok
     pools = [
         jnp.arange(1, x.size + 1).reshape(x.shape).astype(x.dtype)
-        for x in jax.tree.leaves(cache.pools)
+        for x in jax.tree.leaves(cache.group_pools)
     ]
-    return cache.replace_pools(jax.tree.unflatten(jax.tree.structure(cache.pools), pools))
+    structure = jax.tree.structure(cache.group_pools)
+    return cache.replace_group_pools(jax.tree.unflatten(structure, pools))
 
 
 MAKE = {
@@ -65,18 +67,21 @@ def test_from_bytes_restores_a_cache(make) -> None:
 def test_state_dict_of_a_cache_has_its_fields() -> None:
     cache = new_cache(window=4)
     state = serialization.to_state_dict(cache)
-    assert set(state) == {"k", "v", "tables", "k_scale", "v_scale"}
-    assert state["tables"]["window"] == 4 and state["tables"]["block_size"] == 4
-    np.testing.assert_array_equal(state["tables"]["pool"]["free_queue"], np.arange(6))
+    assert set(state) == {"groups", "layers"}
+    group = state["groups"]["0"]
+    assert set(group) == {"pools", "tables"}
+    assert set(group["pools"]) == {"k", "v", "k_scale", "v_scale"}
+    assert group["tables"]["window"] == 4 and group["tables"]["block_size"] == 4
+    np.testing.assert_array_equal(group["tables"]["pool"]["free_queue"], np.arange(6))
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"num_blocks": 7}, r"PagedCache.k: the state must be float32 \[1, 7, 1, 4, 8\]"),
-        ({"dtype": jnp.bfloat16}, "PagedCache.k: the state must be bfloat16"),
+        ({"num_blocks": 7}, r"CacheGroup.pools.k: the state must be float32 \[1, 7, 1, 4, 8\]"),
+        ({"dtype": jnp.bfloat16}, "CacheGroup.pools.k: the state must be bfloat16"),
         ({"window": 4}, "the state must have window = 4, got None"),
-        ({"block_size": 2, "head_dim": 16}, "PagedCache.k: the state must be"),
+        ({"block_size": 2, "head_dim": 16}, "CacheGroup.pools.k: the state must be"),
     ],
 )
 def test_from_state_dict_refuses_a_cache_of_other_sizes(target, message) -> None:
@@ -84,4 +89,4 @@ def test_from_state_dict_refuses_a_cache_of_other_sizes(target, message) -> None
     with pytest.raises(ValueError, match=message):
         serialization.from_state_dict(new_cache(**target), state)
     with pytest.raises(ValueError, match="the state must have the fields"):
-        serialization.from_state_dict(new_cache(), {"k": state["k"]})
+        serialization.from_state_dict(new_cache(), {"groups": state["groups"]})

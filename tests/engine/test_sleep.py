@@ -36,7 +36,7 @@ def num_live_bytes() -> int:
 def test_sleep_gives_the_memory_back(engine, level) -> None:
     expected = run(engine)
     held, compiled = num_live_bytes(), engine.stats.compile_seconds
-    pools = sum(array.nbytes for array in jax.tree.leaves(engine.cache.pools))
+    pools = sum(array.nbytes for array in jax.tree.leaves(engine.cache.group_pools))
     leaves = [np.array(array) for array in engine.weights]
     # The host's memory is that of a CPU, where level 1 has nowhere else to keep weights.
     weights = sum(array.nbytes for array in leaves) if level == 2 else 0

@@ -174,7 +174,7 @@ for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, 
         engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
         assert generate(engine) == wanted, num_devices
         for group in engine.cache.groups:
-            assert group.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
+            assert group.pools.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
         stats = engine.stats
         assert stats.num_preemptions and stats.num_cached_tokens
         assert bool(stats.num_swap_preemptions) == (preemption == "swap")

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import Llama, LlamaConfig, SamplingParams
-from paged_jax.cache import GroupedCache, PagedCache, paged_cache
+from paged_jax.cache import CacheGroup, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.models.paged_model import create_cache
 from paged_jax.runner.decode_state import Assignment, DecodeState, assign
@@ -52,23 +52,23 @@ def plain_logits() -> np.ndarray:
     return np.asarray(make_model()(make_tokens()))
 
 
-def make_cache() -> GroupedCache:
+def make_cache() -> PagedCache:
     """Three slots over pools of NaN, so that it shows if anything is read that no slot holds."""
     cache = create_cache(CONFIG, num_slots=3, max_length=LENGTH + 3, block_size=C, max_tokens=CHUNK)
-    assert isinstance(cache, GroupedCache)
+    assert len(cache.groups) == 2
     return poison(cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def poison(cache: GroupedCache) -> GroupedCache:
+def poison(cache: PagedCache) -> PagedCache:
     """NaN in every block that no slot holds."""
 
-    def spoil(group: PagedCache) -> PagedCache:
+    def spoil(group: CacheGroup) -> CacheGroup:
         is_free = (group.tables.pool.ref_counts == 0)[None, :, None, None, None]
         pools = jax.tree.map(lambda pool: jnp.where(is_free, jnp.nan, pool), group.pools)
         return group.replace_pools(pools)
 
-    return cache.replace_groups(tuple(map(spoil, cache.groups)))
+    return dataclasses.replace(cache, groups=tuple(map(spoil, cache.groups)))
 
 
 def i32(*values: Any) -> jax.Array:
@@ -116,7 +116,7 @@ def test_a_cache_that_keeps_too_little_is_refused() -> None:
         num_layers=3, num_blocks=8, num_slots=2, max_blocks_per_slot=4, **sizes
     )
     with pytest.raises(ValueError, match="cache must be for 3 layers, got 2"):
-        DECODE.eval_shape(make_model(), GroupedCache((group,), ((0, 0), (0, 1))), i32(1), i32(0))
+        DECODE.eval_shape(make_model(), PagedCache(group.groups, ((0, 0), (0, 1))), i32(1), i32(0))
 
 
 def test_create_cache_makes_pools_as_large_as_slots_can_need() -> None:
@@ -185,7 +185,7 @@ def test_steps_alias_the_pools_of_all_groups_and_copy_none(step) -> None:
     state, slots = jax.eval_shape(create), jax.ShapeDtypeStruct((4,), jnp.int32)
     compiled = jax.jit(step, donate_argnums=1).lower(make_model(), state, slots).compile()
     memory = compiled.memory_analysis()
-    nbytes = [sum(leaf.size * 4 for leaf in jax.tree.leaves(p)) for p in state.cache.pools]
+    nbytes = [sum(leaf.size * 4 for leaf in jax.tree.leaves(p)) for p in state.cache.group_pools]
     assert memory.alias_size_in_bytes > sum(nbytes)
     # The keys of one layer with a window are a quarter of their pools.
     assert memory.temp_size_in_bytes < min(nbytes) / 5

@@ -13,6 +13,7 @@ from flax import nnx
 
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.kernels import Pools
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.paged_model import create_cache
@@ -70,7 +71,7 @@ def i32(*values: int) -> np.ndarray:
 def poison(cache: PagedCache) -> PagedCache:
     """NaN wherever no token has been written: reading it shows."""
     k, v = (jnp.asarray(np.full(cache.k.shape, np.nan, cache.k.dtype)) for _ in range(2))
-    return PagedCache(k=k, v=v, tables=cache.tables)
+    return cache.replace_pools(Pools(k, v))
 
 
 def read(model, cache: PagedCache, ids: np.ndarray, slot: int) -> tuple[jax.Array, PagedCache]:
@@ -197,7 +198,7 @@ def test_decode_out_of_blocks_changes_nothing() -> None:
     _, cache = read(model, new_cache(), tokens(1, 8)[0], 0)
     # As if others held all the blocks.
     pool = dataclasses.replace(cache.tables.pool, num_free=jnp.int32(0))
-    cache = dataclasses.replace(cache, tables=dataclasses.replace(cache.tables, pool=pool))
+    cache = cache.replace_tables([dataclasses.replace(cache.tables, pool=pool)])
     before = jax.tree.map(np.array, cache)
     _, cache, ok = DECODE(model, cache, i32(3, 0), i32(0, -1))
     assert not ok

@@ -12,6 +12,7 @@ from flax import nnx
 from paged_jax.cache import contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.kernels import Pools
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decode_state
@@ -105,7 +106,7 @@ def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
     """Each sequence in its slot, ready to decode; NaN wherever no token was written."""
     cache = empty_cache(model)
     nan = jnp.full_like(cache.k, jnp.nan)
-    cache = PagedCache(k=nan, v=nan + 0, tables=cache.tables)
+    cache = cache.replace_pools(Pools(nan, nan + 0))
     token_ids, num_tokens = np.zeros((S, PROMPT), np.int32), np.zeros(S, np.int32)
     for slot, sequence in enumerate(sequences):
         num_tokens[slot] = len(sequence.token_ids) - 1

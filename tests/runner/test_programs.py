@@ -46,7 +46,7 @@ def test_calls_name_each_program_once(num_drafts) -> None:
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=4, head_dim=8, num_slots=6,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
     )  # fmt: skip
-    calls = list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.pools)
+    calls = list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.group_pools)
     names = [call.name for call in calls]
     assert len(set(names)) == len(names)
     for kind, is_listed in (("decode", True), ("verification", num_drafts > 0)):
@@ -67,4 +67,6 @@ def test_default_sizes_have_at_most_24_programs() -> None:
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=16, head_dim=8, num_slots=16,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
     )  # fmt: skip
-    assert len(list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.pools)) <= 24
+    assert (
+        len(list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.group_pools)) <= 24
+    )

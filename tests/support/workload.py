@@ -7,7 +7,7 @@ from typing import Any
 
 from paged_jax import Engine, RequestOutput, SamplingParams
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.cache.paged_cache import Cache
+from paged_jax.cache.paged_cache import PagedCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-def check_groups(cache: Cache) -> None:
+def check_groups(cache: PagedCache) -> None:
     """No block of any group is lost, and no group uses more blocks than the first."""
     num_used = []
     for group in cache.groups:
@@ -105,7 +105,7 @@ def check_empty(engine: Engine) -> None:
     assert engine.cache.groups[0].num_blocks == engine.num_blocks
     for group in engine.cache.groups:
         assert int(group.tables.pool.num_free) == group.num_blocks
-        assert group.lengths.tolist() == [0] * engine.max_num_seqs
+        assert group.tables.lengths.tolist() == [0] * engine.max_num_seqs
     scheduler, slots = engine._scheduler, engine._runner.slots
     assert not engine._requests.unfinished and not engine._plan_runner._drafter._indices
     assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished

@@ -1,0 +1,133 @@
+"""Groups of layers of a KV cache that keep the same tokens.
+
+Pools have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in the block, head
+dimension. A block id refers to the same block in every layer of the group, in K and in V.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from paged_jax.arguments import check_positive, names_arguments
+from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.blocks.tables import describe_use
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
+from paged_jax.kernels.writing import check_num_rows
+from paged_jax.short_repr import cut, shortened
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CacheGroup:
+    """K and V of the layers that keep the same tokens, and their block tables.
+
+    Attributes:
+      pools: `Pools` with K and V ``[L, P, K, C, D]``: floating point, or int8 or float8_e4m3fn with
+        scales f32 ``[L, P, K, C]``, one factor per token and head.
+      tables: the `BlockTables`: lengths, block tables and free blocks.
+    """
+
+    pools: Pools
+    tables: BlockTables
+
+    def __repr__(self) -> str:
+        use, shape = describe_use(self.tables), getattr(self.pools.k, "shape", ())
+        if use is None or len(shape) != 5:
+            return shortened(self)
+        return cut(
+            f"CacheGroup({shape[0]} layers, {shape[2]} KV heads of {shape[4]}, "
+            f"{self.pools.k.dtype}, {use})"
+        )
+
+    @classmethod
+    @names_arguments
+    def create(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        num_slots: int,
+        max_blocks_per_slot: int,
+        dtype: DTypeLike = jnp.float32,
+        window: int | None = None,
+    ) -> "CacheGroup":
+        """Return a group with empty slots and zeroed pools.
+
+        Args:
+          num_layers: L, layers of the group.
+          num_blocks: P, blocks in the pools.
+          num_kv_heads: K.
+          block_size: C, tokens per block.
+          head_dim: D.
+          num_slots: S, sequences that the cache can hold at once.
+          max_blocks_per_slot: M, maximum number of blocks of a sequence.
+          dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
+            token and head, which costs ``4 / D`` bytes per number.
+          window: sliding window of the layers, in tokens. Slots free the blocks that no later token
+            attends to, see `BlockTables`. None keeps all tokens.
+
+        Raises:
+          ValueError: a size is not a positive integer, the pools have more rows than int32 can
+            count, or `dtype` is not supported.
+        """
+        check_pool_dtype("CacheGroup.create", "dtype", dtype)
+        check_positive(
+            "CacheGroup.create",
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+        tables = BlockTables.create(num_blocks, num_slots, max_blocks_per_slot, block_size, window)
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        check_num_rows("CacheGroup.create", shape)
+        # K and V must be separate arrays: a buffer can be donated only once.
+        k, v = (jnp.zeros(shape, dtype) for _ in range(2))
+        if not is_quantised(dtype):
+            return cls(Pools(k, v), tables)
+        k_scale, v_scale = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2))
+        return cls(Pools(k, v, k_scale, v_scale), tables)
+
+    def replace_pools(self, pools: Pools) -> "CacheGroup":
+        """Return the group with other pools."""
+        return replace(self, pools=pools)
+
+    @property
+    def block_tables(self) -> jax.Array:
+        """i32[S, M], the blocks of each slot, then P."""
+        return self.tables.block_tables
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers (L)."""
+        return self.pools.k.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the pools (P); also the table entry for "no block"."""
+        return self.pools.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads (K)."""
+        return self.pools.k.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        """Number of tokens in a block (C)."""
+        return self.pools.k.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        """Head dimension (D)."""
+        return self.pools.k.shape[4]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools and their scales, without the tables, which are small."""
+        return sum(array.nbytes for array in self.pools if array is not None)
