@@ -21,10 +21,9 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.inputs import Prompt
 from paged_jax.llm import LLM
-from paged_jax.profiling import check_profile_folder, profiled
+from paged_jax.monitoring import Status, check_profile_folder, profiled
 from paged_jax.sampling.params import NUMBERS, SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.status import Status
 
 _MAX_NUM_SEQS = 16
 _MAX_TOKENS = 128

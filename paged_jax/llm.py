@@ -15,12 +15,12 @@ from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.inputs import Prompt
 from paged_jax.engine.transfers import own_transfers
+from paged_jax.monitoring import Status
 from paged_jax.rollouts import Rollout, check_prompts
 from paged_jax.sampling.params import SamplingParams, StructuredOutputError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SampleSequence
-from paged_jax.status import Status
 
 
 class LLM(Engine):

@@ -27,7 +27,7 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import in_units
-from paged_jax.profiling import check_profile_folder
+from paged_jax.monitoring import check_profile_folder
 
 try:
     from paged_jax.server import Limits, Service, Settings

@@ -11,7 +11,7 @@ from paged_jax.engine.transfers import own_transfers
 from paged_jax.engine.weight_swap import load_like
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
-from paged_jax.status import Status
+from paged_jax.monitoring import Status
 
 
 class Upkeep(EngineParts):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paged_jax.engine.engine import Engine
-from paged_jax.profiling import start_profile
+from paged_jax.monitoring import start_profile
 from paged_jax.server.bodies import Body
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.responses import ApiError, bad_request

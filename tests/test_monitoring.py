@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.status import Status, is_interactive
+from paged_jax.monitoring import Status, is_interactive
 from tests.support.tiny_model import SIZES
 
 

@@ -1,9 +1,12 @@
-"""Status lines and progress bars on stderr."""
+"""Progress bars and status lines on stderr, and profiles of `jax.profiler`."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import jax
 
 
 def is_interactive() -> bool:
@@ -121,3 +124,44 @@ def _is_notebook() -> bool:
 def _file(stream: Any) -> Any:
     """Return the `file` argument for tqdm; None for stderr, so that a notebook shows a widget."""
     return None if stream is sys.stderr else stream
+
+
+def check_profile_folder(folder: str) -> None:
+    """Create the folder of ``--profile``, so that a bad path is found before the work starts.
+
+    Raises:
+      ValueError: the folder cannot be created.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--profile must be a folder to write to, got {folder}: {error.strerror}."
+        ) from None
+
+
+def start_profile(folder: str) -> None:
+    """Start a profile of all threads; `jax.profiler.stop_trace` ends it and writes the files.
+
+    Args:
+      folder: folder for the files.
+
+    Raises:
+      RuntimeError: a profile is being recorded already.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python functions would hide the engine's ranges
+    jax.profiler.start_trace(folder, profiler_options=options)
+
+
+@contextlib.contextmanager
+def profiled(folder: str | None) -> Iterator[None]:
+    """Record a profile during the ``with`` statement; None records nothing."""
+    if folder is None:
+        yield
+        return
+    start_profile(folder)
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()
