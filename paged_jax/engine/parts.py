@@ -127,7 +127,8 @@ class EngineParts:
             preemption = preemption_over_processes(preemption)
             self.num_blocks = least_of_processes(self.num_blocks)
         self._group_sizes = taken.group_sizes(self.num_blocks)
-        self.grammars = Grammars(self.tokenizer, self.config.vocab_size, self._eos_token_ids)
+        backend = None if self.tokenizer is None else self.tokenizer.backend
+        self.grammars = Grammars(backend, self.config.vocab_size, self._eos_token_ids)
         self._runner = ModelRunner(
             weights,
             sizes,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.models.text.tool_grammars import ToolGrammars
-from paged_jax.models.text.tools import ToolReader
+from paged_jax.models.text.tools import ToolGrammars, ToolReader
 from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas

@@ -17,7 +17,7 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.loading import find_eos_token_ids
 from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.models.text.tool_grammars import ToolGrammars
+from paged_jax.models.text.tools import ToolGrammars
 from paged_jax.scheduler.request import Request
 from paged_jax.server.limits import FairQuota, Limits
 from paged_jax.server.metrics import CacheConfig, Metrics

@@ -63,7 +63,7 @@ def log_softmax(tiny_model):
 
 def with_ends(model: Llama, tokenizer: Tokenizer, end_ids) -> LLM:
     """An engine whose model ends a text with any of some tokens."""
-    return LLM(model, tokenizer=Tokenizer(tokenizer._backend, eos_token_ids=end_ids), **SIZES)
+    return LLM(model, tokenizer=Tokenizer(tokenizer.backend, eos_token_ids=end_ids), **SIZES)
 
 
 def search(llm: LLM, prompts: list[list[int]], **params):

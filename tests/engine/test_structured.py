@@ -238,6 +238,8 @@ def test_text_goes_on_behind_a_form_with_ignore_eos(engine) -> None:
 
 
 def test_what_cannot_be_had_is_refused_when_it_arrives(engine) -> None:
-    with pytest.raises(ValueError, match="structured_outputs cannot be had: Invalid type: strin"):
+    with pytest.raises(
+        ValueError, match="structured_outputs cannot be compiled: Invalid type: stri"
+    ):
         engine.add_request("It is", params(StructuredOutputsParams(json={"type": "strin"})))
     assert not engine.has_unfinished

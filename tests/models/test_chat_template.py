@@ -10,7 +10,6 @@ import tokenizers
 from packaging.requirements import Requirement
 from tokenizers import models, pre_tokenizers
 
-from paged_jax.models.text.chat_roles import ChatRoles
 from paged_jax.models.text.chat_template import ChatTemplate, ChatTemplateError
 from paged_jax.models.text.tokenizer import Tokenizer
 from tests.support import ROOT
@@ -380,8 +379,8 @@ _KNOWS = (
 )
 
 
-def _knowing(roles: str, otherwise: str = "") -> ChatRoles:
-    return ChatRoles(ChatTemplate(_KNOWS.replace("ROLES", roles).replace("ELSE", otherwise)).render)
+def _knowing(roles: str, otherwise: str = "") -> ChatTemplate:
+    return ChatTemplate(_KNOWS.replace("ROLES", roles).replace("ELSE", otherwise))
 
 
 @pytest.mark.parametrize(
@@ -394,24 +393,24 @@ def _knowing(roles: str, otherwise: str = "") -> ChatRoles:
         ("m.role in ('user', 'assistant')", "{{ raise_exception('no') }}", "developer"),
     ],
 )
-def test_checked_roles_are_those_that_the_template_knows(roles, otherwise, role) -> None:
-    """OpenAI's developer messages are what system messages were: they must not get lost."""
+def test_with_known_roles_renames_developer_if_unknown(roles, otherwise, role) -> None:
+    """Developer messages replace OpenAI's system messages and must not get lost."""
     user, told = {"role": "user", "content": "a"}, {"role": "developer", "content": "b"}
     for messages in ([told, user], [user, {"role": "assistant", "content": "c"}, told, user]):
         want = [{**each, "role": role} if each is told else each for each in messages]
-        assert _knowing(roles, otherwise).checked(messages) == want
+        assert _knowing(roles, otherwise).with_known_roles(messages) == want
 
 
 @pytest.mark.parametrize("role", ["developer", "system", "critic", "function"])
-def test_checked_roles_that_the_template_leaves_out_are_named(role) -> None:
+def test_with_known_roles_rejects_omitted_roles(role) -> None:
     user, told = {"role": "user", "content": "a"}, {"role": role, "content": "b"}
     with pytest.raises(ChatTemplateError, match=f"^encode_chat: messages.1.role must .* '{role}'"):
-        _knowing("m.role in ('user', 'assistant')").checked([user, told])
-    # Some write a system message at the beginning only.
-    roles = _knowing("m.role == 'user' or loop.first")
-    assert roles.checked([told, user]) == [told, user]
+        _knowing("m.role in ('user', 'assistant')").with_known_roles([user, told])
+    # Some templates write a system message only at the beginning.
+    template = _knowing("m.role == 'user' or loop.first")
+    assert template.with_known_roles([told, user]) == [told, user]
     with pytest.raises(ChatTemplateError, match="Make it the first one"):
-        roles.checked([user, told])
+        template.with_known_roles([user, told])
 
 
 def test_encode_chat_keeps_developer_messages() -> None:

@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer) -> Grammars:
-    return Grammars(tokenizer, V, [EOS])
+    return Grammars(tokenizer.backend, V, [EOS])
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_objects_have_the_properties_that_are_named(start, tokenizer, schema, is
 
 
 def test_all_end_tokens_may_end_a_text(tokenizer) -> None:
-    cursor = GrammarCursor(Grammars(tokenizer, V, [EOS, 77]).compile(_form(regex="a+")))
+    cursor = GrammarCursor(Grammars(tokenizer.backend, V, [EOS, 77]).compile(_form(regex="a+")))
     cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
     assert {EOS, 77} < set(allowed(cursor))
 
@@ -283,7 +283,7 @@ def test_texts_have_their_form_though_the_tokenizer_changes_them(
     backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     backend.normalizer = normalizer
     changed = Tokenizer(backend)
-    grammar = Grammars(changed, V, [EOS]).compile(_form(**form))
+    grammar = Grammars(changed.backend, V, [EOS]).compile(_form(**form))
     for seed in range(3):
         cursor = GrammarCursor(grammar)
         assert is_good(changed.decode(walk(cursor, np.random.default_rng(seed))))
@@ -348,7 +348,7 @@ def test_forms_that_take_too_much_are_refused(grammars, form, reason) -> None:
 
 
 def test_long_forms_are_kept_while_they_are_used(tokenizer) -> None:
-    grammars = Grammars(tokenizer, V, [EOS])
+    grammars = Grammars(tokenizer.backend, V, [EOS])
     forms = [_form(regex="a" * 5000 + str(index)) for index in range(12)]
     used = grammars.compile(forms[0])
     kept = [weakref.ref(grammars.compile(form)) for form in forms]
@@ -363,12 +363,12 @@ def test_a_model_that_cannot_follow_refuses(tokenizer, tiny_folder, monkeypatch)
     with pytest.raises(ArgumentError, match="no tokenizer"):
         Grammars(None, V, [EOS]).compile(form)
     with pytest.raises(ArgumentError, match="no end-of-sequence token"):
-        Grammars(tokenizer, V, []).compile(form)
+        Grammars(tokenizer.backend, V, []).compile(form)
     with pytest.raises(ArgumentError, match="cannot read the model's tokenizer"):
-        Grammars(Tokenizer.from_folder(tiny_folder), 42, [EOS]).compile(form)
+        Grammars(Tokenizer.from_folder(tiny_folder).backend, 42, [EOS]).compile(form)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ArgumentError, match=r'pip install "paged-jax\[structured\]"'):
-        Grammars(tokenizer, V, [EOS]).compile(form)
+        Grammars(tokenizer.backend, V, [EOS]).compile(form)
 
 
 def _form(**form) -> StructuredOutputsParams:

@@ -259,7 +259,7 @@ def test_token_bytes_are_the_text_together(name, text):
 def test_token_bytes_of_each_byte(name):
     tokenizer = _TOKENIZERS[name]
     for byte in range(256):
-        token_id = tokenizer._backend.token_to_id(_byte_token(byte, name == "byte_level"))
+        token_id = tokenizer.backend.token_to_id(_byte_token(byte, name == "byte_level"))
         assert tokenizer.token_bytes(token_id) == bytes([byte])
     special = "<|end|>" if name == "byte_level" else "</s>"
     assert tokenizer.token_bytes(tokenizer.encode(special)[0]) == special.encode()
@@ -295,7 +295,7 @@ _HALVES = [
 def test_detokenizer_replaces_bytes_that_are_no_text_and_no_others(name, parts):
     data = b"".join(parts)
     tokenizer, is_level = _TOKENIZERS[name], name == "byte_level"
-    token_ids = [tokenizer._backend.token_to_id(_byte_token(byte, is_level)) for byte in data]
+    token_ids = [tokenizer.backend.token_to_id(_byte_token(byte, is_level)) for byte in data]
     stream, pieces = Detokenizer(tokenizer, continues_text=True), []
     for token_id in token_ids:
         pieces.append(stream.push(token_id))
@@ -318,7 +318,7 @@ def _byte_token(byte, is_level):
 @pytest.mark.parametrize("kind", ["bytes", "unknown"])
 def test_detokenizer_does_not_hold_what_never_becomes_text(name, kind):
     tokenizer = _TOKENIZERS[name]
-    byte = tokenizer._backend.token_to_id(_byte_token(0xFF, name == "byte_level"))
+    byte = tokenizer.backend.token_to_id(_byte_token(0xFF, name == "byte_level"))
     stream = Detokenizer(tokenizer)
     token_ids = [byte if kind == "bytes" else 10**6] * 100
     texts = [stream.push(token_id) for token_id in token_ids]
@@ -417,8 +417,8 @@ def test_the_bundled_model_continues_a_chat() -> None:
         (None, [], "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", [], "roles must alternate"),
         ("{{ raise_exception('two\nlines') }}", [], "two lines"),
-        ("{{ messages[0].content + 1 }}", [{"role": "user", "content": "a"}], "refuses"),
-        ("{{ messages[0].x.y }}", [{"role": "user", "content": "a"}], "refuses"),
+        ("{{ messages[0].content + 1 }}", [{"role": "user", "content": "a"}], "rejects"),
+        ("{{ messages[0].x.y }}", [{"role": "user", "content": "a"}], "rejects"),
         ("{{ ''.__class__.__mro__ }}", [], "unsafe"),
         ("{{ messages.append(1) }}", [], "unsafe|not safely callable"),
         (_CHATML, [{"content": "a"}], '"role": "user".*, got {.content'),

@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
-    ids = [tokenizer._backend.token_to_id(token) for token in tokens]
+    ids = [tokenizer.backend.token_to_id(token) for token in tokens]
     assert None not in ids
     return ids
 

@@ -141,7 +141,7 @@ def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
         (
             {"structured_outputs": {"json": {"type": "strin"}}},
             "structured_outputs",
-            "structured_outputs cannot be had: Invalid type: strin",
+            "structured_outputs cannot be compiled: Invalid type: strin",
         ),
         (
             {
@@ -151,7 +151,7 @@ def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
                 }
             },
             "response_format",
-            "response_format cannot be had: Invalid type: strin",
+            "response_format cannot be compiled: Invalid type: strin",
         ),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "exactly one of json, "),
         ({"structured_outputs": {"choice": []}, "use_beam_search": True}, "choice", "list of one"),

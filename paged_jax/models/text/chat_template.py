@@ -1,4 +1,4 @@
-"""Chats as text: the Jinja templates that come with Hugging Face tokenizers."""
+"""Chat templates of Hugging Face tokenizers: they write a chat as text for the model."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from jinja2 import ext, nodes, parser, sandbox
 
 from paged_jax.arguments import ArgumentError
 
-# Variables of the template that a caller may not set.
+# Variables of a template that a caller must not set.
 _RESERVED_VARIABLES = frozenset(
     (
         "add_generation_prompt", "chat_template", "continue_final_message", "documents",
@@ -22,8 +22,12 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
-# A text that no template contains.
+# Texts that no template contains.
 _PROBE = "which form of content"
+_ROLE_PROBE = "probed text"
+_USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
+# Roles that are not checked: templates write them, or the server checks tools separately.
+_PLAIN_ROLES = ("user", "assistant", "tool")
 
 
 class ChatTemplateError(ArgumentError):
@@ -31,11 +35,12 @@ class ChatTemplateError(ArgumentError):
 
 
 class ChatTemplate:
-    """A chat template, compiled in a sandbox, as its source is not trusted.
+    r"""A chat template, compiled in a sandbox because its source is not trusted.
 
     Args:
       source: the Jinja template.
       tool_source: the template for chats with tools; by default `source`.
+      special_tokens: special tokens by name, which templates use as variables.
 
     Attributes:
       source: the Jinja template.
@@ -45,16 +50,23 @@ class ChatTemplate:
       ChatTemplateError: the template is not valid Jinja.
 
     Example:
-      >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n"
+      >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
       ...                         "{% endfor %}{% if add_generation_prompt %}bot:{% endif %}")
       >>> print(template.render([{"role": "user", "content": "Hi"}]))
       user: Hi
       bot:
     """
 
-    def __init__(self, source: str, tool_source: str | None = None):
+    def __init__(
+        self,
+        source: str,
+        tool_source: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ):
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
+        self._special_tokens = special_tokens or {}
+        self._writes_role = functools.lru_cache(maxsize=32)(self._find_role)
         # Templates rely on the settings and functions of transformers.
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
@@ -76,41 +88,41 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Write a chat as the text that the model was trained to continue.
+        """Return a chat as the text that the model was trained to continue.
 
         Args:
-          messages: dicts with ``"role"`` and most often ``"content"``, oldest first, or objects
-            of pydantic, such as the messages that openai's client returns. The content is a text
-            or a list of parts such as ``{"type": "text", "text": "Hi"}``. A field that is None is
-            left out. The arguments of a tool call are an object or its JSON text.
+          messages: dicts with ``"role"`` and usually ``"content"``, oldest first, or objects of
+            pydantic, such as the messages that openai's client returns. The content is a text or
+            a list of parts such as ``{"type": "text", "text": "Hi"}``. Fields that are None are
+            omitted. The arguments of a tool call are an object or its JSON text.
           add_generation_prompt: whether the text ends with the opening of an answer.
-          **variables: further variables of the template, such as `tools`. Fields of a tool and of
-            its function that are None are left out.
+          **variables: further variables of the template, such as `tools`. None fields of tools and
+            of their functions are omitted.
 
         Raises:
-          ChatTemplateError: the messages are malformed, or the template refuses them.
+          ChatTemplateError: the messages are malformed, or the template rejects them.
         """
         chat = [_as_templates_expect(message, self._takes_parts) for message in messages]
         tools = [_without_nulls(tool) for tool in as_data(variables.get("tools") or ())] or None
-        variables = {"documents": None, **variables, "tools": tools}
+        variables = {"documents": None, **self._special_tokens, **variables, "tools": tools}
         variables["add_generation_prompt"] = add_generation_prompt
         template = self._tool_template if tools else self._template
         try:
             return template.render(messages=chat, **variables)
-        # The expressions of a template raise errors of any type.
+        # Expressions in templates raise errors of any type.
         except Exception as error:
             reason = " ".join(str(error).split())
-        # Some templates add the content of each message to a text, even if a message has none.
+        # Some templates concatenate the content of every message, even if a message has none.
         if any("content" not in message for message in chat):
             chat = [{"content": "", **message} for message in chat]
             with contextlib.suppress(Exception):
                 return template.render(messages=chat, **variables)
-        rule = f"the model's template refuses the messages: {reason}"
+        rule = f"the model's template rejects the messages: {reason}"
         raise ChatTemplateError("apply_chat_template", rule)
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template leaves out a content that is one text, but writes its parts."""
+        """Whether the template writes content given as parts, but not content given as text."""
         return not self._writes(_PROBE) and self._writes([{"type": "text", "text": _PROBE}])
 
     def _writes(self, content: Any) -> bool:
@@ -120,13 +132,61 @@ class ChatTemplate:
             return _PROBE in text.lower()
         return False
 
+    def with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Check that the template writes the role of each message; many omit other roles.
+
+        OpenAI's role "developer" becomes "system" if the template does not know it.
+
+        Args:
+          messages: see `render`.
+
+        Returns:
+          The messages.
+
+        Raises:
+          ChatTemplateError: the template omits messages of a role.
+
+        Example:
+          >>> template = ChatTemplate("{{ messages[-1].content }}")
+          >>> template.with_known_roles([{"role": "user", "content": "Hi"}])
+          [{'role': 'user', 'content': 'Hi'}]
+        """
+        return [self._with_known_role(index, message) for index, message in enumerate(messages)]
+
+    def _with_known_role(self, index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or role in _PLAIN_ROLES:
+            return message
+        is_first = index == 0
+        written = self._writes_role(role, is_first)
+        if role == "developer" and not written and self._writes_role("system", is_first):
+            return {**message, "role": "system"}
+        if written is False:
+            advice = "Use another role." if is_first else "Make it the first one, or use user."
+            raise ChatTemplateError(
+                "encode_chat",
+                f"must be one that the model's chat template writes there, got {role[:100]!r}. "
+                f"{advice}",
+                f"messages.{index}.role",
+            )
+        return message
+
+    def _find_role(self, role: str, is_first: bool) -> bool | None:
+        """Return whether the template writes a message of a role; None if it rejects the chat."""
+        before = [] if is_first else [_USER, _ASSISTANT]
+        try:
+            text = self.render([*before, {"role": role, "content": _ROLE_PROBE}, _USER])
+        except ValueError:
+            return None
+        return _ROLE_PROBE in text
+
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the chat template of a model and its template for tools; None for one it lacks.
+    """Return the chat template of a model and its template for tools, each None if missing.
 
-    They lie in ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja``, or in
-    ``tokenizer_config.json``: one template, or several by name. The name ``"tool_use"`` is the
-    name of the template for tools.
+    The files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` contain the
+    templates. Otherwise ``tokenizer_config.json`` contains a single template, or several by name,
+    where ``"tool_use"`` names the template for tools.
 
     Args:
       folder: the folder of the model.
@@ -155,7 +215,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None,
 
 
 def check_variables(variables: Any) -> Mapping[str, Any]:
-    """Return the template variables that a caller sets.
+    """Check the template variables of a caller and return them.
 
     Raises:
       ChatTemplateError: they are not a dict, or a name is reserved.
@@ -173,9 +233,9 @@ def check_variables(variables: Any) -> Mapping[str, Any]:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a tool call, given as JSON text.
+    """Arguments of a tool call, given as JSON text.
 
-    Most templates read an object. Others join texts, and get the text as it was given.
+    Most templates read an object. Other templates concatenate texts and get the text unchanged.
     """
 
     def __init__(self, arguments: Mapping[str, Any], text: str):
@@ -193,9 +253,9 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
-    """Return a message as a dict without fields that are None.
+    """Return a message as a dict without None fields.
 
-    Its content is one text, as templates of text models expect it, or a list of text parts.
+    Its content becomes a single text, or a list of text parts if the template takes parts.
     """
     message = as_data(given)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -220,7 +280,7 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
 
 
 def as_data(value: Any) -> Any:
-    """Return dicts and lists instead of mappings, tuples, dataclasses and pydantic's objects.
+    """Convert mappings, tuples, dataclasses and pydantic's objects to dicts and lists.
 
     Example:
       >>> as_data(({"a": (1, 2)},))
@@ -236,7 +296,7 @@ def as_data(value: Any) -> Any:
 
 
 def _without_nulls(tool: Any) -> Any:
-    """Return a tool without fields that are None, also those of its function."""
+    """Return a tool without None fields, at the top and in its function."""
     if not isinstance(tool, dict):
         return tool
     fields = {key: value for key, value in tool.items() if value is not None}
@@ -248,7 +308,7 @@ def _without_nulls(tool: Any) -> Any:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, if they are one."""
+    """Return a tool call with its arguments as an object, if they can be parsed."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -269,7 +329,7 @@ def _with_arguments(call: Any) -> Any:
     )
 
 
-# Fields for the reasoning before a message. A template reads one of them.
+# Names of the field for the reasoning before a message. A template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -305,9 +365,9 @@ def _text_of_part(part: Any) -> str:
 
 
 class _Generation(ext.Extension):
-    """``{% generation %}``, which marks the model's text for training; here it is plain text.
+    """Block ``{% generation %}``, which marks the model's text for training, as plain text.
 
-    Variables that are set inside are unknown behind it, as in transformers.
+    Variables that are set inside are unknown after the block, as in transformers.
     """
 
     tags = {"generation"}
@@ -329,7 +389,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML. The order of the arguments is that of transformers.
+    # Jinja's own filter escapes HTML. The arguments have the same order as in transformers.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,7 +1,7 @@
 """Generation defaults of a model, from the file ``generation_config.json``.
 
-Each option that changes the tokens that `transformers` generates is either read, or rejected by
-name. Options about the cache, the output and assisted generation are ignored.
+Options that change the tokens that `transformers` generates are read, or rejected by name if they
+are not implemented. Options about the cache, the output and assisted generation are ignored.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ FILE_NAME = "generation_config.json"
 DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})
 """Names of the options that control sampling."""
 
-_COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no bound.")
+_COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no limit.")
 _LEAST = Number(int, {"ge": 0, "lt": 2**31}, "be an integer >= 0", "Use 0 for none.")
-# Options with the values at which they do nothing. Others are not implemented.
+# Unsupported options, with the values at which they have no effect.
 _UNSUPPORTED: Mapping[str, Collection[Any]] = {
     "constraints": ([],),
     "diversity_penalty": (0,),
@@ -55,10 +55,10 @@ class GenerationConfig:
     Attributes:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
-      sampling_defaults: recommended values by the names of `SamplingParams`. None of
-        `DRAWING_OPTIONS` is among them if the authors do not say whether tokens are drawn.
+      sampling_defaults: recommended values by the names of `SamplingParams`. They contain no
+        `DRAWING_OPTIONS` if the authors do not say whether to sample.
       suppress_tokens: tokens that are never generated.
-      begin_suppress_tokens: tokens that are not the first generated one.
+      begin_suppress_tokens: tokens that must not be the first generated token.
       bad_words_ids: tokens that are never generated, unless they are end tokens.
       sequence_bias: biases that are added to the logits, by token id.
     """
@@ -76,18 +76,18 @@ class GenerationConfig:
         """Read the file of a model's folder, if it has one.
 
         Raises:
-          ValueError: the file is not JSON, or an option has a bad value, or one that changes the
+          ValueError: the file is not JSON, an option is invalid, or an option that changes the
             generated tokens is not implemented. The message names the file and the option.
         """
         path = Path(folder) / FILE_NAME
         return cls() if not path.is_file() else _Reader(path).read()
 
     def fill_in(self, given: Mapping[str, Any], otherwise: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of `SamplingParams`: those that are given, then the recommended ones.
+        """Return fields of `SamplingParams`: given fields override recommended fields.
 
         Args:
           given: fields that the caller has set.
-          otherwise: fields that apply if the authors do not say how tokens are drawn.
+          otherwise: fields to use if the authors do not say how to sample.
         """
         fields = {**self.sampling_defaults, **given}
         if not DRAWING_OPTIONS & self.sampling_defaults.keys():
@@ -102,7 +102,7 @@ class GenerationConfig:
 
         Args:
           eos_token_ids: the model's end tokens.
-          vocab_size: V. Tokens outside of it cannot be generated, so their biases are left out.
+          vocab_size: V. Biases of tokens outside the vocabulary are dropped.
         """
 
         def known(token_ids: Collection[int]) -> list[int]:
@@ -117,7 +117,7 @@ class GenerationConfig:
 
 
 class _Reader:
-    """Reads the options of one file; each error begins with its path."""
+    """Reader of the options of a file. Each error message begins with the path."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -128,7 +128,7 @@ class _Reader:
     def read(self) -> GenerationConfig:
         eos = self._options.get("eos_token_id", [])
         defaults = self._sampling_defaults()
-        self._refuse_unsupported(is_drawn=defaults.get("temperature", 1.0) > 0)
+        self._reject_unsupported(is_drawn=defaults.get("temperature", 1.0) > 0)
         return GenerationConfig(
             path=self._path,
             eos_token_ids=self._token_ids("eos_token_id", eos if isinstance(eos, list) else [eos]),
@@ -168,9 +168,9 @@ class _Reader:
             self._fail("stop_strings", f"must be a text or a list of texts, got {stop!r}.")
         return tuple(texts)
 
-    def _refuse_unsupported(self, *, is_drawn: bool) -> None:
-        refused = {**_UNSUPPORTED, **(_UNSUPPORTED_IF_DRAWN if is_drawn else {})}
-        for name, neutral in refused.items():
+    def _reject_unsupported(self, *, is_drawn: bool) -> None:
+        rejected = {**_UNSUPPORTED, **(_UNSUPPORTED_IF_DRAWN if is_drawn else {})}
+        for name, neutral in rejected.items():
             value = self._options.get(name)
             if value is not None and value not in neutral:
                 self._fail(name, f"is not implemented, got {value!r}. Remove it from the file.")
@@ -237,5 +237,5 @@ class _Reader:
 
 
 def _as_int(value: Any) -> Any:
-    """Return the integer that a float of JSON stands for, other values as they are."""
+    """Convert floats with an integer value to int; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

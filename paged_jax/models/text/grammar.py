@@ -1,6 +1,7 @@
-"""Grammars over tokens: which tokens may follow in a text that must have a form.
+"""Grammars over tokens, for texts that must have a form.
 
-The work is llguidance's, of the extra ``structured``. Here its matchers follow sequences of tokens.
+llguidance, of the extra ``structured``, compiles grammars and computes the allowed tokens. This
+module follows sequences of tokens with its matchers.
 """
 
 import functools
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import tokenizers
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.grammar_source import (
@@ -22,7 +24,6 @@ from paged_jax.models.text.grammar_source import (
     unforced_source,
     without_descriptions,
 )
-from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -30,49 +31,54 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Grammars that are kept for the requests that come next, and how many of them may have a source
-# of more characters than most: they can take a hundred megabytes each.
+# Number of grammars kept for later requests, and how many of them may have a source of more than
+# _LONG characters: such a grammar can take a hundred megabytes.
 _NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
-# Characters of a form. llguidance calls itself for each rule or reference within another, with up
-# to 500 bytes of stack for each character, and ends the process where the stack ends.
+# Maximum number of characters of a form. llguidance recurses for nested rules and references, with
+# up to 500 bytes of stack per character, and aborts the process when the stack overflows.
 _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
-# Of llguidance's default a twentieth: 10,000 optional letters in a row take 200 MB.
+# A twentieth of llguidance's default: 10,000 optional letters in a row take 200 MB.
 _LEXER_FUEL = 50_000
 _PLAIN = SamplingParams()
 _STACK_LOCK = threading.Lock()
 
 
 class Grammars:
-    """Compiles the forms that requests ask for. Several threads may use it.
+    """Compiler and cache of grammars. Several threads may use it.
 
     Args:
-      tokenizer: the tokenizer; None for a model without one, for which every form is refused.
-      vocab_size: V, tokens that the model knows.
+      backend: the model's tokenizer, see `Tokenizer.backend`. None rejects every form.
+      vocab_size: V, number of tokens of the model.
       eos_token_ids: tokens that end a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+    ):
+        self._backend = backend
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
-        # And those that a request has, so that the engine finds what was compiled before it came.
+        # Also find grammars that requests still use after they left `_kept`.
         self._alive = weakref.WeakValueDictionary[StructuredOutputsParams, Grammar]()
 
     def compile(self, form: StructuredOutputsParams) -> "Grammar":
-        """Make a grammar of the form that a request asks for, or find it.
+        """Return the grammar of a form, compiled or from the cache.
 
         Raises:
-          ArgumentError: there is no such grammar, with llguidance's reason, or it is too large; or
-            the model has no tokenizer or no end token, or llguidance is not installed.
+          ArgumentError: llguidance rejects the form, or the form is too large; or the model has no
+            tokenizer or no end token, or llguidance is not installed.
 
-        Cost: milliseconds, seconds for a large schema; the first call reads the vocabulary, too.
+        Cost: milliseconds, seconds for a large schema. The first call also reads the vocabulary.
         """
         grammar = self._alive.get(form)
         if grammar is None:
-            # Without the lock: what takes seconds for one must not hold up who finds theirs.
+            # Without the lock, because compiling can take seconds.
             grammar = self._compile(form)
         with self._lock:
             self._keep(form, grammar)
@@ -87,7 +93,7 @@ class Grammars:
         self._compile(form)
 
     def check_available(self) -> None:
-        """Check that texts of this model can be bound to any form.
+        """Check that grammars are available for this model.
 
         Raises:
           ArgumentError: the model has no tokenizer or no end token, or llguidance is not
@@ -111,7 +117,7 @@ class Grammars:
         num_chars = len(form.json or form.regex or form.grammar or "")
         num_chars += sum(map(len, form.choice or ()))
         if num_chars > _MAX_CHARS:
-            raise _refusal(f"must have at most {_MAX_CHARS} characters, got {num_chars}.")
+            raise _error(f"must have at most {_MAX_CHARS} characters, got {num_chars}.")
         stack = _STACK_PER_CHAR * num_chars + _LEAST_STACK
 
         def unforced() -> "LLMatcher":
@@ -120,45 +126,47 @@ class Grammars:
         try:
             matcher = _with_stack(stack, lambda: _matcher(tokenizer, form))
         except RecursionError:
-            raise _refusal("cannot be had: it is nested too deeply") from None
+            raise _error("cannot be compiled: it is nested too deeply") from None
         except ValueError as error:
-            raise _refusal(f"cannot be had: {_reason(error)}") from None
+            raise _error(f"cannot be compiled: {_reason(error)}") from None
         return Grammar(tokenizer, matcher, self._eos_token_ids, num_chars, unforced)
 
     @functools.cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
-        if self._tokenizer is None:
-            raise _refusal("must be None as the model has no tokenizer, got a form.")
+        if self._backend is None:
+            raise _error("must be None because the model has no tokenizer, got a form.")
         if not self._eos_token_ids:
-            raise _refusal("must be None as the model has no end-of-sequence token, got a form.")
+            raise _error("must be None because the model has no end-of-sequence token, got a form.")
         try:
             from llguidance import LLTokenizer
         except ImportError:
-            raise _refusal(
-                "must be None as llguidance is not installed, got a form. Run: pip install "
+            raise _error(
+                "must be None because llguidance is not installed, got a form. Run: pip install "
                 '"paged-jax[structured]".'
             ) from None
+        num_tokens = self._backend.get_vocab_size(with_added_tokens=True)
         try:
             return LLTokenizer(
-                self._tokenizer.to_json(),
-                n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
+                self._backend.to_str(),
+                n_vocab=max(self._vocab_size, num_tokens),
                 eos_token=self._eos_token_ids[0],
             )
         except ValueError as error:
-            raise _refusal(
-                f"must be None as llguidance cannot read the model's tokenizer: {_reason(error)}"
+            raise _error(
+                "must be None because llguidance cannot read the model's tokenizer: "
+                f"{_reason(error)}"
             ) from None
 
 
 class Grammar:
-    """A compiled grammar, from which each sequence that follows it starts anew.
+    """A compiled grammar, shared between sequences.
 
     Args:
       tokenizer: the tokenizer of llguidance.
-      matcher: the matcher of llguidance before the first token.
+      matcher: llguidance's matcher before the first token.
       eos_token_ids: tokens that end a text.
-      num_chars: characters of its source.
-      unforced: function that makes a matcher that forces no tokens.
+      num_chars: number of characters of the source.
+      unforced: function that returns a matcher that forces no tokens.
     """
 
     def __init__(
@@ -176,11 +184,11 @@ class Grammar:
         self.num_chars = num_chars
 
     def start(self) -> "LLMatcher":
-        """Return a matcher before the first token."""
+        """Return a new matcher before the first token."""
         return self._matcher.deep_copy()
 
     def start_unforced(self) -> "LLMatcher":
-        """Return a matcher before the first token that allows every spelling of the text.
+        """Return a new matcher that allows every spelling of the text.
 
         Raises:
           ValueError: llguidance cannot compile it.
@@ -193,22 +201,22 @@ class Grammar:
 
 
 class GrammarCursor:
-    """Where a sequence of tokens is in a grammar. It belongs to one thread.
+    """Position of a sequence of tokens in a grammar. Not thread-safe.
 
-    Where the text that comes next is known, so are its tokens: those of llguidance's choice, which
-    depends on the tokens before them and on nothing else. A tokenizer that changes texts, such as
-    one that removes spaces, may have tokens for it that spell another text. From then on the tokens
-    of known texts are drawn like others.
+    If the grammar determines the next text, its tokens are forced. llguidance chooses them; they
+    depend only on the tokens before them. A tokenizer that changes texts, for example by removing
+    spaces, may have no tokens that spell the forced text. From then on no tokens are forced, and
+    the tokens of determined texts are drawn like others.
 
     Args:
       grammar: the grammar.
-      params: when the text may end: `min_tokens`, `stop_token_ids` and `ignore_eos`.
+      params: `min_tokens`, `stop_token_ids` and `ignore_eos` restrict the end of the text.
 
     Attributes:
-      forced: tokens that come next, an end token included where nothing else can follow.
-      is_over: whether an end token has come, after which the text may have any form.
-      failure: why nothing more can be said of the grammar, as it is too complex; None if all is
-        well. An end token is forced then.
+      forced: the forced next tokens, including an end token if nothing else can follow.
+      is_over: whether an end token has come. Later text is not restricted.
+      failure: error message if the grammar became too complex; None otherwise. After a failure an
+        end token is forced.
     """
 
     def __init__(self, grammar: Grammar, params: SamplingParams = _PLAIN):
@@ -217,21 +225,21 @@ class GrammarCursor:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, before the first token."""
+        """Return to the position before the first token."""
         self.forced: list[int] = []
         self.failure: str | None = None
         self.is_over = False
-        self._num_followed: int | None = None  # None until the first look
-        self._consumed: list[int] = []  # by the matcher
+        self._num_followed: int | None = None  # None before the first `follow`
+        self._consumed: list[int] = []  # tokens consumed by the matcher
         self._is_forced = True
         self._matcher = self._grammar.start()
 
     def follow(self, token_ids: Sequence[int], start: int) -> None:
-        """Take the tokens that were generated since the last call.
+        """Follow the tokens that were generated since the last call.
 
         Args:
           token_ids: all tokens of the sequence.
-          start: index of the first one that was generated.
+          start: index of the first generated token.
         """
         if self._num_followed is None:
             self._find_forced()
@@ -244,19 +252,19 @@ class GrammarCursor:
     def _take(self, token_id: int) -> None:
         self.is_over = token_id in self._grammar.eos_token_ids
         if self.forced:
-            assert token_id == self.forced.pop(0), "what comes must be what is forced"
-        elif not self.is_over:  # the one behind them is always drawn
+            assert token_id == self.forced.pop(0), "the token must be the forced token"
+        elif not self.is_over:  # the matcher has consumed forced tokens already
             self._matcher.consume_token(token_id)
             self._consumed.append(token_id)
             self._find_forced()
 
     @property
     def ends(self) -> bool:
-        """Whether the last of the forced tokens ends the text."""
+        """Whether the last forced token ends the text."""
         return bool(self.forced) and self.forced[-1] in self._grammar.eos_token_ids
 
     def _find_forced(self) -> None:
-        """Look what must come next. The matcher is behind that afterwards."""
+        """Set `forced`, and let the matcher consume the forced tokens."""
         self.forced = []
         if self._is_forced:
             forced = _forced_tokens(self._grammar.tokenizer, self._matcher)
@@ -272,7 +280,7 @@ class GrammarCursor:
             self.forced.append(self._grammar.eos_token_ids[0])
 
     def _stop_forcing(self) -> None:
-        """Continue with a matcher that lets the model choose the tokens of known texts."""
+        """Continue with a matcher that lets the model choose the tokens of determined texts."""
         self._is_forced = False
         try:
             self._matcher = self._grammar.start_unforced()
@@ -287,12 +295,12 @@ class GrammarCursor:
         self.failure = f"the grammar could not be followed: {reason}"
 
     def write_mask(self, words: np.ndarray) -> None:
-        """Write which tokens may follow the forced ones.
+        """Write the mask of the tokens that may follow the forced tokens.
 
         Args:
-          words: i32[V / 32], rounded up: the lowest bit of the first number is that of token 0.
+          words: i32[ceil(V / 32)], the array to write. The lowest bit of the first word is token 0.
         """
-        if self.ends:  # where the text goes on nevertheless, it is free
+        if self.ends:  # with ignore_eos, text after the end is not restricted
             words[:] = -1
             return
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
@@ -306,7 +314,7 @@ class GrammarCursor:
         self._hold_ends_back(words)
 
     def _hold_ends_back(self, words: np.ndarray) -> None:
-        """Leave out what ends the text too early, unless nothing else can follow."""
+        """Remove tokens that would end the text too early, unless no other token may follow."""
         params = self._params
         index = (self._num_followed or 0) + len(self.forced)
         if index >= params.min_tokens or self.failure is not None:
@@ -347,7 +355,7 @@ def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
     """Return a matcher of llguidance's source; raise ValueError if it cannot compute a mask."""
     matcher = _new_matcher(tokenizer, source, fuel)
     first = matcher
-    if not matcher.is_error():  # some are found to be too large only here
+    if not matcher.is_error():  # some errors appear only when the first mask is computed
         first = matcher.deep_copy()
         forced = _forced_tokens(tokenizer, first)
         if forced is None:
@@ -382,9 +390,9 @@ def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] 
 
 
 def _with_stack(size: int, function: Callable[[], T]) -> T:
-    """Return ``function()``, called in a thread with so many bytes of stack.
+    """Return ``function()``, called in a thread with a stack of `size` bytes.
 
-    They are addresses: memory is taken where they are used.
+    The stack reserves addresses; memory is allocated only for the part in use.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -409,7 +417,7 @@ def _with_stack(size: int, function: Callable[[], T]) -> T:
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """A mask of some tokens, i32[size]."""
+    """Return the mask of some tokens, i32[size]."""
     words = np.zeros(size, np.uint32)
     for token_id in token_ids:
         words[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -421,9 +429,9 @@ def _has(words: np.ndarray, token_id: int) -> bool:
 
 
 def _reason(error: object) -> str:
-    """A sentence of llguidance's, without its state and in one line."""
+    """Return llguidance's error message in one line, without its state."""
     return " ".join(str(error).partition("\n<state>")[0].split())
 
 
-def _refusal(problem: str) -> ArgumentError:
+def _error(problem: str) -> ArgumentError:
     return ArgumentError("request", problem, "structured_outputs")

@@ -1,11 +1,10 @@
-"""Grammar sources for llguidance, made from `StructuredOutputsParams`."""
+"""Sources of grammars for llguidance: forms of structured outputs, and JSON schemas."""
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from paged_jax.models.text.closed_schema import close, without_annotations
 from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
@@ -13,23 +12,129 @@ MANY_LABELS = 1000
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # The keys of a label with a description: {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Maximum number of times that a text is read for unions that are no lists of labels.
+# Limit of characters read for unions without labels, as a multiple of the text's length.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
-# Layout of JSON, unless the schema has "x-guidance": one line, as Python writes it. The names of
-# properties are then forced, and a confused model cannot fill the context with white space.
-_LAYOUT: Any = {
+LAYOUT: Mapping[str, Any] = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
 }
+"""Layout of JSON unless the schema has "x-guidance": one line, as Python writes it.
+
+The names of properties are then forced, and a model cannot fill the context with white space.
+"""
+# Keys for human readers, which do not affect validation.
+_ANNOTATIONS = frozenset({
+    "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
+    "readOnly", "title", "writeOnly",
+})  # fmt: skip
+# Keys that restrict further properties of an object, and keys that combine several schemas.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
+
+
+class _SchemaKeys(NamedTuple):
+    """Keys of a schema whose values contain schemas.
+
+    Attributes:
+      mappings: keys with a mapping from names to schemas.
+      lists: keys with a list of schemas.
+      single: keys with a single schema.
+    """
+
+    mappings: tuple[str, ...]
+    lists: tuple[str, ...]
+    single: tuple[str, ...]
+
+    def replace(self, schema: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the schema with each direct inner schema replaced by ``function(inner)``."""
+        new = dict(schema)
+        for name, part in schema.items():
+            if name in self.mappings and isinstance(part, Mapping):
+                new[name] = {key: function(value) for key, value in part.items()}
+            elif name in self.lists and isinstance(part, list):
+                new[name] = [*map(function, part)]
+            elif name in self.single:
+                new[name] = function(part)
+        return new
+
+
+# Keys with schemas that can be closed, and all keys with schemas.
+_CLOSABLE = _SchemaKeys(
+    ("properties", "patternProperties", "$defs", "definitions"),
+    ("anyOf", "oneOf", "prefixItems"),
+    ("items", "additionalProperties"),
+)
+_ALL = _SchemaKeys(
+    (*_CLOSABLE.mappings, "dependentSchemas"),
+    (*_CLOSABLE.lists, "allOf", "items"),
+    (
+        *_CLOSABLE.single, "additionalItems", "contains", "else", "if", "not", "propertyNames",
+        "then", "unevaluatedItems", "unevaluatedProperties",
+    ),
+)  # fmt: skip
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without descriptions, titles, defaults and other annotations.
+
+    Both schemas accept the same texts. Annotations can be most of a schema.
+
+    Example:
+      >>> without_annotations({"title": "T", "properties": {"title": {"description": "It."}}})
+      {'properties': {'title': {}}}
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: part for name, part in schema.items() if name not in _ANNOTATIONS}
+    return _ALL.replace(kept, without_annotations)
+
+
+def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Forbid properties that objects do not name, unless the schema says otherwise.
+
+    Frameworks usually generate schemas that allow further properties, and an unsure model would
+    write further properties until the context is full. Every text that follows the closed schema
+    follows the given schema.
+
+    A schema is left unchanged if it restricts further properties itself, or if it combines several
+    descriptions of an object, because these could exclude each other when closed.
+
+    Example:
+      >>> close({"type": "object", "properties": {"a": {"type": "null"}}})
+      {'type': 'object', 'properties': {'a': {'type': 'null'}}, 'additionalProperties': False}
+    """
+    return schema if _is_joined(schema) else _closed(schema)
+
+
+def _is_joined(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    if "allOf" in schema or "properties" in schema and any(name in schema for name in _JOINED):
+        return True
+    inner: list[Any] = []
+    _CLOSABLE.replace(schema, inner.append)
+    return any(map(_is_joined, inner))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    new = _CLOSABLE.replace(schema, _closed)
+    named, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(named, Mapping) and isinstance(required, list):
+        are_named = all(isinstance(name, str) and name in named for name in required)
+        if are_named and not any(name in schema for name in _OPEN):
+            new["additionalProperties"] = False
+    return new
 
 
 def form_text(form: StructuredOutputsParams) -> str:
     """Return the form as a regular expression, a Lark grammar or a JSON schema."""
     if form.choice is not None:
-        # As one terminal: a rule may have no more than 2,000 that can come next.
+        # A single terminal, because a rule may have at most 2,000 alternatives.
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
     if form.regex is not None or form.grammar is not None:
         return str(form.regex or form.grammar)
@@ -46,13 +151,13 @@ def form_source(form: StructuredOutputsParams, text: str) -> str:
         return LLMatcher.grammar_from_regex(text)
     if form.grammar is not None or form.choice is not None:
         return LLMatcher.grammar_from_lark(text)
-    return LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
+    return LLMatcher.grammar_from_json_schema(text, defaults=dict(LAYOUT))
 
 
 def unforced_source(source: str) -> str:
-    """Return a source of llguidance that allows every token that continues a known text.
+    """Return a source with which llguidance allows every token that continues a forced text.
 
-    Otherwise its masks allow only the token that the tokenizer chooses.
+    By default its masks allow only the token that the tokenizer would choose.
     """
     text = source
     if source.startswith('{"grammars"'):
@@ -62,7 +167,7 @@ def unforced_source(source: str) -> str:
 
 
 def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return the form with a schema that has no descriptions, which can be most of it."""
+    """Return the form with a schema without annotations, which can be most of a schema."""
     try:
         schema = json.dumps(without_annotations(json.loads(str(form.json))))
     except RecursionError:
@@ -80,7 +185,7 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
         start = match.end()
         if start < end:  # within the labels of another enum
             continue
-        # A hostile schema nests unions, and each would be read again within the outer ones.
+        # In hostile schemas with nested unions, every outer union reads the inner unions again.
         if match[1] != "enum" and num_wasted > _MAX_WASTE * len(text):
             continue
         try:
@@ -100,7 +205,7 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
 
 
 def label_fuel(labels: Sequence[Any]) -> int:
-    """Return enough fuel for labels. They need 13 each and 75 per escaped character (measured)."""
+    """Return fuel for labels. Measured: each needs 13, plus 75 for each escaped character."""
     if len(labels) <= MANY_LABELS:
         return 0
     num_escapes = sum(len(_ESCAPED.findall(str(label))) for label in labels)

@@ -4,7 +4,7 @@
     special_tokens_map.json  names; read only if there is no `added_tokens_decoder`
     added_tokens.json        ids; read only if there is no `added_tokens_decoder`
 
-The order of precedence is the order of transformers.
+The order of precedence is the same as in transformers.
 """
 
 import json
@@ -18,12 +18,12 @@ from tokenizers import processors
 
 from paged_jax.models.model_folder import read_json
 
-# Names that every model may have. A model may have more: each key that ends in "_token".
-# They get their ids in this order.
+# Standard names, in the order in which the tokens get ids. A model may have more names: each key
+# that ends in "_token".
 _NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
-# Names that a class of transformers has if the files do not mention them.
+# Default tokens of tokenizer classes of transformers, if the files do not mention them.
 _END_OF_TEXT = "<|endoftext|>"
 _NAMES_OF_CLASS = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END_OF_TEXT),
@@ -39,7 +39,7 @@ _NAMES_OF_CLASS = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
-# The key in tokenizer.json, which stands in front of the vocabulary.
+# The key in tokenizer.json, which precedes the vocabulary.
 _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
@@ -102,7 +102,7 @@ def check_added_tokens(backend: tokenizers.Tokenizer, path: Path, text: str) -> 
     """
     if (key := _ADDED_TOKENS.search(text)) is None:
         return
-    # Without the rest of the file, which holds megabytes of vocabulary.
+    # Parse only this value: the rest of the file is megabytes of vocabulary.
     added, _ = json.JSONDecoder().raw_decode(text, key.end())
     _check_ids(backend, path, [(token["id"], token["content"]) for token in added or ()])
 
@@ -123,8 +123,13 @@ def set_post_processor(
 ) -> None:
     """Add BOS and EOS to texts as ``tokenizer_config.json`` says, if it does.
 
-    If BOS and EOS are the same token, ``tokenizer.json`` decides, as in transformers: the added
-    token does not tell which of the two it is.
+    If BOS and EOS are the same token, ``tokenizer.json`` decides, as in transformers, because the
+    added token may be either of them.
+
+    Args:
+      backend: the tokenizer. It is modified.
+      config: the contents of ``tokenizer_config.json``.
+      special_tokens: special tokens by name.
     """
     bos, eos = (special_tokens.get(f"{key}_token", "") for key in ("bos", "eos"))
     if bos and bos == eos:
@@ -134,7 +139,7 @@ def set_post_processor(
     places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
     at = next(places, len(whole))
     before, after = whole[:at], whole[at + len(text) :]
-    # Other special tokens, such as the prefix of GLM, stay.
+    # Keep other special tokens, such as the prefix of GLM.
     if _must_add(backend, bos, before, config.get("add_bos_token")):
         before = [bos, *before]
     elif config.get("add_bos_token") is False:

@@ -1,6 +1,6 @@
-"""Calls of functions in the text of chat models: how they are written, bound and read.
+"""Tool calls in the text of chat models: formats, grammars that enforce them, and a parser.
 
-Two formats are known, which many models have:
+Two formats are known, which many models use:
 
     Hermes, Qwen    text, then one call or several:
                     <tool_call>
@@ -9,31 +9,45 @@ Two formats are known, which many models have:
     Llama 3         text, or one call:
                     {"name": "weather", "parameters": {"city": "Oslo"}}
 
-A model's format is recognised from what its chat template makes of a known call.
+The format of a model is detected by rendering a known call with its chat template.
 """
 
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from paged_jax.models.text.closed_schema import close, without_annotations
+from paged_jax.arguments import ArgumentError
+from paged_jax.models.text.grammar import Grammars
+from paged_jax.models.text.grammar_source import LAYOUT, close, without_annotations
+from paged_jax.sampling.params import StructuredOutputsParams
 
-# What the reader relies on: on one line, as Python writes it.
-_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+Tool = Mapping[str, Any]
+
+# The beginning of a call. `ToolReader` relies on the layout of the grammar.
 _HEAD = re.compile(r'\s*\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
+# Number of sets of tools whose grammars are kept, because a chat sends its tools with each request.
+_NUM_KEPT = 32
+# Maximum number of schemas compiled separately to find unsupported schemas: milliseconds each.
+_MAX_CHECKS = 512
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+# Keys of schemas that the schema of an argument may refer to.
+_DEFINITIONS = ("$defs", "definitions")
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Format of tool calls in the text of a model.
 
     Attributes:
-      opening: text that begins a call, wherever it stands; if empty, a call is all of the text.
-      before: text between that and the JSON of the call.
-      after: text behind the JSON.
-      arguments: the key of the arguments.
+      opening: text that begins a call anywhere in the answer. If empty, a call is a whole answer.
+      before: text between the opening and the JSON of the call.
+      after: text after the JSON.
+      arguments: key of the arguments in the JSON.
     """
 
     opening: str
@@ -41,16 +55,14 @@ class ToolFormat:
     after: str
     arguments: str
 
-    def grammar(
-        self, tools: Sequence[Mapping[str, Any]], choice: str, *, is_parallel: bool = True
-    ) -> str:
-        """A grammar of llguidance for an answer.
+    def grammar(self, tools: Sequence[Tool], choice: str, *, is_parallel: bool = True) -> str:
+        """Return llguidance's grammar of an answer.
 
         Args:
           tools: the functions, as OpenAI describes them.
-          choice: ``"auto"``, where the answer may have calls, ``"required"``, or the name of the
-            function that it calls once.
-          is_parallel: whether it may have several calls, where the format has that.
+          choice: ``"auto"`` if the answer may contain calls, ``"required"`` if it must, or the name
+            of the function to call once.
+          is_parallel: whether the answer may contain several calls, if the format supports that.
         """
         functions = [tool["function"] for tool in tools]
         if choice not in ("auto", "required"):
@@ -75,14 +87,16 @@ class ToolFormat:
     def _rule(self, name: str, function: Mapping[str, Any]) -> str:
         head = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
         schema = _arguments(function.get("parameters"))
-        # A schema is a hint unless it is strict: parts that cannot be expressed are left out.
-        options = {**_LAYOUT, "lenient": not function.get("strict")}
+        # A schema is a hint unless it is strict: llguidance ignores parts that it does not support.
+        options = {**LAYOUT, "lenient": not function.get("strict")}
         schema = {**close(schema), "x-guidance": options}
         return f'{name}: {_quoted(head)} %json {json.dumps(schema)} "}}"'
 
 
 HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>", "arguments")
 LLAMA3 = ToolFormat("", "", "", "parameters")
+# The format for checks of a single tool; any format works.
+_BARE = ToolFormat("", "", "", "arguments")
 
 
 @dataclass(frozen=True)
@@ -91,8 +105,8 @@ class ToolSupport:
 
     Attributes:
       shows_tools: whether the model sees the functions that it may call.
-      writes_calls: whether the model sees the calls that it has made before.
-      format: how the model writes calls; None if it is none of the formats that are known here.
+      writes_calls: whether the model sees its earlier calls.
+      format: format of the calls; None if it is unknown.
     """
 
     shows_tools: bool = False
@@ -100,8 +114,8 @@ class ToolSupport:
     format: ToolFormat | None = None
 
 
-# A chat whose parts are found again in what a template makes of it. Some templates want a
-# description of everything, and ids of nine letters or digits.
+# A chat with parts that can be found in the rendered text. Some templates need a description of
+# everything, and ids of nine letters or digits.
 _NAME, _VALUE, _TEXT = "probed_function", "probed value", "\N{SNOWMAN}"
 _ARGUMENTS = {"k": _VALUE, "n": 2}
 _QUESTION = {"role": "user", "content": "Probe?"}
@@ -185,12 +199,11 @@ def _recognise(called: str, text: str) -> ToolFormat | None:
 
 
 class ToolDelta(NamedTuple):
-    """What is new in a text: text outside of calls, the beginning of a call, or more of its
-    arguments.
+    """New part of an answer: text outside of calls, the start of a call, or arguments of a call.
 
     Attributes:
-      kind: which of the three.
-      text: the text, the name of the function, or the JSON of the arguments.
+      kind: kind of the part.
+      text: the text, the name of the function, or a part of the JSON of the arguments.
     """
 
     kind: Literal["content", "call", "arguments"]
@@ -198,10 +211,10 @@ class ToolDelta(NamedTuple):
 
 
 class ToolReader:
-    """Reads text and calls from an answer as it comes.
+    """Incremental parser of answers with tool calls.
 
     Args:
-      format: how the model writes calls.
+      format: format of the calls.
 
     Example:
       >>> reader = ToolReader(LLAMA3)
@@ -213,17 +226,17 @@ class ToolReader:
     def __init__(self, format: ToolFormat):
         self._format = format
         self._buffer = ""
-        # Where it is: in text, in front of a call's name, or in the arguments.
+        # Position: in text, before the name of a call, or in the arguments.
         self._place: Literal["text", "head", "arguments"] = "text"
         self._is_start = True
-        self._skips_space = False  # that between two calls is no text
+        self._skips_space = False  # white space between two calls is not text
         self._arguments = ""
 
     def push(self, text: str, *, is_last: bool = False) -> list[ToolDelta]:
-        """Take more of the answer, and return what is certain of it.
+        """Append text of the answer, and return the parts that have become certain.
 
         Args:
-          text: what is new.
+          text: the new text.
           is_last: whether the answer is complete.
         """
         self._buffer += text
@@ -245,7 +258,7 @@ class ToolReader:
         if found:
             self._place = "head"
             return self._content(before, after)
-        held = 0 if is_last else _num_begun(opening, self._buffer)
+        held = 0 if is_last else _overlap(self._buffer, opening)
         end = len(self._buffer) - held
         return self._content(self._buffer[:end], self._buffer[end:])
 
@@ -274,13 +287,13 @@ class ToolReader:
         elif is_last:
             at = rest = len(self._buffer)  # cut short
         else:
-            at = rest = len(self._buffer) - _num_begun(closing, self._buffer)
+            at = rest = len(self._buffer) - _overlap(self._buffer, closing)
         text, self._buffer = self._buffer[:at], self._buffer[rest:]
         self._arguments += text
         return [ToolDelta("arguments", text)]
 
     def _find_end(self, is_last: bool) -> int:
-        """Where the arguments end that only the end of the text closes; -1 if they go on."""
+        """Return the end of arguments without a closing text; -1 if they continue."""
         if not (is_last and self._buffer.endswith("}")):
             return -1
         try:
@@ -291,21 +304,173 @@ class ToolReader:
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments, which are always an object."""
+    """Return the schema of a function's arguments, which must be an object."""
     if parameters is None:
         return {"type": "object", "properties": {}}
     schema = without_annotations(parameters)
     kind = schema.get("type", "object")
     if kind == "object" or isinstance(kind, list) and "object" in kind:
         return {**schema, "type": "object"}
-    return {"allOf": [schema, {"type": "object"}]}  # an error, as nothing is both
+    return {"allOf": [schema, {"type": "object"}]}  # llguidance rejects it: no value is both
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _num_begun(text: str, buffer: str) -> int:
-    """How many characters at the end of a buffer are the beginning of a text."""
+def _overlap(buffer: str, text: str) -> int:
+    """Return the length of the longest suffix of `buffer` that is a prefix of `text`."""
     longest = min(len(text), len(buffer))
     return next((n for n in range(longest, 0, -1) if buffer.endswith(text[:n])), 0)
+
+
+class ToolGrammars:
+    """Grammars for answers that call tools. Several threads may use it.
+
+    The schema of a tool with ``strict: true`` is enforced completely, or rejected. Without
+    ``strict`` a schema is a hint: the grammar enforces the parts that llguidance supports, and
+    arguments or tools with unsupported schemas may have any value.
+
+    Args:
+      grammars: compiles the grammars.
+    """
+
+    def __init__(self, grammars: Grammars):
+        self._grammars = grammars
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutputsParams, StructuredOutputsParams] = OrderedDict()
+
+    def form(
+        self, format: ToolFormat, tools: Sequence[Tool], choice: str, *, is_parallel: bool = True
+    ) -> StructuredOutputsParams:
+        """Return the form of an answer. Its grammar is known to compile.
+
+        Args:
+          format: format of the calls.
+          tools: the functions, as OpenAI describes them.
+          choice: see `ToolFormat.grammar`.
+          is_parallel: see `ToolFormat.grammar`.
+
+        Raises:
+          ArgumentError: the schema of a strict tool is not supported, or no grammars are available
+            for the model.
+        """
+        if choice not in ("auto", "required"):
+            tools = [tool for tool in tools if tool["function"]["name"] == choice]
+
+        def write(tools: Sequence[Tool]) -> StructuredOutputsParams:
+            grammar = format.grammar(tools, choice, is_parallel=is_parallel)
+            return StructuredOutputsParams(grammar=grammar)
+
+        asked = write(tools)
+        with self._lock:
+            form = self._kept.get(asked)
+        try:
+            self._grammars.check_available()
+            if form is None:
+                form = self._compiling(write, asked, tools)
+        except ArgumentError as error:
+            raise ArgumentError(error.function, error.problem, "tools") from None
+        with self._lock:
+            self._kept[asked] = form
+            self._kept.move_to_end(asked)
+            if len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        return form
+
+    def _compiling(
+        self,
+        write: Callable[[Sequence[Tool]], StructuredOutputsParams],
+        asked: StructuredOutputsParams,
+        tools: Sequence[Tool],
+    ) -> StructuredOutputsParams:
+        """Return a form that compiles, with as much of the schemas as possible."""
+        if _failure(self._grammars.compile, asked) is None:
+            return asked
+        tools = self._supported(tools)
+        form = write(tools)
+        # All schemas together may still be too large: drop the largest schemas first.
+        hints = [i for i, tool in enumerate(tools) if not tool["function"].get("strict")]
+        hints.sort(key=lambda i: -len(json.dumps(tools[i])))
+        count = 1
+        while (error := _failure(self._grammars.compile, form)) is not None:
+            if not hints:
+                raise error
+            for index in hints[:count]:
+                tools[index] = _with_parameters(tools[index], _ANY_OBJECT)
+            hints, count = hints[count:], 2 * count
+            form = write(tools)
+        return form
+
+    def _supported(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Return the tools with the supported parts of their schemas.
+
+        Raises:
+          ArgumentError: the schema of a strict tool is not supported.
+        """
+        failing = []
+        for index, tool in enumerate(tools[:_MAX_CHECKS]):
+            if (error := self._tool_failure(tool)) is not None:
+                failing.append(index)
+                if tool["function"].get("strict"):
+                    raise _strict_error(tool, error)
+        found = list(tools)
+        for index in failing:
+            found[index] = self._loosened(tools[index], _MAX_CHECKS // len(failing))
+        return found
+
+    def _loosened(self, tool: Tool, max_checks: int) -> Tool:
+        """Return a tool with the supported parts of its unsupported schema."""
+        schema = tool["function"]["parameters"]
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and len(properties) <= max_checks:
+            shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+            bound = {
+                name: self._supported_argument(tool, name, argument, shared)
+                for name, argument in properties.items()
+            }
+            looser = _with_parameters(tool, {**schema, "properties": bound})
+            if self._tool_failure(looser) is None:
+                return looser
+        return _with_parameters(tool, _ANY_OBJECT)
+
+    def _supported_argument(
+        self, tool: Tool, name: str, schema: Any, shared: Mapping[str, Any]
+    ) -> Any:
+        """Return the schema of an argument, or only its type if the schema is not supported."""
+        alone = {"type": "object", "properties": {name: schema}, **shared}
+        if self._tool_failure(_with_parameters(tool, alone)) is None:
+            return schema
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        return {"type": kind} if kind in _TYPES else {}
+
+    def _tool_failure(self, tool: Tool) -> ArgumentError | None:
+        """Return the error for the schema of a tool; None if the schema is supported."""
+        rule = _BARE.grammar([tool], "required")
+        return _failure(self._grammars.check, StructuredOutputsParams(grammar=rule))
+
+
+def _failure(
+    compile: Callable[[StructuredOutputsParams], object], form: StructuredOutputsParams
+) -> ArgumentError | None:
+    try:
+        compile(form)
+    except ArgumentError as error:
+        return error
+    return None
+
+
+def _strict_error(tool: Tool, error: ArgumentError) -> ArgumentError:
+    # llguidance's reason, without the source of the grammar.
+    reason = error.problem.rpartition("JSON schema: ")[2].partition(" 1 | ")[0].rstrip(".")
+    name = tool["function"]["name"]
+    return ArgumentError(
+        "request",
+        f"must have supported schemas if strict is true, got an unsupported schema for {name!r}: "
+        f"{reason}. Without strict a schema is a hint.",
+        "tools",
+    )
+
+
+def _with_parameters(tool: Tool, schema: Mapping[str, Any]) -> Tool:
+    return {**tool, "function": {**tool["function"], "parameters": schema}}
