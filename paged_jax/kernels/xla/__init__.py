@@ -1,6 +1,6 @@
-"""The plain form, which XLA compiles for every platform: attention by tiles, writes by scatters.
+"""Backend in plain JAX, which XLA compiles for every platform.
 
-It is correct anywhere, and takes what kernels leave.
+It has every op. Other backends leave it the calls for which they have no kernel.
 """
 
 import functools
@@ -25,32 +25,30 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.ragged_batch import Chunks, attend_in_parts
 from paged_jax.kernels.rope import rope_then_write
-from paged_jax.kernels.xla.decode import decode
+from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
-from paged_jax.kernels.xla.prefill import prefill
-from paged_jax.kernels.xla.ragged import attend_to_chunks
 from paged_jax.kernels.xla.writing import copy_blocks, write
 
 
 @dataclass(frozen=True)
 class Xla:
-    """The backend ``"xla"``; it refuses nothing."""
+    """The backend ``"xla"``. It refuses nothing."""
 
     platform: ClassVar[str | None] = None
 
     def refusal(self, problem: Problem) -> str | None:
-        """Nothing is refused."""
+        """Return None, because every problem is supported."""
         del problem
         return None
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Decode or prefill."""
+        """Run a decode or prefill."""
         return (decode if args.query_lens is None else prefill)(args, options)
 
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with chunks of any lengths."""
+        """Attend with the chunks of a ragged batch."""
         return attend_in_parts(
             functools.partial(decode, options=options),
             functools.partial(attend_to_chunks, options=options),
@@ -60,15 +58,15 @@ class Xla:
     def attend_to_chunks(
         self, args: RaggedArgs, chunks: Chunks, options: Options
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with the queries of all chunks."""
+        """Attend with the queries of the given chunks of a ragged batch."""
         return attend_to_chunks(args, chunks, options)
 
     def write(self, args: WriteArgs) -> Pools:
-        """Scatter new tokens to their places."""
+        """Write new tokens into the pools."""
         return write(args)
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Norm, rotate and write."""
+        """Normalise and rotate heads, and write keys and values into the pools."""
         return rope_then_write(write, args, options)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
@@ -84,12 +82,12 @@ class Xla:
         return jnp.sum(x, axis=-1, keepdims=True)
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
-        """Nothing is refused."""
+        """Return None, because every problem is supported."""
         del args
         return None
 
     def grouped_linear(self, args: GroupedArgs) -> jax.Array:
-        """Multiply rows by the weights of their groups, one tile of rows after the other."""
+        """Multiply rows by the weights of their groups, in a loop over tiles of rows."""
         return grouped_linear(args.x, args.w, args.group_sizes)
 
     def grouped_gradients(

@@ -1,10 +1,10 @@
-"""``x @ w.T`` for weights stored ``[out, in]``, in the form that each platform runs fastest.
+"""Matrix multiplication in plain JAX, for weights stored as ``[out, in]``.
 
-On GPUs and TPUs one matmul serves all shapes. On CPUs without the C++ kernels, XLA's matmul of few
-rows takes up to ten times as long as the forms below. They were measured on 2 cores with AVX-512
-(jax 0.10.2), for weights of 3072 x 576 and 576 x 1536, as GB/s of weights read:
+GPUs and TPUs use one matmul for all shapes. CPUs without the C++ kernels use other forms for few
+rows, because XLA's matmul takes up to ten times as long. GB/s of weights read, measured on 2 cores
+with AVX-512 (jax 0.10.2) for weights of 3072 x 576 and 576 x 1536::
 
-    rows    float32: plain, in halves    bfloat16: plain, multiply and sum
+    rows    float32: matmul, in halves   bfloat16: matmul, multiply and sum
     1            31      29                    1.5    16
     2..4         15      24                    16
     16           10      15                    10
@@ -21,10 +21,10 @@ from jax import lax
 
 from paged_jax.kernels.backend import Weight
 
-# Where two products of half the weight are faster than one of all of it. Beyond these rows packing
-# the weight is a small part of the work. Beyond this many inputs the batched product of XLA's CPU
-# library reads outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and
-# 24 rows, or 4096 and 2; none up to 32 rows below). A test stresses the corners of what is used.
+# Limits for splitting a matmul into two with half of the weight each. For more rows, packing the
+# weight is a small part of the work. For more inputs, the batched matmul of XLA's CPU library reads
+# outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and 24 rows, or
+# 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A test runs the limits.
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
@@ -37,31 +37,31 @@ def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
     values = w.values.reshape(-1, w.values.shape[-1])
     if w.scales is None:
-        y = _product_of_floats(x, values)
+        y = _multiply_floats(x, values)
     else:
-        y = _product_of_int8(x, values, w.scales.reshape(-1), w.dtype)
+        y = _multiply_int8(x, values, w.scales.reshape(-1), w.dtype)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
-def _product_of_floats(x: jax.Array, w: jax.Array) -> jax.Array:
+def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
     rows = math.prod(x.shape[:-1])
     if rows == 1 and w.dtype != jnp.float32:
-        return lax.platform_dependent(x, w, cpu=_multiply_sum, default=_product)
+        return lax.platform_dependent(x, w, cpu=_multiply_sum, default=_matmul)
     if w.dtype == jnp.float32 and 1 < rows <= _HALVES_MAX_ROWS and _has_halves(w):
-        return lax.platform_dependent(x, w, cpu=_product_in_halves, default=_product)
-    return _product(x, w)
+        return lax.platform_dependent(x, w, cpu=_matmul_in_halves, default=_matmul)
+    return _matmul(x, w)
 
 
-def _product_of_int8(x: jax.Array, w: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        # Every int8 number is one of `dtype`, and becomes it on its way into the product.
-        return _product(x, w.astype(dtype))
+def _multiply_int8(x: jax.Array, w: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Every float dtype of a model represents int8 exactly. XLA fuses the cast into the matmul.
+        return _matmul(x, w.astype(dtype))
 
     def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
         is_one_row = math.prod(x.shape[:-1]) == 1
-        return _multiply_sum(x, w) if is_one_row else _product(x, w.astype(jnp.float32))
+        return _multiply_sum(x, w) if is_one_row else _matmul(x, w.astype(jnp.float32))
 
-    out = lax.platform_dependent(x, w, cpu=on_cpu, default=product)
+    out = lax.platform_dependent(x, w, cpu=on_cpu, default=matmul)
     return out * scales.reshape((1,) * (out.ndim - 1) + (-1,))
 
 
@@ -69,8 +69,8 @@ def _has_halves(w: jax.Array) -> bool:
     return w.shape[0] % 2 == 0 and w.shape[1] <= _HALVES_MAX_INPUTS
 
 
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    # HIGHEST keeps float32 from being computed as TF32 or in bfloat16 passes on accelerators.
+def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    # GPUs would otherwise round float32 to TF32, and TPUs to bfloat16.
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     return lax.dot_general(
         x.astype(w.dtype),
@@ -81,8 +81,8 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-def _product_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The output's two halves as a batch of two products, the weight on the left."""
+def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Compute both halves of the output as a batch of two matmuls, with the weight on the left."""
     rows = x.astype(w.dtype).reshape(-1, x.shape[-1])
     halves = w.reshape(2, w.shape[0] // 2, w.shape[1])
     rows = jnp.broadcast_to(rows[None], (2, *rows.shape))
@@ -91,7 +91,7 @@ def _product_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
-    """One row. As a product, XLA's CPU backend would convert all of the weight to float32."""
+    """Multiply a single row; a matmul on CPUs would convert the whole weight to float32."""
     row = x.astype(jnp.float32).reshape(1, -1)
     out = jnp.sum(w.astype(jnp.float32) * row, axis=-1)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -115,7 +115,7 @@ def grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
         group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
         first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * tile
-        start = jnp.minimum(first, R - tile)  # the last tile ends with the rows
+        start = jnp.minimum(first, R - tile)  # the last tile ends at the last row
         weight = lax.dynamic_index_in_dim(w, group, keepdims=False)
         new = _contract(lax.dynamic_slice_in_dim(x, start, tile), weight)
         old = lax.dynamic_slice_in_dim(out, start, tile)
@@ -133,7 +133,9 @@ def grouped_gradients(
     """Return the gradients of `grouped_linear` in `x` and `w`.
 
     Args:
-      x, w, group_sizes: see `paged_jax.kernels.grouped_linear`.
+      x: floating point ``[R, in]``, the rows sorted by group.
+      w: ``[X, out, in]``.
+      group_sizes: i32 ``[X]``.
       cotangent: float32 ``[R, out]``, the gradient in the result.
     """
     return lax.platform_dependent(
@@ -183,7 +185,7 @@ def _looped_gradients(
         def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             dx, dw = sums
             first = begin + index * tile
-            start = jnp.minimum(first, R - tile)  # the last tile ends with the rows
+            start = jnp.minimum(first, R - tile)  # the last tile ends at the last row
             rows = start + jnp.arange(tile, dtype=jnp.int32)
             is_mine = ((rows >= first) & (rows < begin + size))[:, None]
 

@@ -1,12 +1,12 @@
-"""Writing into the pools in plain JAX: the form for CPUs and TPUs, and correct anywhere.
+"""Writes of tokens and copies of blocks in plain JAX. CPUs and TPUs use them.
 
-Every write is a scatter into the pool seen as rows ``[L * P * K * C, D]``. Once the pool is
-donated, that form is done in place by the compilers for CPU, GPU and TPU alike, whereas a
-`dynamic_update_slice` makes the one for TPU copy the pool to another layout. For that reason pools
-are passed around whole, with a layer index; slicing a layer out would copy it.
+Every write is a scatter into the pool seen as rows ``[L * P * K * C, D]``. XLA does such a scatter
+into a donated pool in place on CPUs, GPUs and TPUs. With `dynamic_update_slice`, XLA for TPUs would
+copy the pool to another layout. Pools are passed whole, with a layer index, because slicing a
+layer out would copy it.
 
-XLA's CPU backend cannot update an array of bfloat16 or fp8 in place (see `set_rows`): there, keep
-pools in float32, float16 or int8.
+XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place, see `rows.set_rows`. Prefer
+pools of float32, float16 or int8 there.
 """
 
 import jax
@@ -21,7 +21,7 @@ from paged_jax.opaque import without_index_checks
 
 @jax.jit
 def write(args: WriteArgs) -> Pools:
-    """Scatter K and V of N tokens."""
+    """Write K and V of N tokens into a layer."""
     pools, k, v, blocks, offsets, layer = args
     L, P, _, C, _ = pools.k.shape
     is_kept = (blocks >= 0) & (blocks < P) & (offsets >= 0) & (offsets < C)
@@ -36,8 +36,8 @@ def write(args: WriteArgs) -> Pools:
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Flat, as the pools are, these would change their layout on TPU, where P is their fastest
-        # axis. Dropped tokens are sent past the end, each to its own place.
+        # Not flattened like the pools: on TPUs, where P is the fastest axis of the scales, that
+        # would change their layout. Each dropped token gets its own index past the end.
         past = P + jnp.arange(blocks.size, dtype=jnp.int32)
         place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
         return place.set(new, mode="drop", unique_indices=True)
@@ -55,10 +55,10 @@ def write(args: WriteArgs) -> Pools:
 
 @jax.jit
 def copy_blocks(args: CopyArgs) -> Pools:
-    """Copy blocks in all layers, one at a time so that no temporary is large.
+    """Copy blocks in all layers, one pair at a time, so that temporaries are small.
 
-    The loop runs once per real copy. Copying one block for each slot in a single scatter instead
-    would touch S blocks at every step, almost always for nothing.
+    The loop runs once for each valid pair. A single scatter would touch S blocks in each decode
+    step, although most steps copy no block.
     """
     pools, sources, targets = args
     L, P, K, C, _ = pools.k.shape
@@ -84,12 +84,12 @@ def copy_blocks(args: CopyArgs) -> Pools:
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
-    """A pool ``[L, P, K, C, D]`` as ``[L * P * K * C, D]``."""
+    """View a pool ``[L, P, K, C, D]`` as rows ``[L * P * K * C, D]``."""
     return pool.reshape(-1, pool.shape[-1])
 
 
 def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """`set_rows` of the pool seen as rows."""
+    """Set rows of the pool seen as ``[L * P * K * C, D]``."""
 
     def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
         return set_rows(_as_rows(pool), index, new).reshape(pool.shape)
@@ -101,8 +101,7 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
 
     if pool.shape[2] > 1:
         return flat(pool, index, new)
-    # With a single KV head, XLA's CPU backend changes the layout of the rows back to that of a
-    # pool, which copies them.
+    # With a single KV head, XLA's CPU backend would copy the rows back to the layout of a pool.
     return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 
@@ -113,12 +112,12 @@ def _token_rows(
     layer: jax.Array,
     is_kept: jax.Array,
 ) -> jax.Array:
-    """The row of each token and head, i32 ``[N * K]``, distinct, past the end if it is dropped."""
+    """Return the row of each token and head, i32 ``[N * K]``; rows to drop are past the end."""
     L, P, K, C, _ = shape
     heads = jnp.arange(K, dtype=jnp.int32)
     first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K
     rows_NK = (first_heads[:, None] + heads[None, :]) * C + offsets[:, None]
-    # A block of P would fall into the next layer, so dropped rows are sent past the whole pool,
-    # each to its own place, since JAX differentiates a scatter only if its indices are unique.
+    # Block P would be in the next layer, so dropped rows are past the end of the whole pool. They
+    # are distinct, because JAX only differentiates a scatter with unique indices.
     past_NK = L * P * K * C + jnp.arange(rows_NK.size, dtype=jnp.int32).reshape(rows_NK.shape)
     return jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)

@@ -1,0 +1,389 @@
+"""Attention in plain JAX, which XLA compiles for every platform.
+
+A tile of keys and values is gathered from the pool and folded into a running softmax (Milakov and
+Gimelshein, 2018). The tile is small enough to stay in a core's cache between the two matmuls that
+read it. The loops have dynamic bounds, so that the cost follows the tokens in the batch and not the
+width of the block table::
+
+    decode    while tiles are left:               a few sequences x TILE tokens, longest first
+    prefill   for each tile of QUERIES queries:
+                  while tiles are left:           1 sequence x TILE tokens, up to the diagonal
+    chunks    as prefill; the queries of a ragged batch, and their results, are slices of one array
+
+The result of a sequence does not depend on the other sequences: each has its own tiles, in its own
+order. The functions are jitted here so that a model with many layers traces and lowers them once.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, RaggedArgs
+from paged_jax.kernels.ragged_batch import Chunks
+from paged_jax.kernels.rows import take_rows
+from paged_jax.opaque import take_or_fill
+
+# Maximum tokens of a sequence in a loop step. Longer tiles waste more on short contexts.
+TILE = 128
+
+# Maximum queries of a chunk in a tile.
+QUERIES = 128
+
+# Bytes of keys (and of values) that a step of the decode loop gathers. They fit in the cache of a
+# core and make the fixed cost of a step small. Measured on 2 cores with 1 MB each.
+_STEP_BYTES = 768 * 1024
+
+# Maximum sequences that share a step of the decode loop.
+_MAX_SEQUENCES = 16
+
+# Finite, so that exp(score - peak) is never NaN in a row without tokens. Its weights are masked.
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attend with a single query for each sequence."""
+    B, H, D = args.q.shape
+    K, C = args.pools.num_kv_heads, args.pools.block_size
+    rows, tile = _step_sizes(B, K, D)
+    tile_blocks = _blocks_in_tile(tile, C, args.block_tables.shape[1])
+    tile = tile_blocks * C
+    batch, order = _sort_by_length(args, options, rows, tile)
+    padded = order.size
+
+    def step(state):
+        index, row, softmax = state
+
+        def take(x):
+            return lax.dynamic_slice_in_dim(x, row, rows)
+
+        first_block = (take(batch.starts) // tile + index) * tile_blocks
+        positions = first_block[:, None] * C + jnp.arange(tile, dtype=jnp.int32)[None]
+        seen = positions >= take(batch.starts)[:, None]
+        seen &= positions < take(batch.ends)[:, None]
+        columns = first_block[:, None] + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
+        blocks = jnp.take_along_axis(take(batch.tables), columns, axis=1, mode="clip")
+        folded = _fold(
+            jax.tree.map(take, softmax),
+            take(batch.q_BKGD),
+            *_gather(args.pools, args.layer, blocks, D),
+            seen[:, None, None],
+            seen[:, None],
+            options.soft_cap,
+        )
+        softmax = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, row, axis=0),
+            softmax,
+            folded,
+        )
+        more = row + rows < padded
+        more &= batch.num_tiles[jnp.minimum(row + rows, padded - 1)] > index
+        return jnp.where(more, index, index + 1), jnp.where(more, row + rows, 0), softmax
+
+    limit = jnp.max(batch.num_tiles)
+    zero = jnp.zeros((), limit.dtype)
+    sinks = None if args.sinks is None else args.sinks.reshape(1, K, H // K)
+    empty = _start_softmax(batch.q_BKGD, sinks)
+    *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, empty))
+    out, lse = _finish(softmax, options.value_scale)
+    out, lse = out.reshape(padded, H, D), lse.reshape(padded, H)
+    if B > rows:
+        places = jnp.argsort(order)
+        out, lse = out[places], lse[places]
+    return out[:B].astype(args.q.dtype), lse[:B]
+
+
+class _DecodeBatch(NamedTuple):
+    """Sequences sorted by their number of tiles, padded with empty ones to whole loop steps."""
+
+    starts: jax.Array  # i32 [B], position of the first visible token
+    ends: jax.Array  # i32 [B]
+    num_tiles: jax.Array  # i32 [B], tiles that contain visible tokens
+    tables: jax.Array  # i32 [B, M]
+    q_BKGD: jax.Array  # f32, scaled
+
+
+def _sort_by_length(
+    args: AttentionArgs, options: Options, rows: int, tile: int
+) -> tuple[_DecodeBatch, jax.Array]:
+    """Sort the sequences so that those with tiles left are always the first rows.
+
+    Returns:
+      ``(batch, order)``: the batch, and the sequence in each of its rows, which is B in padding.
+    """
+    B, H, D = args.q.shape
+    K = args.pools.num_kv_heads
+    starts = jnp.zeros_like(args.context_lens)
+    if options.sliding_window is not None:
+        starts = jnp.maximum(args.context_lens - options.sliding_window, 0)
+    num_tiles = _ceil_div(args.context_lens, tile) - starts // tile
+    padded = _ceil_div(B, rows) * rows
+    order = jnp.argsort(-num_tiles) if B > rows else jnp.arange(B, dtype=jnp.int32)
+    order = jnp.pad(order, (0, padded - B), constant_values=B)
+    q_BKGD = (args.q.astype(jnp.float32) * options.scale).reshape(B, K, H // K, D)
+    batch = _DecodeBatch(starts, args.context_lens, num_tiles, args.block_tables, q_BKGD)
+    return jax.tree.map(lambda x: take_or_fill(x, order), batch), order
+
+
+def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return the number of sequences in a decode loop step, and of tokens of each of them."""
+    num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
+    most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
+    rows = _ceil_div(batch, _ceil_div(batch, most))  # equal steps have the fewest rows of padding
+    return rows, min(TILE, num_tokens // rows)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attend with a chunk of queries for each sequence, causally."""
+    q, pools, _, context_lens, query_lens, _, _ = args
+    assert query_lens is not None
+    B, T, H, D = q.shape
+    K = pools.num_kv_heads
+    G = H // K
+    queries = min(T, QUERIES)
+    num_query_tiles = _ceil_div(T, queries)
+    padded = num_query_tiles * queries
+    q_BKTGD = (
+        (q.astype(jnp.float32) * options.scale).reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4)
+    )
+    q_BKTGD = jnp.pad(q_BKTGD, ((0, 0), (0, 0), (0, padded - T), (0, 0), (0, 0)))
+
+    def query_tile(index):
+        b, first = index // num_query_tiles, index % num_query_tiles * queries
+        start = context_lens[b] - query_lens[b] + first  # position of the tile's first query
+        num_queries = jnp.clip(query_lens[b] - first, 0, queries)
+        offsets = jnp.arange(queries, dtype=jnp.int32)
+        query_positions = jnp.where(offsets < num_queries, start + offsets, -1)
+        zero = jnp.zeros_like(b)  # a Python integer would be 64 bits wide under jax_enable_x64
+        q_KRD = lax.dynamic_slice(
+            q_BKTGD, (b, zero, first, zero, zero), (1, K, queries, G, D)
+        ).reshape(K, queries * G, D)
+        out, lse = _attend_to_tile(args, options, b, q_KRD, query_positions, start, num_queries)
+        lse = jnp.where(
+            (offsets < num_queries)[None, :, None], lse.reshape(K, queries, G), -jnp.inf
+        )
+        return out.reshape(K, queries, G, D), lse
+
+    out, lse = lax.map(query_tile, jnp.arange(B * num_query_tiles, dtype=jnp.int32))
+    out = out.reshape(B, num_query_tiles, K, queries, G, D).transpose(0, 1, 3, 2, 4, 5)
+    lse = lse.reshape(B, num_query_tiles, K, queries, G).transpose(0, 1, 3, 2, 4)
+    out, lse = out.reshape(B, padded, H, D), lse.reshape(B, padded, H)
+    return out[:, :T].astype(q.dtype), lse[:, :T]
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def attend_to_chunks(
+    args: RaggedArgs, chunks: Chunks, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with the queries of all chunks of a ragged batch.
+
+    A tile may reach beyond its chunk. Tiles are computed in order, so the rows that it writes there
+    are overwritten by the next chunks. There are as many loop steps as the chunks have tiles.
+
+    Returns:
+      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
+    """
+    N, H, D = args.q.shape
+    K = args.pages.num_kv_heads
+    G, queries = H // K, min(N, QUERIES)
+    whole = AttentionArgs(
+        args.q, args.pages, args.block_tables, args.context_lens, chunks.lens, args.sinks, 0
+    )
+    num_tiles_B = _ceil_div(chunks.lens, queries)
+    ends_B = jnp.cumsum(num_tiles_B, dtype=jnp.int32)
+    offsets = jnp.arange(queries, dtype=jnp.int32)
+    padded = jnp.pad(args.q, ((0, queries), (0, 0), (0, 0)))
+
+    def query_tile(
+        index: jax.Array, results: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        b = jnp.sum(ends_B <= index, dtype=jnp.int32)
+        first = (index - ends_B[b] + num_tiles_B[b]) * queries
+        num_queries = jnp.minimum(chunks.lens[b] - first, queries)
+        start = args.context_lens[b] - chunks.lens[b] + first
+        positions = jnp.where(offsets < num_queries, start + offsets, -1)
+        row = chunks.starts[b] + first
+        q = lax.dynamic_slice_in_dim(padded, row, queries).astype(jnp.float32) * options.scale
+        q_KRD = q.reshape(queries, K, G, D).transpose(1, 0, 2, 3).reshape(K, queries * G, D)
+        tile, tile_lse = _attend_to_tile(whole, options, b, q_KRD, positions, start, num_queries)
+        tile = tile.reshape(K, queries, G, D).transpose(1, 0, 2, 3).reshape(queries, H, D)
+        tile_lse = tile_lse.reshape(K, queries, G).transpose(1, 0, 2).reshape(queries, H)
+        out, lse = results
+        return (
+            lax.dynamic_update_slice_in_dim(out, tile.astype(out.dtype), row, axis=0),
+            lax.dynamic_update_slice_in_dim(lse, tile_lse, row, axis=0),
+        )
+
+    empty = jnp.zeros_like(padded), jnp.zeros(padded.shape[:2], jnp.float32)
+    out, lse = lax.fori_loop(0, ends_B[-1], query_tile, empty)
+    return out[:N], lse[:N]
+
+
+def _attend_to_tile(
+    args: AttentionArgs,
+    options: Options,
+    b: jax.Array,
+    q_KRD: jax.Array,
+    query_positions: jax.Array,
+    start: jax.Array,
+    num_queries: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with a tile of queries.
+
+    Args:
+      args: the arrays of the call.
+      options: the options of the call.
+      b: i32 ``[]``, the sequence.
+      q_KRD: f32, the scaled queries: one row for each token and head of the group.
+      query_positions: i32 ``[T]``, positions of the queries in the sequence, -1 in padding.
+      start: i32 ``[]``, position of the first query.
+      num_queries: i32 ``[]``, number of queries in the tile without the padding.
+
+    Returns:
+      ``(out, lse)``: f32 ``[K, R, D]`` and ``[K, R]``.
+    """
+    K, R, D = q_KRD.shape
+    queries, C = query_positions.size, args.pools.block_size
+    G = R // queries
+    tile_blocks = _blocks_in_tile(TILE, C, args.block_tables.shape[1])
+    tile = tile_blocks * C
+
+    def step(key_tile, softmax):
+        positions = key_tile * tile + jnp.arange(tile, dtype=jnp.int32)
+        seen = positions[None] <= query_positions[:, None]
+        valid = positions < start + num_queries
+        if options.sliding_window is not None:
+            seen &= positions[None] > query_positions[:, None] - options.sliding_window
+            valid &= positions > start - options.sliding_window
+        columns = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+        blocks = jnp.take(args.block_tables[b], columns, mode="clip")
+        return _fold(
+            softmax,
+            q_KRD,
+            *_gather(args.pools, args.layer, blocks, D),
+            jnp.repeat(seen, G, axis=0)[None],
+            valid[None],
+            options.soft_cap,
+        )
+
+    end = jnp.where(num_queries > 0, start + num_queries, 0)
+    begin = 0
+    if options.sliding_window is not None:
+        begin = jnp.maximum(start - options.sliding_window + 1, 0)
+    sinks_KR = None
+    if args.sinks is not None:
+        sinks_KR = jnp.tile(args.sinks.reshape(K, G), (1, queries))
+    empty = _start_softmax(q_KRD, sinks_KR)
+    softmax = lax.fori_loop(begin // tile, _ceil_div(end, tile), step, empty)
+    return _finish(softmax, options.value_scale)
+
+
+def _blocks_in_tile(tile: int, block_size: int, table_width: int) -> int:
+    """Return the number of blocks in a tile of about `tile` tokens; at least one."""
+    return min(max(tile // block_size, 1), table_width)
+
+
+def _ceil_div(a, b):
+    return -(-a // b)
+
+
+def _gather(
+    pools: Pools | Pages, layer: int | jax.Array, blocks: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Copy the blocks ``i32 [..., M]`` out of the pools: K and V, float32 ``[..., K, M * C, D]``.
+
+    Block ids out of range are clipped. The caller masks their tokens.
+    """
+    if isinstance(pools, Pages):
+        return _gather_pages(pools, blocks)
+    return _gather_blocks(pools, layer, blocks, head_dim)
+
+
+def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gather from the pages seen as a matrix: a page with all its heads is a row."""
+    P, C, K2, D = pages.kv.shape
+    rows = jnp.clip(blocks, 0, P - 1)
+    tokens = take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
+    tokens = tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * C, K2 // 2, 2, D)
+    k, v = (jnp.swapaxes(tokens[..., part, :], -3, -2) for part in range(2))
+    return k, v
+
+
+def _gather_blocks(
+    pools: Pools, layer: int | jax.Array, blocks: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Gather from the pools seen as matrices: each head of a block is a row.
+
+    Neither the pool nor the result needs a transpose, and XLA copies whole rows.
+    """
+    L, P, K = pools.k.shape[:3]
+    heads = jnp.arange(K, dtype=blocks.dtype).reshape((1,) * (blocks.ndim - 1) + (K, 1))
+    rows = (layer * P + jnp.clip(blocks, 0, P - 1))[..., None, :] * K + heads  # [..., K, M]
+
+    def take(pool: jax.Array) -> jax.Array:
+        gathered = take_rows(pool.reshape(L * P * K, -1), rows)
+        return gathered.reshape(*rows.shape[:-1], -1, *pool.shape[4:])
+
+    k, v = (take(pool)[..., :head_dim].astype(jnp.float32) for pool in (pools.k, pools.v))
+    if pools.k_scale is not None and pools.v_scale is not None:
+        k, v = k * take(pools.k_scale)[..., None], v * take(pools.v_scale)[..., None]
+    return k, v
+
+
+class _RunningSoftmax(NamedTuple):
+    """A softmax-weighted sum over the tokens folded in so far. R query rows share a KV head."""
+
+    peak: jax.Array  # f32 [..., K, R], largest score
+    total: jax.Array  # f32 [..., K, R], sum of exp(score - peak)
+    out: jax.Array  # f32 [..., K, R, D], sum of exp(score - peak) * value
+
+
+def _start_softmax(q: jax.Array, sinks: jax.Array | None) -> _RunningSoftmax:
+    """Start a softmax for the rows of ``q [..., D]``; `sinks` broadcast to these rows."""
+    rows, out = q.shape[:-1], jnp.zeros(q.shape, jnp.float32)
+    if sinks is None:
+        peak = jnp.full(rows, _LOWEST, jnp.float32)
+        return _RunningSoftmax(peak, jnp.zeros(rows, jnp.float32), out)
+    peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), rows)
+    total = (sinks > -jnp.inf).astype(jnp.float32)  # a sink of -inf has weight 0
+    return _RunningSoftmax(peak, jnp.broadcast_to(total, rows), out)
+
+
+def _fold(
+    softmax: _RunningSoftmax,
+    q: jax.Array,  # f32 [..., K, R, D], scaled
+    k: jax.Array,  # f32 [..., K, N, D]
+    v: jax.Array,  # f32 [..., K, N, D]
+    seen: jax.Array,  # bool [..., 1, R or 1, N]: the query attends to the token
+    valid: jax.Array,  # bool [..., 1, N]: at least one query does, so its value is finite
+    soft_cap: float | None,
+) -> _RunningSoftmax:
+    """Fold a tile of N tokens into a softmax."""
+    scores = jnp.einsum("...rd,...nd->...rn", q, k, precision="highest")
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen, scores, _LOWEST)
+    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=-1))
+    weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
+    rescale = jnp.exp(softmax.peak - peak)
+    # A weight of zero would not remove a NaN beyond the sequence's tokens.
+    v = jnp.where(valid[..., None], v, 0.0)
+    return _RunningSoftmax(
+        peak,
+        softmax.total * rescale + jnp.sum(weights, axis=-1),
+        softmax.out * rescale[..., None]
+        + jnp.einsum("...rn,...nd->...rd", weights, v, precision="highest"),
+    )
+
+
+def _finish(softmax: _RunningSoftmax, value_scale: float) -> tuple[jax.Array, jax.Array]:
+    """Return the result and the log-sum-exp: 0 and -inf for rows without tokens."""
+    is_empty = softmax.total == 0
+    total = jnp.where(is_empty, 1.0, softmax.total)
+    lse = jnp.where(is_empty, -jnp.inf, softmax.peak + jnp.log(total))
+    return softmax.out * value_scale / total[..., None], lse
