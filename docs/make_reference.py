@@ -99,7 +99,7 @@ PAGES = {
         + _of(
             "paged_jax.engine.footprint", "footprint Footprint weight_bytes block_bytes state_bytes"
         )
-        + _of("paged_jax.models.shards", "shard_config widen_config")
+        + _of("paged_jax.models.tensor_parallel", "shard_config widen_config")
         + _of("paged_jax.engine.step_bound", "step_bound collectives StepBound Collectives Device"),
     ),
     "server": Page(

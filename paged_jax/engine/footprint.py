@@ -37,7 +37,7 @@ time by `tests.support.aot_parallel`. What their drivers and libraries take for 
 counted: ``memory_fraction=0.9`` leaves them a tenth.
 
 Where several devices compute a model together, H, K and F are those of one of them, see
-`paged_jax.models.shards`; V is the whole vocabulary, as each device draws all tokens.
+`paged_jax.models.tensor_parallel`; V is the whole vocabulary, as each device draws all tokens.
 
 Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size, Fx that of an
 expert.
@@ -59,7 +59,7 @@ from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
-from paged_jax.models.part import Part
+from paged_jax.models.tensor_parallel import DeviceShard
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
@@ -278,9 +278,9 @@ def weight_layout(
       dtype: type of the matrices.
       num_devices: devices that compute the model together, and divide its experts.
     """
-    part = Part("", config.vocab_size, num_devices) if num_devices > 1 else None
+    shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
     # Stacked where they can be: that traces one layer, not all.
-    model_class = functools.partial(Llama, part=part)
+    model_class = functools.partial(Llama, shard=shard)
     return ModelSpec(model_class, config, dtype, config.can_scan_layers).parameters()
 
 

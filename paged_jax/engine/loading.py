@@ -43,7 +43,7 @@ def load_model(
                 f"Engine: model must be a Llama to be divided over devices, got "
                 f"{type(model).__name__}."
             )
-        parallel = None if mesh is None else TensorParallel.over("Engine", mesh, model.config)
+        parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
         return Weights(model, parallel, check_replicas=check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
     if mesh is None or not folder.is_dir():  # of which `from_pretrained` says what is wrong
@@ -51,7 +51,7 @@ def load_model(
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         return Weights(Llama.from_pretrained(model, dtype=dtype, scan_layers=scan_layers)), None
-    parallel = TensorParallel.over("Engine", mesh, LlamaConfig.from_file(folder))
+    parallel = TensorParallel.create("Engine", mesh, LlamaConfig.from_file(folder))
     placed = Llama.from_pretrained(folder, dtype=dtype, sharding=parallel.placement)
     parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights
     return Weights(placed, parallel, check_replicas=check_replicas), parallel

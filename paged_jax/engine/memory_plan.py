@@ -24,8 +24,8 @@ from paged_jax.engine.footprint import (
 )
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
-from paged_jax.models.shards import shard_config
-from paged_jax.models.weight import float_type
+from paged_jax.models.matrices import float_type
+from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 
 

@@ -110,7 +110,7 @@ class EngineParts:
             dtype=weights.layout_model.weight_dtype,
             kv_dtype=cache_dtype,
             platform=device.platform,
-            shard=None if parallel is None else parallel.shard,
+            shard=None if parallel is None else parallel.device_config,
         )
         self.num_blocks = choose_num_blocks(
             device,

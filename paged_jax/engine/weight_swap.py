@@ -23,8 +23,8 @@ from paged_jax.models.loading.conversion import (
 )
 from paged_jax.models.loading.pretrained import read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
+from paged_jax.models.matrices import SCALE, quantise
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.models.weight import SCALE, quantise, weight_dtype
 from paged_jax.runner.runner import ModelRunner
 
 # What a config says besides how the model computes.
@@ -59,7 +59,7 @@ def load_like(model: PagedModel, folder: str | Path) -> Llama:
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     return Llama.from_pretrained(
-        folder, dtype=weight_dtype(model), scan_layers=model.scan_layers, sharding=host
+        folder, dtype=model.weight_dtype, scan_layers=model.scan_layers, sharding=host
     )
 
 

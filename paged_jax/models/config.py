@@ -108,7 +108,7 @@ class LlamaConfig:
       norm_topk_prob: whether expert weights are a softmax over the chosen experts only.
       expert_bias: whether router and experts have biases.
       swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see
-        `experts.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
+        `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None
         for all tokens.
       layer_types: ``"full_attention"`` or ``"sliding_attention"`` for each layer; empty if all

@@ -1,36 +1,45 @@
-"""One decoder layer of the Llama family, whatever its attention reads."""
+"""One decoder layer of the Llama family. Attention is a function that the caller passes in."""
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.rope import mean_square, rotate, scale_by, split_and_rotate
+from paged_jax.kernels.linear import Weight, linear, sum_rows
+from paged_jax.kernels.rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.experts import add_experts, experts
-from paged_jax.models.mlp import add_mlp, mlp
-from paged_jax.models.norms import NORMS, effective_weight, initial_weight, norm
-from paged_jax.models.part import Part
-from paged_jax.models.weight import add_matrix, float_type, get_matrix
+from paged_jax.models.matrices import add_matrix, float_type, get_matrix
+from paged_jax.models.mlp import ExpertWeights, gated_mlp, routed_experts
+from paged_jax.models.tensor_parallel import DeviceShard
 from paged_jax.short_repr import short_repr
+
+# Norms of a layer by `norm_placement`: before attention and the MLP, and after them, before their
+# outputs are added to the residual stream.
+NORMS = {
+    "pre": ("input_norm", "post_attention_norm"),
+    "sandwich": ("input_norm", "attention_out_norm", "post_attention_norm", "mlp_out_norm"),
+    "post": ("attention_out_norm", "mlp_out_norm"),
+    "parallel": ("input_norm",),
+}
 
 
 class Projection(NamedTuple):
-    """Queries, keys and values of a layer as they leave their product, and what is left to do.
+    """Projected queries, keys and values, before they are normalised and rotated.
 
     Attributes:
-      qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key, its value.
-      cos: f32 ``[..., D / 2]``, of the angles by which queries and keys are rotated.
-      sin: f32 ``[..., D / 2]``.
-      norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
-      norm_eps: added to the mean square of a head.
-      sm_scale: factor of the scores; None for ``D ** -0.5``.
-      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
-      sinks: None, or floating point ``[H]``, one more logit in the softmax of each head.
+      qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key and its value.
+      cos: float32 ``[..., D / 2]``, cosines of the rotation angles.
+      sin: float32 ``[..., D / 2]``, sines of the rotation angles.
+      norms: weights ``[D]`` of the RMS norms of queries and of keys, or None.
+      norm_eps: constant added to the mean square of a head.
+      sm_scale: factor of the attention scores; None for ``D ** -0.5``.
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
+      sinks: floating point ``[H]``, an additional logit in the softmax of each head, or None.
     """
 
     qkv: jax.Array
@@ -43,17 +52,17 @@ class Projection(NamedTuple):
     sinks: jax.Array | None = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries ``[..., H, D]``, keys and values ``[..., K, D]``, normed, rotated, float32."""
+        """Return queries ``[..., H, D]``, keys and values ``[..., K, D]``, ready for attention."""
         return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
 
 
 @short_repr
 class Heads(NamedTuple):
-    """Queries, keys and values of a layer, ready to meet: normed and rotated as its model has it.
+    """Queries, keys and values of a layer, ready for attention.
 
     Attributes:
       q: ``[N, H, D]``, floating point.
-      k: ``[N, K, D]``; query heads ``g * H / K`` and following share KV head ``g``.
+      k: ``[N, K, D]``. Query heads ``g * H / K`` and following share KV head ``g``.
       v: ``[N, K, D]``.
       sm_scale, soft_cap, sinks: see `Projection`.
     """
@@ -66,7 +75,7 @@ class Heads(NamedTuple):
     sinks: jax.Array | None = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values."""
+        """Return queries, keys and values."""
         return self.q, self.k, self.v
 
 
@@ -78,10 +87,18 @@ Carry = TypeVar("Carry")
 Attend = Callable[[int | jax.Array, Projection | Heads, Carry], tuple[jax.Array, Carry]]
 
 
-class Layer(nnx.Module):
-    """One decoder layer: attention and a gated MLP, each with norms and a residual.
+def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Array) -> int | None:
+    """Return the sliding window of a layer. The index may be traced if all windows are equal."""
+    if len(set(sliding_windows)) == 1:
+        return sliding_windows[0]
+    assert isinstance(index, int)
+    return sliding_windows[index]
 
-    A layer has the norms of `norms.NORMS` that its config places::
+
+class Layer(nnx.Module):
+    """One decoder layer: attention and an MLP or experts, each with norms and a residual.
+
+    A layer has the norms in `NORMS` for its config's `norm_placement`::
 
         normed = input_norm(x)
         x = x + attention_out_norm(attention(normed))
@@ -89,53 +106,61 @@ class Layer(nnx.Module):
 
     or, in parallel, ``x + attention(normed) + mlp(normed)``.
 
-    Weights are ``[out, in]``, where `out` may be several dimensions. Queries, keys and values are
-    one matrix, and so are the gate and the up projection: fewer and larger products, one read of
-    the activations. They lie so that each can be divided over devices along one dimension, K or F,
-    whatever the number of devices::
+    Weights are ``[out, in]``, where `out` may be several dimensions. Fused matrices mean fewer and
+    larger multiplications, and the activations are read once. Each matrix can be divided over any
+    number of devices along one dimension: K, F, or the experts X::
 
-        qkv_proj      [K, G + 2, D, E]    of each KV head its queries, its key, its value
-        o_proj        [E, H * D]          H = K * G, in the same order
-        gate_up_proj  [2, F, E]           gate, up
-        down_proj     [E, F]
-
-    Those of experts are in `experts.add_experts`.
+        qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value
+        o_proj                [E, H * D]         H = K * G, in the same order
+        gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
+        down_proj             [E, F]
+        router                [X, E]             router_bias           [X]
+        experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]
+        experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
+        shared_expert_gate    [1, E]
 
     Args:
-      config: sizes and switches.
-      dtype: type of the weights.
-      part: which part of a model this is, where several devices compute one: the config is then
-        that of the part.
-      rngs: source of the initial weights.
+      config: sizes and switches. With a shard, the config of one device.
+      dtype: dtype of the matrices.
+      shard: this device's share of a tensor-parallel model, or None.
+      rngs: random keys for the initial weights.
+
+    Raises:
+      ValueError: the dtype is int8, and the layer has experts.
     """
 
     def __init__(
-        self, config: LlamaConfig, *, dtype: Any, part: Part | None = None, rngs: nnx.Rngs
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: DTypeLike,
+        shard: DeviceShard | None = None,
+        rngs: nnx.Rngs,
     ):
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         qkv_heads = (K, H // K + 2, D)
         float_dtype = float_type(dtype, config)
-        normal = nnx.initializers.normal(config.initializer_range)
+        deviation = config.initializer_range
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
-        to_residual = nnx.initializers.normal(
-            config.initializer_range / (2 * config.num_hidden_layers) ** 0.5
-        )
+        residual_deviation = deviation / (2 * config.num_hidden_layers) ** 0.5
 
-        def matrix(name: str, *shape: int, init: Any = normal) -> None:
-            add_matrix(self, name, init(rngs.params(), shape, float_dtype), dtype)
+        def add(name: str, *shape: int, deviation: float = deviation) -> None:
+            initial = nnx.initializers.normal(deviation)(rngs.params(), shape, float_dtype)
+            add_matrix(self, name, initial, dtype)
 
         self.config = config
-        self.part = part
+        self.shard = shard
         for name in NORMS[config.norm_placement]:
-            setattr(self, name, nnx.Param(initial_weight(config, (E,), float_dtype)))
-        matrix("qkv_proj", *qkv_heads, E)
-        matrix("o_proj", E, H * D, init=to_residual)
-        if config.dense_intermediate_size:
-            add_mlp(config, matrix, to_residual)
+            setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), float_dtype)))
+        add("qkv_proj", *qkv_heads, E)
+        add("o_proj", E, H * D, deviation=residual_deviation)
+        if F := config.dense_intermediate_size:
+            add("gate_up_proj", 2, F, E)
+            add("down_proj", E, F, deviation=residual_deviation)
         if config.num_experts:
-            add_experts(self, config, matrix, to_residual, part, dtype)
+            self._add_experts(add, residual_deviation, jnp.dtype(dtype))
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(H, float_dtype))
         if config.qkv_bias:
@@ -145,8 +170,29 @@ class Layer(nnx.Module):
         if config.qk_norm:
             is_whole = config.qk_norm_scope == "projection"
             q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
-            self.q_norm = nnx.Param(initial_weight(config, q_shape, float_dtype))
-            self.k_norm = nnx.Param(initial_weight(config, k_shape, float_dtype))
+            self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, float_dtype))
+            self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, float_dtype))
+
+    def _add_experts(
+        self, add: Callable[..., None], residual_deviation: float, dtype: np.dtype
+    ) -> None:
+        if dtype == jnp.int8:
+            raise ValueError(
+                "Llama: dtype must be float32, bfloat16 or float16 for a model with experts, got "
+                "int8."
+            )
+        config = self.config
+        E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        num_local = X if self.shard is None else X // self.shard.num_devices
+        add("router", X, E)
+        add("experts_gate_up_proj", num_local, 2, F, E)
+        add("experts_down_proj", num_local, E, F, deviation=residual_deviation)
+        if config.shared_expert_intermediate_size:
+            add("shared_expert_gate", 1, E)
+        if config.expert_bias:
+            self.router_bias = nnx.Param(jnp.zeros(X, dtype))
+            self.experts_gate_up_bias = nnx.Param(jnp.zeros((num_local, 2, F), dtype))
+            self.experts_down_bias = nnx.Param(jnp.zeros((num_local, E), dtype))
 
     def __call__(
         self,
@@ -166,8 +212,8 @@ class Layer(nnx.Module):
         Args:
           x: float32 ``[..., E]``, the residual stream.
           index: number of the layer in the model; traced in a scan over layers.
-          cos: f32 ``[..., D / 2]``, cosines of the rotation angles of each token.
-          sin: f32 ``[..., D / 2]``, sines of the same angles.
+          cos: float32 ``[..., D / 2]``, cosines of the rotation angles of each token.
+          sin: float32 ``[..., D / 2]``, sines of the same angles.
           attend: attention of the layer, see `Attend`.
           carry: argument of `attend`.
           is_token: bool ``[...]``, False for padding rows, which use no expert; None if all rows
@@ -183,24 +229,22 @@ class Layer(nnx.Module):
         def weight(name: str) -> Weight:
             return get_matrix(self, name, self._float_dtype, stack, index)
 
-        def apply(name: str, x: jax.Array) -> jax.Array:
-            return linear(x, weight(name), backend=backend)
-
         normed = self._norm("input_norm", x)
-        out, carry = attend(index, self._heads(apply("qkv_proj", normed), cos, sin), carry)
-        out = apply("o_proj", out.reshape(*x.shape[:-1], -1))
-        run_mlp = functools.partial(self._mlp, weight, is_token, backend)
+        qkv = linear(normed, weight("qkv_proj"), backend=backend)
+        out, carry = attend(index, self._heads(qkv, cos, sin), carry)
+        out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
-            # The devices' parts of both are added up at once.
-            out = self._add_up(out + run_mlp(normed))
+            # One sum over the devices for both.
+            out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
             return x + self._scale(self._with_bias(out)), carry
-        out = self._with_bias(self._add_up(out))
+        out = self._with_bias(self._all_reduce(out))
         x = x + self._scale(self._norm("attention_out_norm", out))
-        out = self._add_up(run_mlp(self._norm("post_attention_norm", x)))
+        normed = self._norm("post_attention_norm", x)
+        out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
         return x + self._scale(self._norm("mlp_out_norm", out)), carry
 
     @property
-    def _float_dtype(self) -> Any:
+    def _float_dtype(self) -> np.dtype:
         return getattr(self, NORMS[self.config.norm_placement][0]).dtype
 
     def _with_bias(self, out: jax.Array) -> jax.Array:
@@ -208,35 +252,53 @@ class Layer(nnx.Module):
 
     def _mlp(
         self,
+        x: jax.Array,
         weight: Callable[[str], Weight],
         is_token: jax.Array | None,
         backend: str | None,
-        x: jax.Array,
     ) -> jax.Array:
-        """The MLP, the experts, or both: on one of several devices, its part of their sum."""
-
-        def apply(name: str, x: jax.Array) -> jax.Array:
-            return linear(x, weight(name), backend=backend)
-
-        if not self.config.num_experts:
-            return mlp(self.config, apply, x)
-        out = experts(self, weight, x, is_token, backend)
-        return out + mlp(self.config, apply, x) if self.config.dense_intermediate_size else out
+        """Run the MLP, or the experts. With a shard, the sum over the devices is the output."""
+        config = self.config
+        if not config.num_experts:
+            return gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
+        logits = linear(x, weight("router"), backend=backend)
+        biases = (None, None)
+        if config.expert_bias:
+            logits = _add_bias(logits, self.router_bias[...])
+            biases = self.experts_gate_up_bias[...], self.experts_down_bias[...]
+        out = routed_experts(
+            config,
+            x,
+            logits,
+            ExpertWeights(weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases),
+            is_token=is_token,
+            shard=self.shard,
+            backend=backend,
+        )
+        if not config.shared_expert_intermediate_size:
+            return out
+        shared = gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
+        gate = linear(x, weight("shared_expert_gate"), backend=backend)
+        return out + shared * jax.nn.sigmoid(gate)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        """One of `NORMS`, or nothing where the layer has none there."""
+        """Apply one of `NORMS`. Return `x` if the layer does not have it."""
         weight = getattr(self, name, None)
-        return x if weight is None else norm(self.config, x, weight[...])
+        return x if weight is None else apply_norm(self.config, x, weight[...])
 
     def _scale(self, out: jax.Array) -> jax.Array:
         factor = self.config.residual_multiplier
         return out if factor == 1 else out * factor
 
-    def _add_up(self, out: jax.Array) -> jax.Array:
-        return out if self.part is None else self.part.add_up(out)
+    def _all_reduce(self, out: jax.Array) -> jax.Array:
+        return out if self.shard is None else self.shard.all_reduce_sum(out)
 
     def _heads(self, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Projection | Heads:
-        """What attention is given: the projection, unless heads are normed together."""
+        """Return the input of attention.
+
+        It is the projection, which some kernels normalise, rotate and write in one launch. Only
+        norms over all heads are computed here.
+        """
         config = self.config
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
@@ -245,80 +307,70 @@ class Layer(nnx.Module):
         norms = None
         if config.qk_norm:
             q_norm, k_norm = self.q_norm[...], self.k_norm[...]
-            norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
+            norms = _effective_weight(config, q_norm), _effective_weight(config, k_norm)
             if config.qk_norm_scope == "projection":
-                q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps, self.part)
+                q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps, self.shard)
                 return Heads(rotate(q, cos, sin), rotate(k, cos, sin), v, sm_scale, soft_cap, sinks)
         return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap, sinks)
 
 
-def causal_attention(windows: Sequence[int | None]) -> Attend[Carry]:
-    """Attention of whole sequences ``[B, T, ...]`` to themselves, without a cache or a carry.
+def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Return the weight of a norm that multiplies by 1."""
+    return jnp.full(shape, 1 - config.norm_offset, dtype)
+
+
+def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Apply a norm of the model's type to float32 ``x [..., E]`` with a weight ``[E]``."""
+    weight = _effective_weight(config, weight)
+    if config.norm_type == "layer":
+        return layer_norm(x, weight, config.rms_norm_eps)
+    return rms_norm(x, weight, config.rms_norm_eps)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Normalise rows to mean 0 and variance 1 (Ba et al., 2016), without a bias.
 
     Args:
-      windows: that of each layer, see `LlamaConfig`.
+      x: float32 ``[..., E]``.
+      weight: floating point ``[E]``.
+      eps: constant added to the variance.
+
+    Example:
+      >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.array([1.0, 2.0]), 0.0)
+      Array([[-1.,  2.]], dtype=float32)
     """
-
-    def attend(
-        index: int | jax.Array, heads: Projection | Heads, carry: Carry
-    ) -> tuple[jax.Array, Carry]:
-        q, k, v = heads.split()
-        window = sliding_window_of(windows, index)
-        if heads.soft_cap is None and heads.sinks is None:
-            local = None if window is None else (window - 1, 0)
-            out = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
-            )
-        else:
-            out = _masked_attention(q, k, v, heads, window)
-        return out, carry
-
-    return attend
+    E = x.shape[-1]
+    centred = x - sum_rows(x) / E
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return centred * lax.rsqrt(sum_rows(jnp.square(centred)) / E + eps) * weight
 
 
-def sliding_window_of(windows: Sequence[int | None], index: int | jax.Array) -> int | None:
-    """The window of a layer, whose number is static unless all have the same."""
-    if len(set(windows)) == 1:
-        return windows[0]
-    assert isinstance(index, int)
-    return windows[index]
-
-
-def _masked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, window: int | None
-) -> jax.Array:
-    """What XLA's own attention has no switch for: scores that are capped, and sinks."""
-    B, T, H, D = q.shape
-    K = k.shape[2]
-    scale = D**-0.5 if heads.sm_scale is None else heads.sm_scale
-    q = q.reshape(B, T, K, H // K, D) * scale
-    scores_BKGTN = jnp.einsum("btkgd,bnkd->bkgtn", q, k)
-    if heads.soft_cap is not None:
-        scores_BKGTN = heads.soft_cap * jnp.tanh(scores_BKGTN / heads.soft_cap)
-    distance_TN = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    seen_TN = distance_TN >= 0
-    if window is not None:
-        seen_TN &= distance_TN < window
-    scores_BKGTN = jnp.where(seen_TN[None, None, None], scores_BKGTN, -jnp.inf)
-    if heads.sinks is not None:
-        sinks = heads.sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*scores_BKGTN.shape[:-1], 1))
-        scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
-    weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
-    return jnp.einsum("bkgtn,bnkd->btkgd", weights_BKGTN, v).reshape(B, T, H, D)
+def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
+    """Return the factor of a norm: its weight, or float32 ``offset + weight``."""
+    return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
 
 
 def _norm_and_split(
-    qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float, part: Part | None
+    qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float, shard: DeviceShard | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries ``[..., H, D]`` and keys ``[..., K, D]``, all heads of a token normed as one row, and
-    values, from ``[..., K, G + 2, D]`` with weights ``[K, G, D]`` and ``[K, D]``."""
+    """Normalise all heads of a token as one row.
+
+    Args:
+      qkv: float32 ``[..., K, G + 2, D]``.
+      q_weight: ``[K, G, D]``.
+      k_weight: ``[K, D]``.
+      eps: constant added to the mean square.
+      shard: this device's share of the heads, or None.
+
+    Returns:
+      Queries ``[..., H, D]`` and keys ``[..., K, D]``, normalised, and values ``[..., K, D]``.
+    """
     *rows, K, width, D = qkv.shape
     q = qkv[..., : width - 2, :].reshape(*rows, -1)
     k = qkv[..., width - 2, :].reshape(*rows, -1)
     q_mean, k_mean = mean_square(q), mean_square(k)
-    if part is not None:  # each has equally many heads of the row
-        means = part.mean(jnp.concatenate([q_mean, k_mean], axis=-1))
+    if shard is not None:  # all devices have the same number of heads
+        means = shard.all_reduce_mean(jnp.concatenate([q_mean, k_mean], axis=-1))
         q_mean, k_mean = means[..., :1], means[..., 1:]
     q = scale_by(q, q_mean, q_weight.reshape(-1), eps)
     k = scale_by(k, k_mean, k_weight.reshape(-1), eps)

@@ -1,52 +1,61 @@
-"""The Llama family as one Flax module: a plain forward, and what a paged cache needs of it."""
+"""The Llama family as one Flax module, with and without a paged cache."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from paged_jax.arguments import names_arguments
-from paged_jax.kernels.linear import linear
+from paged_jax.kernels.linear import Weight, linear
 from paged_jax.models.arguments import as_tokens
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.embedding import look_up, take_rows
-from paged_jax.models.layer import Attend, Carry, Layer, causal_attention
-from paged_jax.models.norms import initial_weight, norm
-from paged_jax.models.paged_model import PagedModel
-from paged_jax.models.part import Part
-from paged_jax.models.rope import all_rotations
-from paged_jax.models.weight import (
-    Weight,
+from paged_jax.models.layer import (
+    Attend,
+    Carry,
+    Heads,
+    Layer,
+    Projection,
+    apply_norm,
+    initial_norm_weight,
+    sliding_window_of,
+)
+from paged_jax.models.matrices import (
     add_matrix,
-    float_dtype,
     float_type,
     get_matrix,
-    weight_dtype,
+    look_up,
+    look_up_differentiably,
 )
+from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.rope import all_rotations
+from paged_jax.models.tensor_parallel import DeviceShard, TensorParallel
 
 
 class Llama(PagedModel):
     """A decoder of one of the families in `families.FAMILIES`, with or without a paged KV cache.
 
-    What goes through the cache, `prefill`, `score`, `decode`, `create_cache`, is `PagedModel`'s.
+    The methods that use a cache (`prefill`, `score`, `decode`, `create_cache`) are inherited from
+    `PagedModel`.
 
     Args:
-      config: sizes and switches.
-      dtype: type of the weights; of int8 are matrices only, each row with a scale, and the rest has
-        ``config.dtype``. Activations and logits are float32.
-      scan_layers: keep the layers, all alike, stacked along a leading dimension ``L`` and scan over
-        them, which compiles soonest and suits TPUs, and CPUs whose kernels read weights there;
-        otherwise one module a layer, and unroll: on GPUs XLA copies weights out of a stack.
-      part: None, or what one of several devices computes of a model, within `jax.shard_map`:
-        `config` is then that of one device, see `paged_jax.models.shards`.
-      rngs: source of the initial weights.
+      config: sizes and switches. With a shard, the config of one device.
+      dtype: dtype of the weights. With int8, only matrices are int8, with one scale per row; other
+        parameters have ``config.dtype``. Activations and logits are float32.
+      scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
+        This compiles fastest and suits TPUs, and CPUs with our kernels, which read weights in the
+        stack. On GPUs, XLA copies the weights out of the stack, so separate layers are faster.
+      shard: this device's share of a tensor-parallel model, within `jax.shard_map`, or None.
+      rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: the layers of the config differ, and are to be stacked.
+      ValueError: `scan_layers` is true, and the layers of the config differ.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -60,9 +69,9 @@ class Llama(PagedModel):
         self,
         config: LlamaConfig,
         *,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         scan_layers: bool = False,
-        part: Part | None = None,
+        shard: DeviceShard | None = None,
         rngs: nnx.Rngs,
     ):
         if scan_layers and not config.can_scan_layers:
@@ -73,12 +82,12 @@ class Llama(PagedModel):
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
         self.scan_layers = scan_layers
-        self.part = part
+        self.shard = shard
         table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config)
-        # An embedding alone is not worth rounding: a step reads few rows of it.
-        kind = dtype if config.tie_word_embeddings else floats
-        add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), kind)
-        layer = functools.partial(Layer, config, dtype=dtype, part=part)
+        # An embedding that is not the output head stays floating point: a step reads few rows.
+        embedding_dtype = dtype if config.tie_word_embeddings else floats
+        add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), embedding_dtype)
+        layer = functools.partial(Layer, config, dtype=dtype, shard=shard)
         if scan_layers:
 
             @nnx.split_rngs(splits=config.num_hidden_layers)
@@ -89,31 +98,29 @@ class Llama(PagedModel):
             self.layers = stack(rngs)
         else:
             self.layers = nnx.List(layer(rngs=rngs) for _ in range(config.num_hidden_layers))
-        self.norm = nnx.Param(initial_weight(config, (config.hidden_size,), floats))
+        self.norm = nnx.Param(initial_norm_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
             add_matrix(self, "lm_head", normal(rngs.params(), table, floats), dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Score whole sequences without a cache; differentiable in the weights.
+        """Return the logits of whole sequences, without a cache. Differentiable in the weights.
 
         Args:
           token_ids: i32 ``[B, T]``. Right padding does not change the logits before it.
 
         Returns:
-          float32 logits ``[B, T, V]``.
+          float32 ``[B, T, V]``.
 
         Raises:
-          ValueError: they are not that or, outside of `jit`, not in the vocabulary.
+          ValueError: `token_ids` has another shape or dtype or, outside of `jit`, contains a token
+            that is not in the vocabulary.
         """
         token_ids = as_tokens("Llama", self.config.vocab_size, token_ids)
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
-        x, _ = self._run_layers(
-            self._scaled(take_rows(_table(self, "embed_tokens"), token_ids)),
-            positions,
-            causal_attention(self.config.sliding_windows),
-            (),
-        )
+        x = self._scale_embeddings(look_up_differentiably(self._table("embed_tokens"), token_ids))
+        attend = causal_attention(self.config.sliding_windows)
+        x, _ = self._run_layers(x, positions, attend, carry=())
         return self.logits(x)
 
     @classmethod
@@ -122,7 +129,7 @@ class Llama(PagedModel):
         cls,
         folder: str | Path | None = None,
         *,
-        dtype: Any = "auto",
+        dtype: DTypeLike = "auto",
         scan_layers: bool | None = None,
         sharding: Any = None,
     ) -> "Llama":
@@ -131,37 +138,51 @@ class Llama(PagedModel):
         Weights go from the files to their devices without a second copy of the model in memory.
 
         Args:
-          folder: a folder with ``config.json`` and safetensors, or a checkpoint; by default the
-            small model that comes with this library.
-          dtype: type of the weights: float32, bfloat16, float16, int8, or ``"auto"``, as saved.
-          scan_layers: see `Llama`; by default on TPUs, and on a CPU that has our kernels.
+          folder: a folder with ``config.json`` and safetensors, or a checkpoint; None for the small
+            model that comes with this library.
+          dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the files.
+          scan_layers: see `Llama`; None for true on TPUs and on CPUs with our kernels, if the
+            layers are equal.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
-            name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked) and shape.
+            name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if stacked) and shape; None for
+            the default device.
 
         Raises:
-          FileNotFoundError: no such folder, or no ``config.json`` in it.
-          UnsupportedConfigError: the config asks for what this library does not build.
-          WeightsError: the files do not hold the weights that the config describes.
+          FileNotFoundError: the folder, or its ``config.json``, does not exist.
+          UnsupportedConfigError: the config needs an unsupported feature.
+          WeightsError: the files do not contain the weights that the config describes.
 
         Example:
           >>> model = Llama.from_pretrained()
           >>> model.config.num_hidden_layers, model.config.vocab_size
           (5, 1536)
         """
-        # Imported here: a model without files needs neither orbax nor safetensors.
+        # Imported here, because a model without files needs neither orbax nor safetensors.
         from paged_jax.models.loading.pretrained import from_pretrained
 
         return from_pretrained(cls, folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and safetensors, which transformers loads too.
+        """Write ``config.json`` and safetensors, which transformers can load.
 
         Raises:
-          ValueError: weights are int8, or `LlamaConfig.to_dict` has no family for them.
+          ValueError: the weights are int8, or no family of transformers has this config.
         """
         from paged_jax.models.loading.huggingface import save_weights
 
         save_weights(self, folder)
+
+    def make_shard(self, parallel: TensorParallel) -> "Llama":
+        """Return the model, without weights, that each device runs on its share of the weights."""
+        return nnx.eval_shape(
+            lambda: Llama(
+                parallel.device_config,
+                dtype=self.weight_dtype,
+                scan_layers=self.scan_layers,
+                shard=parallel.shard,
+                rngs=nnx.Rngs(0),
+            )
+        )
 
     def hidden_states(
         self,
@@ -172,35 +193,38 @@ class Llama(PagedModel):
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
         """Run the layers, see `PagedModel`."""
-        find = look_up if self.part is None else self.part.look_up
-        x = self._scaled(find(_table(self, "embed_tokens"), token_ids))
-        # Padding begins as zeros, and without biases remains so: see `kernels/cpu`.
+        find = look_up if self.shard is None else self.shard.look_up
+        x = self._scale_embeddings(find(self._table("embed_tokens"), token_ids))
+        # Padding starts as zeros, and without biases stays zero. The CPU kernels use this.
         x = jnp.where(positions[..., None] < 0, 0, x)
         return self._run_layers(x, positions, attend, carry, backend)
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        """Score what follows rows of the hidden states, see `PagedModel`."""
-        head = _table(self, "embed_tokens" if self.config.tie_word_embeddings else "lm_head")
-        logits = linear(norm(self.config, x, self.norm[...]), head, backend=backend)
-        if self.part is not None:
-            logits = self.part.gather(logits)
+        """Return the logits for rows of hidden states, see `PagedModel`."""
+        head = self._table("embed_tokens" if self.config.tie_word_embeddings else "lm_head")
+        logits = linear(apply_norm(self.config, x, self.norm[...]), head, backend=backend)
+        if self.shard is not None:
+            logits = self.shard.gather_logits(logits)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @property
-    def float_dtype(self) -> Any:
-        """The type of all weights, or of what is left beside int8."""
-        return float_dtype(self)
+    def float_dtype(self) -> np.dtype:
+        """Dtype of the floating-point parameters."""
+        return self.norm.dtype
 
     @property
-    def weight_dtype(self) -> Any:
-        """The type of the matrices: that of the floats, or int8."""
-        return weight_dtype(self)
+    def weight_dtype(self) -> np.dtype:
+        """Dtype of the matrices: `float_dtype` or int8."""
+        head = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+        return getattr(self, head).dtype
 
-    def _scaled(self, embeddings: jax.Array) -> jax.Array:
-        """Rows of the embedding table as the first layer takes them."""
+    def _table(self, name: str) -> Weight:
+        return get_matrix(self, name, self.float_dtype)
+
+    def _scale_embeddings(self, embeddings: jax.Array) -> jax.Array:
         factor = self.config.embedding_multiplier
         if factor == 1:
             return embeddings
@@ -259,5 +283,49 @@ class Llama(PagedModel):
         return lax.scan(body, (x, carry), (stacked, indices))[0]
 
 
-def _table(model: Llama, name: str) -> Weight:
-    return get_matrix(model, name, model.norm[...].dtype)
+def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
+    """Return causal attention over whole sequences ``[B, T, ...]``, without a cache.
+
+    Args:
+      sliding_windows: sliding window of each layer, see `LlamaConfig`.
+    """
+
+    def attend(
+        index: int | jax.Array, heads: Projection | Heads, carry: Carry
+    ) -> tuple[jax.Array, Carry]:
+        q, k, v = heads.split()
+        sliding_window = sliding_window_of(sliding_windows, index)
+        if heads.soft_cap is None and heads.sinks is None:
+            local = None if sliding_window is None else (sliding_window - 1, 0)
+            out = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
+            )
+        else:
+            out = _masked_attention(q, k, v, heads, sliding_window)
+        return out, carry
+
+    return attend
+
+
+def _masked_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, sliding_window: int | None
+) -> jax.Array:
+    """Compute attention with a soft cap or sinks, which `jax.nn` does not support."""
+    B, T, H, D = q.shape
+    K = k.shape[2]
+    scale = D**-0.5 if heads.sm_scale is None else heads.sm_scale
+    q = q.reshape(B, T, K, H // K, D) * scale
+    scores_BKGTN = jnp.einsum("btkgd,bnkd->bkgtn", q, k)
+    if heads.soft_cap is not None:
+        scores_BKGTN = heads.soft_cap * jnp.tanh(scores_BKGTN / heads.soft_cap)
+    distance_TN = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    seen_TN = distance_TN >= 0
+    if sliding_window is not None:
+        seen_TN &= distance_TN < sliding_window
+    scores_BKGTN = jnp.where(seen_TN[None, None, None], scores_BKGTN, -jnp.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores_BKGTN.shape[:-1], 1))
+        scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
+    weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
+    return jnp.einsum("bkgtn,bnkd->btkgd", weights_BKGTN, v).reshape(B, T, H, D)

@@ -1,44 +1,283 @@
-"""The gated MLP of a dense layer, or the shared one beside experts."""
+"""The MLP of a layer: dense, or a mixture of experts (MoE, arXiv 1701.06538).
+
+With experts, a router chooses k experts for each token. The choices are sorted by expert, so that
+each expert multiplies consecutive rows. Weights of experts that no token chose are not read::
+
+    tokens          0        1        2          x [N, E]
+    chosen        b   d    a   b    b   d        k = 2 of X = 4 experts
+    rows          a | b  b  b | d  d             [N k, E], sorted by expert
+    of tokens     1   0  1  2   0  2
+
+Rows of padding come last and use no expert. With tensor parallelism this also holds for rows whose
+expert is on another device.
+"""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from paged_jax.kernels.linear import Weight, grouped_linear, linear, sum_rows
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.tensor_parallel import DeviceShard
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+# Maximum number of comparisons that replace a sort. This is enough for 64 tokens with 128 experts,
+# or for 64 tokens with 16 choices each.
+_MAX_COMPARISONS = 1 << 20
+
+# Function of gates and ups, both float32 ``[..., F]``.
+GatedActivation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def add_mlp(config: LlamaConfig, matrix: Callable[..., None], to_residual: Any) -> None:
-    """Give a layer the weights of its MLP.
+class ExpertWeights(NamedTuple):
+    """The experts of a layer, or those on one device.
 
-    Args:
-      config: sizes.
-      matrix: function of a name, a shape and perhaps an initialiser, which adds a parameter.
-      to_residual: the initialiser of what projects into the residual stream.
+    Attributes:
+      gate_up_proj: floating point ``[X, 2, F, E]``.
+      down_proj: floating point ``[X, E, F]``.
+      gate_up_bias: ``[X, 2, F]`` or None.
+      down_bias: ``[X, E]`` or None.
     """
-    E, F = config.hidden_size, config.dense_intermediate_size
-    matrix("gate_up_proj", 2, F, E)
-    matrix("down_proj", E, F, init=to_residual)
+
+    gate_up_proj: Weight
+    down_proj: Weight
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
-def mlp(
-    config: LlamaConfig, apply: Callable[[str, jax.Array], jax.Array], x: jax.Array
+class Routes(NamedTuple):
+    """Experts of each token.
+
+    Attributes:
+      experts: i32 ``[N, k]``, distinct for each token; X (the number of experts) for none.
+      weights: float32 ``[N, k]``, factors of the experts' outputs.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def gated_mlp(
+    config: LlamaConfig,
+    x: jax.Array,
+    gate_up_proj: Weight,
+    down_proj: Weight,
+    backend: str | None,
 ) -> jax.Array:
-    """Run the MLP on ``x [..., E]``: float32 ``[..., E]``.
+    """Run a dense MLP.
 
     Args:
-      config: sizes and switches.
-      apply: function of a parameter's name and what it is applied to.
-      x: float32 ``[..., E]``, normed.
+      config: has the activation.
+      x: float32 ``[..., E]``, normalised.
+      gate_up_proj: ``[2, F, E]``.
+      down_proj: ``[E, F]``.
+      backend: backend of the matrix multiplications, see `linear`.
+
+    Returns:
+      float32 ``[..., E]``.
     """
-    hidden = apply("gate_up_proj", x)
+    hidden = linear(x, gate_up_proj, backend=backend)
     gate, up = hidden[..., 0, :], hidden[..., 1, :]
-    out = apply("down_proj", ACTIVATIONS[config.hidden_act](gate) * up)
-    return out * jax.nn.sigmoid(apply("shared_expert_gate", x)) if config.num_experts else out
+    return linear(ACTIVATIONS[config.hidden_act](gate) * up, down_proj, backend=backend)
+
+
+def routed_experts(
+    config: LlamaConfig,
+    x: jax.Array,
+    logits: jax.Array,
+    weights: ExpertWeights,
+    *,
+    is_token: jax.Array | None,
+    shard: DeviceShard | None,
+    backend: str | None,
+) -> jax.Array:
+    """Run the experts that the router chose for each token.
+
+    Args:
+      config: configuration of the layer.
+      x: float32 ``[..., E]``, normalised.
+      logits: float32 ``[..., X]``, output of the router.
+      weights: the experts on this device.
+      is_token: bool ``[...]``, False for padding rows, whose output is 0; None for no padding.
+      shard: this device's share of the model, or None.
+      backend: see `grouped_linear`.
+
+    Returns:
+      float32 ``[..., E]``. With a shard, the sum over the devices is the output.
+    """
+    num_local = weights.down_proj.values.shape[0]
+    routes = route(
+        logits.reshape(-1, logits.shape[-1]),
+        config.num_experts_per_tok,
+        renormalise=config.norm_topk_prob,
+        is_token=None if is_token is None else is_token.reshape(-1),
+        local_experts=None if shard is None else (shard.index * num_local, num_local),
+    )
+    rows, activation = x.reshape(-1, x.shape[-1]), _gated_activation(config)
+    out = apply_experts(rows, routes, weights, activation=activation, backend=backend)
+    return out.reshape(x.shape)
+
+
+def _gated_activation(config: LlamaConfig) -> GatedActivation:
+    if config.swiglu_limit is None:
+        return lambda gate, up: ACTIVATIONS[config.hidden_act](gate) * up
+    return functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
+    """Compute the activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``.
+
+    Args:
+      gate: floating point, clamped to at most `limit`.
+      up: floating point, clamped to ``[-limit, limit]``.
+      alpha: factor inside the sigmoid.
+      limit: bound of the inputs.
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def route(
+    logits: jax.Array,
+    num_chosen: int,
+    *,
+    renormalise: bool,
+    is_token: jax.Array | None = None,
+    local_experts: tuple[jax.Array | int, int] | None = None,
+) -> Routes:
+    """Choose the experts with the largest logits. Ties go to the lower index.
+
+    For few tokens, every expert is compared with all others to count its rank. XLA can fuse this
+    with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
+
+    Args:
+      logits: float32 ``[N, X]``.
+      num_chosen: number of experts per token (k).
+      renormalise: whether the weights are a softmax over the chosen experts, or over all.
+      is_token: bool ``[N]``, False for padding rows, which use no expert; None for no padding.
+      local_experts: index of the first expert on this device and their number, or None for all.
+        Experts are then counted from the first one, and others are replaced by none.
+
+    Example:
+      >>> routes = route(jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]])), 2, renormalise=False)
+      >>> routes.experts.tolist(), routes.weights.round(3).tolist()
+      ([[1, 2]], [[0.4000000059604645, 0.30000001192092896]])
+    """
+    N, X = logits.shape
+    first, num_local = (0, X) if local_experts is None else local_experts
+    index = jnp.arange(X, dtype=jnp.int32)
+    numbers = index - first
+    numbers = jnp.where((numbers >= 0) & (numbers < num_local), numbers, num_local)[None]
+    if is_token is not None:
+        numbers = jnp.where(is_token[:, None], numbers, num_local)
+
+    if N * X * X <= _MAX_COMPARISONS:
+        this, other = logits[:, :, None], logits[:, None]
+        is_before = (other > this) | ((other == this) & (index[None] < index[:, None])[None])
+        ranks = jnp.sum(is_before, axis=2, dtype=jnp.int32)
+        is_choice = ranks[:, None] == jnp.arange(num_chosen, dtype=jnp.int32)[None, :, None]
+        experts = jnp.sum(jnp.where(is_choice, numbers[:, None], 0), axis=2)
+        top = jnp.sum(jnp.where(is_choice, logits[:, None], 0), axis=2)
+    else:
+        top, choices = lax.top_k(logits, num_chosen)
+        experts = jnp.take_along_axis(jnp.broadcast_to(numbers, (N, X)), choices, axis=1)
+
+    shifted = jnp.exp(top - top[:, :1])
+    if renormalise:
+        total = _sum_in_order(shifted[..., None])
+    else:
+        total = sum_rows(jnp.exp(logits - top[:, :1]))
+    return Routes(experts, shifted / total)
+
+
+def apply_experts(
+    x: jax.Array,
+    routes: Routes,
+    weights: ExpertWeights,
+    *,
+    activation: GatedActivation,
+    backend: str | None = None,
+) -> jax.Array:
+    """Compute the weighted sum of the chosen experts' outputs for each token.
+
+    Args:
+      x: float32 ``[N, E]``.
+      routes: result of `route`.
+      weights: X experts.
+      activation: function of gates and ups.
+      backend: see `grouped_linear`.
+
+    Returns:
+      float32 ``[N, E]``, 0 for tokens without an expert here. Such tokens cost nothing.
+    """
+    k = routes.experts.shape[1]
+    X = weights.gate_up_proj.values.shape[0]
+    order, places = sort_by_expert(routes.experts)
+    numbers = jnp.arange(X, dtype=jnp.int32)[:, None, None]
+    sizes = jnp.sum(routes.experts[None] == numbers, axis=(1, 2), dtype=jnp.int32)
+    expert = jnp.minimum(routes.experts.reshape(-1)[order], X - 1)
+
+    def project(rows: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
+        out = _grouped_linear(rows, w, sizes, backend)
+        return out if bias is None else out + bias[expert].astype(jnp.float32)
+
+    hidden = project(x[order // k], weights.gate_up_proj, weights.gate_up_bias)
+    hidden = activation(hidden[:, 0], hidden[:, 1])
+    out = project(hidden, weights.down_proj, weights.down_bias)
+    of_tokens = jnp.where((routes.experts < X)[..., None], out[places], 0)
+    return _sum_in_order(of_tokens * routes.weights[..., None])
+
+
+def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the order that sorts choices by expert, and its inverse. The order is stable.
+
+    Few choices are sorted by comparing all pairs. On a GPU these are two kernel launches instead of
+    five.
+
+    Args:
+      experts: i32 ``[N, k]``.
+
+    Returns:
+      The flat indices of the choices in sorted order, i32 ``[N k]``, and the place of each choice
+      in this order, i32 ``[N, k]``.
+
+    Example:
+      >>> [array.tolist() for array in sort_by_expert(jnp.array([[3, 0], [1, 3], [0, 1]]))]
+      [[1, 4, 2, 5, 0, 3], [[4, 0], [2, 5], [1, 3]]]
+    """
+    index, flat = jnp.arange(experts.size, dtype=jnp.int32), experts.reshape(-1)
+    if experts.size**2 > _MAX_COMPARISONS:
+        order = jnp.argsort(flat)
+        return order, jnp.zeros_like(index).at[order].set(index).reshape(experts.shape)
+    this, other = flat[:, None], flat[None]
+    # With `where`, XLA fuses condition and sum into one GPU kernel. With `|` it makes two.
+    is_before = jnp.where(index[None] < index[:, None], other <= this, other < this)
+    places = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(places[None] == index[:, None], index[None], 0), axis=1)
+    return order, places.reshape(experts.shape)
+
+
+def _sum_in_order(x: jax.Array) -> jax.Array:
+    """Sum over the second dimension, in an order that does not depend on the first."""
+    return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))
+
+
+def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | None) -> jax.Array:
+    """Multiply rows ``[R, in]``, sorted by expert, by ``[X, *out, in]``, to ``[R, *out]``."""
+    X, *out, num_inputs = w.values.shape
+    stack = None
+    if w.stack is not None:
+        values = w.stack.values
+        layer = jnp.asarray(w.stack.layer, jnp.int32)
+        stack = values.reshape(values.shape[0], X, -1, num_inputs), layer
+    y = grouped_linear(x, w.values.reshape(X, -1, num_inputs), sizes, stack=stack, backend=backend)
+    return y.reshape(x.shape[0], *out)

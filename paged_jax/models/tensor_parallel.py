@@ -1,8 +1,15 @@
-"""How a model is divided over the devices of a mesh: where its weights go, what each computes."""
+"""Tensor parallelism: how a model is divided over the devices of a mesh.
+
+A model is divided over its heads, its intermediate features or experts, and its vocabulary
+(Megatron-LM, arXiv 1909.08053). Each device runs a narrower model with the config of
+`shard_config`, within `jax.shard_map`. The hidden states are the same on all devices. If there are
+fewer KV heads than devices, several devices hold the keys and values of the same head, see
+`widen_config`.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +18,17 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from paged_jax.arguments import check_positive
+from paged_jax.kernels.linear import Weight
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
-from paged_jax.models.part import Part
-from paged_jax.models.shards import shard_config, widen_config
-from paged_jax.models.weight import weight_dtype
+from paged_jax.models.matrices import look_up
 
-# The axis of the devices, in meshes of our own.
+# Name of the mesh axis of the devices.
 AXIS = "tp"
 
-# Of each parameter the dimension that is divided, counted from the last one, so that it does not
-# matter whether layers are stacked. All others are whole on each device, as are norms of single
-# heads.
+# Divided dimension of each parameter, counted from the last one, so that it does not depend on
+# whether the layers are stacked. All other parameters are whole on each device, and so are norms of
+# single heads.
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_proj_scale": 3,
@@ -43,38 +49,158 @@ _DIVIDED = {
     "lm_head": 2,
     "lm_head_scale": 1,
 }
-# Of those that are divided by KV heads, how many rows each device with the head has, of the next
-# dimension: the key and the value, or all (None). The others, its queries, are divided further.
+# For parameters that are divided by KV heads: the number of rows of the next dimension that every
+# device with this head holds, which are the key and the value; None for all rows. The other rows,
+# the queries of the head, are divided further.
 _OF_HEADS = {"qkv_proj": 2, "qkv_proj_scale": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_scale", "lm_head", "lm_head_scale")
+
+Convert = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceShard:
+    """One device's share of a model, with the collectives that combine the shares.
+
+    A layer needs two sums over the devices, one after each projection into the residual stream, or
+    one if attention and MLP run in parallel. The embedding needs one more sum, and the logits are
+    gathered. Norms over all heads of a token also need the mean of two numbers.
+
+    Attributes:
+      axis_name: mesh axis of the devices.
+      vocab_size: vocabulary size (V) of the whole model.
+      num_devices: number of devices on that axis.
+    """
+
+    axis_name: str
+    vocab_size: int
+    num_devices: int
+
+    @property
+    def index(self) -> jax.Array:
+        """Index of this device, i32 ``[]``."""
+        return lax.axis_index(self.axis_name)
+
+    def all_reduce_sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum over all devices."""
+        return lax.psum(x, self.axis_name)
+
+    def all_reduce_mean(self, x: jax.Array) -> jax.Array:
+        """Return the mean over all devices."""
+        return lax.pmean(x, self.axis_name)
+
+    def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
+        """Look up embeddings as `matrices.look_up`, in this device's equal share of the rows."""
+        num_rows = jax.tree.leaves(table)[0].shape[0]
+        first = self.index * num_rows
+        rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
+        is_here = (rows >= 0) & (rows < num_rows)
+        found = look_up(table, jnp.where(is_here, rows, 0))
+        return self.all_reduce_sum(jnp.where(is_here[:, None], found, 0))
+
+    def gather_logits(self, logits: jax.Array) -> jax.Array:
+        """Return the logits ``[..., V]`` of the whole vocabulary from those of all devices."""
+        axis = logits.ndim - 1
+        return lax.all_gather(logits, self.axis_name, axis=axis, tiled=True)[..., : self.vocab_size]
+
+
+def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
+    """Return the config with at least as many KV heads as devices.
+
+    The additional heads are copies, so the model computes the same function.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2)
+      >>> [widen_config(config, n).num_key_value_heads for n in (1, 2, 4, 8)]
+      [2, 2, 4, 8]
+    """
+    num_heads = max(config.num_key_value_heads, num_devices)
+    return dataclasses.replace(config, num_key_value_heads=num_heads)
+
+
+def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaConfig:
+    """Return the config of the model that each device runs.
+
+    Args:
+      function: function name for error messages.
+      config: configuration of the whole model.
+      num_devices: number of devices (N).
+
+    Returns:
+      The config with the heads, KV heads, intermediate features and vocabulary of one device. The
+      vocabulary is padded to a multiple of N. `num_experts` does not change, because each device
+      routes among all experts.
+
+    Raises:
+      ValueError: the model cannot be divided by `num_devices`.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=510, hidden_size=64, intermediate_size=192,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2)
+      >>> shard = shard_config("plan", config, 4)
+      >>> shard.num_attention_heads, shard.num_key_value_heads, shard.intermediate_size
+      (2, 1, 48)
+      >>> shard.vocab_size
+      128
+    """
+    check_positive(function, tensor_parallel_size=num_devices)
+    _check_divides(function, config, num_devices)
+    wide = widen_config(config, num_devices)
+    return dataclasses.replace(
+        wide,
+        vocab_size=-(-wide.vocab_size // num_devices),
+        # With experts, no layer has a dense MLP of this size.
+        intermediate_size=wide.intermediate_size // (1 if config.num_experts else num_devices),
+        shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
+        num_attention_heads=wide.num_attention_heads // num_devices,
+        num_key_value_heads=wide.num_key_value_heads // num_devices,
+    )
+
+
+def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
+    mlp = ("num_experts", "shared_expert_intermediate_size")
+    mlp = mlp if config.num_experts else ("intermediate_size",)
+    for name in ("num_attention_heads", *mlp):
+        if getattr(config, name) % num_devices:
+            raise ValueError(
+                f"{function}: tensor_parallel_size must divide the model's {name} of "
+                f"{getattr(config, name)}, got {num_devices}."
+            )
+    num_heads = config.num_key_value_heads
+    if num_heads % num_devices and num_devices % num_heads:
+        raise ValueError(
+            f"{function}: tensor_parallel_size must divide the model's num_key_value_heads of "
+            f"{num_heads} or be a multiple of it, got {num_devices}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """A model of a configuration, divided over the devices of a mesh.
+    """Placement of a model's parameters on the devices of a mesh.
 
-    Parameters lie in one of two ways. As the model has them, `placement` divides them, and so they
-    are loaded. As programs read them, see `lay_out`: the same arrays, unless there are fewer KV
-    heads than devices, whose keys and values are then repeated, or the vocabulary is no multiple of
-    the devices, which is then padded. Such parameters lie in both ways while they are brought from
-    one to the other, as when an engine is made or gets new weights.
+    Parameters have two layouts. In the model layout they have the shapes of the whole model, and
+    are loaded in this way. In the program layout they are passed to programs. Both are the same
+    arrays, unless keys and values must be copied (fewer KV heads than devices) or the vocabulary
+    must be padded (no multiple of the devices). Such parameters exist twice while they are
+    converted, for example when an engine starts or receives new weights.
 
     Attributes:
-      mesh: the devices, along the one axis `AXIS`.
-      config: the configuration of the whole model.
+      mesh: mesh of the devices, with the single axis `AXIS`.
+      config: configuration of the whole model.
     """
 
     mesh: Mesh
     config: LlamaConfig
 
     @classmethod
-    def over(cls, function: str, mesh: Mesh, config: LlamaConfig) -> "TensorParallel":
-        """Divide a model over all devices of a mesh, whatever its axes.
+    def create(cls, function: str, mesh: Mesh, config: LlamaConfig) -> "TensorParallel":
+        """Divide a model over all devices of a mesh with any axes.
 
         Args:
-          function: the name that an error begins with.
+          function: function name for error messages.
           mesh: the devices.
-          config: the configuration of the model.
+          config: configuration of the model.
 
         Raises:
           ValueError: the model cannot be divided by the number of devices.
@@ -85,83 +211,73 @@ class TensorParallel:
 
     @property
     def num_devices(self) -> int:
-        """N, devices that compute the model together."""
+        """Number of devices (N)."""
         return self.mesh.size
 
     @functools.cached_property
-    def shard(self) -> LlamaConfig:
-        """The configuration of what one device computes."""
+    def device_config(self) -> LlamaConfig:
+        """Configuration of the model that each device runs."""
         return shard_config("TensorParallel", self.config, self.num_devices)
 
     @functools.cached_property
-    def wide(self) -> LlamaConfig:
-        """The configuration with as many KV heads as devices, at least."""
+    def wide_config(self) -> LlamaConfig:
+        """Configuration with at least as many KV heads as devices."""
         return widen_config(self.config, self.num_devices)
 
-    def model_of_part(self, model: Llama) -> Llama:
-        """The model, without weights, that each device runs on its part of them."""
-        return nnx.eval_shape(
-            lambda: Llama(
-                self.shard,
-                dtype=weight_dtype(model),
-                scan_layers=model.scan_layers,
-                part=Part(AXIS, self.config.vocab_size, self.num_devices),
-                rngs=nnx.Rngs(0),
-            )
-        )
+    @property
+    def shard(self) -> DeviceShard:
+        """Share of each device."""
+        return DeviceShard(AXIS, self.config.vocab_size, self.num_devices)
 
-    # Parameters as the model has them
-
-    def placement(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a parameter goes, as the model has it.
+    def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding of a parameter in the model layout.
 
         Args:
-          name: its name, such as ``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` when stacked.
-          shape: its shape.
+          name: name of the parameter, such as ``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if
+            the layers are stacked.
+          shape: shape of the parameter.
         """
         kind, rank = _kind(name), len(shape)
         if self._is_copied(kind):
             spec = _divide(rank, rank - _DIVIDED[kind], "heads")
             return NamedSharding(self._mesh_of_heads, spec)
         if kind in _OF_VOCABULARY and self._num_padding:
-            # No dimension but this one may be divided as it is, and that only for a while.
+            # The vocabulary cannot be divided before it is padded, so divide another dimension.
             if rank == 1 or shape[-1] % self.num_devices:
                 return NamedSharding(self.mesh, PartitionSpec())
             return NamedSharding(self.mesh, _divide(rank, rank - 1, AXIS))
-        return NamedSharding(self.mesh, self.spec(name, rank))
+        return NamedSharding(self.mesh, self.program_spec(name, rank))
 
-    # Parameters as programs read them
-
-    def spec(self, name: str, rank: int) -> PartitionSpec:
-        """Which dimension of a parameter is divided, as programs read it."""
+    def program_spec(self, name: str, rank: int) -> PartitionSpec:
+        """Return the partition of a parameter in the program layout."""
         kind = _kind(name)
         if not self._is_divided(kind):
             return PartitionSpec()
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
 
-    def lay_out(self, name: str, x: jax.Array) -> jax.Array:
-        """A parameter as programs read it, from one as the model has it, wherever that lies."""
+    def to_program_layout(self, name: str, x: jax.Array) -> jax.Array:
+        """Convert a parameter from the model layout, with any sharding, to the program layout."""
         kind = _kind(name)
-        place = self.placement(name, x.shape)
-        if x.sharding != place:  # else it may be donated later, which another array of it is not
-            x = jax.device_put(x, place)
+        sharding = self.model_sharding(name, x.shape)
+        if x.sharding != sharding:  # an alias made by device_put could not be donated later
+            x = jax.device_put(x, sharding)
         if self._is_copied(kind):
             axis = x.ndim - _DIVIDED[kind]
             wide = _widener(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
-            return jax.device_put(wide, NamedSharding(self.mesh, self.spec(name, x.ndim)))
+            return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.ndim)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
         return x
 
-    def restore(self, name: str, x: jax.Array) -> jax.Array:
-        """A parameter as the model has it, from one of `lay_out`."""
+    def to_model_layout(self, name: str, x: jax.Array) -> jax.Array:
+        """Convert a parameter from the program layout to the model layout."""
         kind = _kind(name)
         if self._is_copied(kind):
             axis = x.ndim - _DIVIDED[kind]
             return _narrower(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
         if kind in _OF_VOCABULARY and self._num_padding:
             shape = (self.config.vocab_size, *x.shape[1:])
-            return _cutter(self.placement(name, shape), self.config.vocab_size)(x)
+            return _cutter(self.model_sharding(name, shape), self.config.vocab_size)(x)
         return x
 
     def _is_divided(self, kind: str) -> bool:
@@ -173,23 +289,23 @@ class TensorParallel:
 
     @property
     def _num_copies(self) -> int:
-        """Devices that have the same KV head."""
-        return self.wide.num_key_value_heads // self.config.num_key_value_heads
+        """Number of devices that hold the same KV head."""
+        return self.wide_config.num_key_value_heads // self.config.num_key_value_heads
 
     @property
     def _num_padding(self) -> int:
-        """Rows that the vocabulary gets, so that it can be divided."""
+        """Number of rows that pad the vocabulary."""
         return -self.config.vocab_size % self.num_devices
 
     @property
     def _mesh_of_heads(self) -> Mesh:
-        """The same devices: those with the same KV head lie along the second axis."""
+        """Mesh of the same devices, whose second axis holds those with the same KV head."""
         devices = np.asarray(self.mesh.devices).reshape(-1, self._num_copies)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
 
-def parameter_names(state: Any) -> list[str]:
-    """The names of the leaves of an ``nnx.state``, in their order, such as ``layers.0.o_proj``."""
+def parameter_names(state: nnx.State) -> list[str]:
+    """Return the names of the leaves of an ``nnx.state`` in order, such as ``layers.0.o_proj``."""
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     return [
         ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
@@ -205,14 +321,15 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
     return PartitionSpec(*(name if i == axis else None for i in range(rank)))
 
 
-# Each of these is one program a shape.
+# Each of the following conversions is one compiled program per shape.
 
 
 @functools.lru_cache
-def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Any:
-    """From ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``: K and V to each copy.
+def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
+    """Return a program from ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
 
-    Nothing is sent: a device has its KV head with all queries of that, and keeps its own.
+    Keys and values are kept by each copy of the head, the queries are divided. No device sends
+    anything, because each already holds the whole head.
     """
 
     def widen(x: jax.Array) -> jax.Array:
@@ -229,8 +346,8 @@ def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Any:
 
 
 @functools.lru_cache
-def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Any:
-    """The inverse of `_widener`."""
+def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
+    """Return the inverse of `_widener`."""
 
     def narrow(x: jax.Array) -> jax.Array:
         if num_kept is None:
@@ -246,7 +363,7 @@ def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Any:
 
 
 def _split(x: jax.Array, axis: int, num_kept: int | None) -> list[jax.Array]:
-    """The queries of a head, and what each device with that head has."""
+    """Split a head into its queries and the rows that each copy keeps."""
     num_queries = 0 if num_kept is None else x.shape[axis] - num_kept
     return jnp.split(x, [num_queries], axis)
 
@@ -257,7 +374,7 @@ def _specs_of_heads(axis: int) -> tuple[PartitionSpec, PartitionSpec]:
 
 
 @functools.lru_cache
-def _padder(mesh: Mesh, num_padding: int) -> Any:
+def _padder(mesh: Mesh, num_padding: int) -> Convert:
     return jax.jit(
         lambda x: jnp.pad(x, ((0, num_padding), *[(0, 0)] * (x.ndim - 1))),
         out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)),
@@ -265,5 +382,5 @@ def _padder(mesh: Mesh, num_padding: int) -> Any:
 
 
 @functools.lru_cache
-def _cutter(placement: NamedSharding, vocab_size: int) -> Any:
-    return jax.jit(lambda x: x[:vocab_size], out_shardings=placement)
+def _cutter(sharding: NamedSharding, vocab_size: int) -> Convert:
+    return jax.jit(lambda x: x[:vocab_size], out_shardings=sharding)

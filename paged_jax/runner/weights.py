@@ -81,12 +81,12 @@ class Weights:
             arrays = jax.device_put(arrays, places)
         else:
             assert isinstance(model, Llama), "other models are not divided"
-            self.config = parallel.wide
-            self.graphdef = nnx.graphdef(parallel.model_of_part(model))
+            self.config = parallel.wide_config
+            self.graphdef = nnx.graphdef(model.make_shard(parallel))
             named = list(zip(self._names, arrays, strict=True))
-            specs = tuple(parallel.spec(name, x.ndim) for name, x in named)
+            specs = tuple(parallel.program_spec(name, x.ndim) for name, x in named)
             self.division = Division(parallel.mesh, specs, check_replicas)
-            places = [parallel.placement(name, x.shape) for name, x in named]
+            places = [parallel.model_sharding(name, x.shape) for name, x in named]
         self.layout = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(arrays, places, strict=True)

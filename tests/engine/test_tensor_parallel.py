@@ -103,7 +103,7 @@ import sys
 import numpy as np
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.beams import BeamSearchParams
-from paged_jax.models.loading import save_checkpoint
+from paged_jax.models.loading.orbax import save_checkpoint
 from tests.support.tensor_parallel import SIZES
 
 folder, checkpoint = sys.argv[1:]
@@ -183,7 +183,7 @@ for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, 
 _WEIGHTS = """
 from flax import nnx
 from paged_jax import Engine
-from paged_jax.models.weight import quantise
+from paged_jax.models.matrices import quantise
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
 first, second = make_model(), make_model(seed=5)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.models import embedding
+from paged_jax.models import matrices
 
 
-@pytest.mark.parametrize("form", [embedding._take_bits, embedding._take_from_lanes])
+@pytest.mark.parametrize("form", [matrices._take_bits, matrices._take_from_lanes])
 def test_each_form_of_look_up_takes_the_rows_themselves(form) -> None:
     """Of a table of which the last registers' rows are fewer than a TPU has lanes. No other row,
     though read, is in the result."""
@@ -27,7 +27,7 @@ def test_look_up_on_tpu_reads_registers_of_few_rows_and_gathers_many() -> None:
 
     def primitives(num_rows: int) -> str:
         ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
-        return str(jax.make_jaxpr(embedding._take_from_lanes)(table, ids))
+        return str(jax.make_jaxpr(matrices._take_from_lanes)(table, ids))
 
     assert "dynamic_slice" in primitives(7) and " gather" not in primitives(7)
     assert " gather" in primitives(8)

@@ -16,16 +16,16 @@ from safetensors.numpy import load_file, save_file
 from paged_jax.cache import paged_cache
 from paged_jax.kernels import grouped_linear
 from paged_jax.kernels.linear import Weight
-from paged_jax.models import experts
+from paged_jax.models import mlp
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.experts import (
+from paged_jax.models.llama import Llama
+from paged_jax.models.mlp import (
     ExpertWeights,
     Routes,
     apply_experts,
     clamped_swiglu,
     route,
 )
-from paged_jax.models.llama import Llama
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.random_model import random_llama
@@ -169,7 +169,13 @@ def test_apply_experts_of_several_devices_add_up() -> None:
     switches = {"renormalise": False, "activation": silu_product}
     want = run(x, logits, arrays, **switches)
     parts = [
-        run(x, logits, {k: a[i : i + 2] for k, a in arrays.items()}, here=(i, 2), **switches)
+        run(
+            x,
+            logits,
+            {k: a[i : i + 2] for k, a in arrays.items()},
+            local_experts=(i, 2),
+            **switches,
+        )
         for i in range(0, X, 2)
     ]
     np.testing.assert_allclose(sum(parts), want, rtol=1e-5, atol=1e-5)
@@ -191,7 +197,7 @@ sorts = pytest.mark.parametrize("most_comparisons", [0, 1 << 20], ids=["sorted",
 def test_route_chooses_the_largest_and_the_first_of_equal_ones(
     monkeypatch, most_comparisons
 ) -> None:
-    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
+    monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf], [3.0, 0, 1, 3]])
     routes = route(logits, 2, renormalise=True)
     assert isinstance(routes, Routes)
@@ -199,16 +205,16 @@ def test_route_chooses_the_largest_and_the_first_of_equal_ones(
     np.testing.assert_allclose(routes.weights[0], [0.5, 0.5])
     np.testing.assert_allclose(routes.weights.sum(-1), 1, rtol=1e-6)
     is_token = jnp.array([True, False, True])
-    routes = route(logits, 2, renormalise=True, is_token=is_token, here=(2, 2))
+    routes = route(logits, 2, renormalise=True, is_token=is_token, local_experts=(2, 2))
     # Experts 2 and 3 are here, and the second row is no token.
     assert routes.experts.tolist() == [[2, 0], [2, 2], [2, 1]]
 
 
 @sorts
 def test_sort_rows_is_stable(monkeypatch, most_comparisons) -> None:
-    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
+    monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
     chosen = np.random.default_rng(0).integers(0, 5, (13, 3)).astype(np.int32)
-    order, places = experts.sort_rows(jnp.asarray(chosen))
+    order, places = mlp.sort_by_expert(jnp.asarray(chosen))
     np.testing.assert_array_equal(order, np.argsort(chosen.ravel(), kind="stable"))
     np.testing.assert_array_equal(np.asarray(order)[places].ravel(), np.arange(chosen.size))
 
@@ -233,7 +239,7 @@ def test_a_model_with_experts_decodes_as_its_plain_forward(
         jax.debug.callback(lambda sizes: rows.append(int(sizes.sum())), group_sizes)
         return grouped_linear(x, w, group_sizes, **options)
 
-    monkeypatch.setattr(experts, "grouped_linear", counted)
+    monkeypatch.setattr(mlp, "grouped_linear", counted)
     config = switched(**switches)
     model = random_llama(config, scan_layers=scan_layers)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)

@@ -18,9 +18,9 @@ from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.embedding import take_rows
-from paged_jax.models.llama import Llama, _table
+from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import save_weights
+from paged_jax.models.matrices import look_up_differentiably
 from paged_jax.runner import runner
 from tests.support import families
 from tests.support.families import CASES, VARIANTS, VOCAB_SIZE
@@ -193,7 +193,9 @@ def test_bfloat16_weights_of_transformers_are_read(tmp_path) -> None:
     families.reference(case).bfloat16().save_pretrained(tmp_path)
     model = Llama.from_pretrained(tmp_path)
     assert model.config.dtype == "bfloat16"
-    rows = model._scaled(take_rows(_table(model, "embed_tokens"), jnp.asarray(TOKENS)))
+    rows = model._scale_embeddings(
+        look_up_differentiably(model._table("embed_tokens"), jnp.asarray(TOKENS))
+    )
     theirs = families.load(tmp_path, dtype="bfloat16")
     expected = families.embeddings(theirs, TOKENS)
     np.testing.assert_array_equal(rows.astype(jnp.bfloat16).astype(jnp.float32), expected)

@@ -352,7 +352,8 @@ def test_load_weights_places_each_part_on_its_device(folder):
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from paged_jax.models.config import LlamaConfig
         from paged_jax.models.llama import Llama
-        from paged_jax.models.loading import load_weights, named_parameters
+        from paged_jax.models.loading.huggingface import load_weights
+        from paged_jax.models.loading.parameters import named_parameters
 
         folder = sys.argv[1]
         config = LlamaConfig.from_file(folder)

@@ -18,7 +18,7 @@ from paged_jax.models.loading import huggingface
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_parameters
-from paged_jax.models.weight import SCALE, float_dtype, quantise, weight_dtype
+from paged_jax.models.matrices import SCALE, quantise
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES
@@ -80,7 +80,7 @@ def test_int8_weights_are_those_of_floats_rounded_as_they_are_loaded(
     floats, folder = saved
     monkeypatch.setattr(huggingface, "_READ_ELEMENTS", 100)
     model = load_weights(Llama, folder, floats.config, dtype="int8", scan_layers=scan_layers)
-    assert (float_dtype(model), weight_dtype(model)) == (jnp.dtype(floats.config.dtype), jnp.int8)
+    assert (model.float_dtype, model.weight_dtype) == (jnp.dtype(floats.config.dtype), jnp.int8)
     assert model.config == floats.config
     wide = load_weights(Llama, folder, floats.config, scan_layers=scan_layers)
     expected = parameters(wide)
@@ -174,7 +174,7 @@ def test_tokens_of_int8_weights_do_not_depend_on_the_batch(tiny_folder) -> None:
     alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
     assert together == alone and len({len(set(x)) for x in together}) > 1
     new = llm.load_params(tiny_folder)
-    assert weight_dtype(new) == jnp.int8
+    assert new.weight_dtype == jnp.int8
     llm.update_params(new)
     assert [x.outputs[0].token_ids for x in llm.generate(prompts, params)] == together
 
@@ -187,7 +187,8 @@ def test_load_weights_places_parts_of_int8_on_their_devices(tiny_folder) -> None
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from paged_jax.models.config import LlamaConfig
         from paged_jax.models.llama import Llama
-        from paged_jax.models.loading import load_weights, named_parameters
+        from paged_jax.models.loading.huggingface import load_weights
+        from paged_jax.models.loading.parameters import named_parameters
 
         folder = sys.argv[1]
         config = LlamaConfig.from_file(folder)

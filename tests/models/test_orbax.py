@@ -134,7 +134,7 @@ def test_load_checkpoint_refuses_a_damaged_checkpoint(tmp_path):
     program = """
         import sys
         from paged_jax import Llama
-        from paged_jax.models.loading import WeightsError
+        from paged_jax.models.loading.parameters import WeightsError
         try:
             Llama.from_pretrained(sys.argv[1])
         except WeightsError as error:
@@ -162,7 +162,8 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
         import jax, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from paged_jax import Llama
-        from paged_jax.models.loading import named_parameters, save_checkpoint
+        from paged_jax.models.loading.orbax import save_checkpoint
+        from paged_jax.models.loading.parameters import named_parameters
 
         mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from paged_jax.models.shards import shard_config, widen_config
+from paged_jax.models.tensor_parallel import shard_config, widen_config
 from tests.support.decode_step import LLAMA_3_8B
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from paged_jax.models.layer import Heads, causal_attention
+from paged_jax.models.layer import Heads
+from paged_jax.models.llama import causal_attention
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
 from tests.support.covering import all_pairs
 from tests.support.tensor_parallel import CONFIG, make_model
@@ -32,16 +33,16 @@ def logits(model, tokens):
 
 def divided_logits(model, num_devices):
     mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    parallel = TensorParallel.over("test", mesh, model.config)
+    parallel = TensorParallel.create("test", mesh, model.config)
     state = nnx.state(model)
     arrays, treedef = jax.tree.flatten(state)
     names = parameter_names(state)
-    laid_out = [parallel.lay_out(name, x) for name, x in zip(names, arrays)]
+    laid_out = [parallel.to_program_layout(name, x) for name, x in zip(names, arrays)]
     for name, x, y in zip(names, arrays, laid_out):
-        same = parallel.restore(name, y)
+        same = parallel.to_model_layout(name, y)
         assert same.shape == x.shape and (same == x).all(), name
-    specs = [parallel.spec(name, x.ndim) for name, x in zip(names, arrays)]
-    graphdef = nnx.graphdef(parallel.model_of_part(model))
+    specs = [parallel.program_spec(name, x.ndim) for name, x in zip(names, arrays)]
+    graphdef = nnx.graphdef(model.make_shard(parallel))
     run = lambda arrays: logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays)), TOKENS)
     run = jax.jit(jax.shard_map(run, mesh=parallel.mesh, in_specs=(specs,),
                                 out_specs=PartitionSpec(), check_vma=False))
@@ -96,11 +97,11 @@ model = make_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_hea
                    qk_norm=True, qk_norm_scope="projection")
 same, _ = divided_logits(model, 2)
 np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5)
-parallel = TensorParallel.over("test", jax.make_mesh((2,), ("x",)), model.config)
+parallel = TensorParallel.create("test", jax.make_mesh((2,), ("x",)), model.config)
 state = nnx.state(model)
 arrays, treedef = jax.tree.flatten(state)
 names = parameter_names(state)
-laid_out = [parallel.lay_out(name, x) for name, x in zip(names, arrays)]
+laid_out = [parallel.to_program_layout(name, x) for name, x in zip(names, arrays)]
 device_1 = parallel.mesh.devices.flat[1]
 checked = set()
 for name, x, y in zip(names, arrays, laid_out):

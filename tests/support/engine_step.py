@@ -14,8 +14,7 @@ from paged_jax import Llama
 from paged_jax.engine.memory_plan import MemoryPlan
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
-from paged_jax.models.shards import widen_config
-from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
+from paged_jax.models.tensor_parallel import TensorParallel, parameter_names, widen_config
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.placement import Division
 from paged_jax.runner.programs import Call, Structure, list_programs
@@ -100,7 +99,7 @@ class EngineStep:
             structure = Structure(graphdef, treedef, False, None, platform=options)
             places = place, place, place
         else:
-            parallel = TensorParallel.over(
+            parallel = TensorParallel.create(
                 "EngineStep", Mesh(np.asarray(devices), "x"), self.config
             )
             weights, structure = self._divided(parallel, options)
@@ -165,12 +164,14 @@ class EngineStep:
 
     def _divided(self, parallel: TensorParallel, platform: str) -> tuple[list[Any], Structure]:
         """The weights of all devices together as programs read them, and the structure of those."""
-        padded = parallel.shard.vocab_size * self.num_devices
-        whole = self._model(dataclasses.replace(parallel.wide, vocab_size=padded))
+        padded = parallel.device_config.vocab_size * self.num_devices
+        whole = self._model(dataclasses.replace(parallel.wide_config, vocab_size=padded))
         weights, treedef, _ = _split(whole)
         names = parameter_names(nnx.state(whole))
-        specs = tuple(parallel.spec(name, x.ndim) for name, x in zip(names, weights, strict=True))
-        graphdef = nnx.graphdef(parallel.model_of_part(self._model(self.config)))
+        specs = tuple(
+            parallel.program_spec(name, x.ndim) for name, x in zip(names, weights, strict=True)
+        )
+        graphdef = nnx.graphdef(self._model(self.config).make_shard(parallel))
         division = Division(parallel.mesh, specs)
         return weights, Structure(graphdef, treedef, False, None, division, platform)
 

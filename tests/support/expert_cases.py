@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.triton.tuning import Device
-from paged_jax.models.experts import ExpertWeights, apply_experts, route
+from paged_jax.models.mlp import ExpertWeights, apply_experts, route
 from tests.support.kernel_cases import H200, lower
 
 

@@ -40,8 +40,8 @@ from paged_jax.models.loading.tensor_map import (
     map_parameter,
     map_to_available,
 )
+from paged_jax.models.matrices import SCALE, quantise
 from paged_jax.models.model_folder import find_adapters
-from paged_jax.models.weight import SCALE, quantise
 
 # Elements per read: 8 or 16 MB, small beside a model but large beside the cost of opening a file.
 _READ_ELEMENTS = 1 << 22

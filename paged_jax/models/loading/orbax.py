@@ -26,7 +26,7 @@ from paged_jax.models.loading.parameters import (
     named_parameters,
     resolve_dtype,
 )
-from paged_jax.models.weight import SCALE, quantise
+from paged_jax.models.matrices import SCALE, quantise
 
 _WEIGHTS = "weights"
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.weight import float_type
+from paged_jax.models.matrices import float_type
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
 

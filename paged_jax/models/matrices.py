@@ -1,0 +1,153 @@
+"""Weight matrices of a model: floating point or int8 parameters, and embedding lookup.
+
+An int8 matrix is two parameters: int8 values, such as ``qkv_proj``, and ``qkv_proj_scale``, one
+float32 scale per row. An element is ``value * scale``. The largest value of a row is 127, so the
+rounding error is at most half a scale. Only weights are quantised, activations are not.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+
+from paged_jax.kernels.linear import Stack, Weight
+from paged_jax.models.config import LlamaConfig
+
+SCALE = "_scale"  # suffix of the parameter with the scales of a matrix
+
+# Elements in a row of a TPU vector register.
+_TPU_LANES = 128
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+
+
+def quantise(w: Array) -> tuple[Array, Array]:
+    """Round a matrix to int8.
+
+    Args:
+      w: float32 ``[..., in]``, an array of NumPy or JAX.
+
+    Returns:
+      Values int8 ``[..., in]`` and scales float32 ``[...]``, arrays of the same library.
+
+    Example:
+      >>> values, scales = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
+      >>> values.tolist(), f"{scales[0]:.3f}"
+      ([[50, -127], [0, 0]], '0.020')
+    """
+    xp = w.__array_namespace__()
+    # Multiply by reciprocals, as XLA does on its own, so that NumPy and JAX give equal bits. The
+    # lower bound keeps the reciprocal finite.
+    scales = xp.maximum(xp.abs(w).max(-1) * np.float32(1 / 127), xp.finfo(xp.float32).tiny)
+    return xp.rint(w * (1 / scales)[..., None]).astype(xp.int8), scales
+
+
+def float_type(dtype: DTypeLike, config: LlamaConfig) -> np.dtype:
+    """Return the dtype of parameters that are never quantised, such as norms and biases."""
+    return jnp.dtype(config.dtype if jnp.dtype(dtype) == jnp.int8 else dtype)
+
+
+def add_matrix(module: nnx.Module, name: str, w: jax.Array, dtype: DTypeLike) -> None:
+    """Add a matrix to a module: the parameter `name`, and its scales if it is int8.
+
+    Args:
+      module: the module.
+      name: name of the parameter.
+      w: floating point ``[..., in]``.
+      dtype: dtype of the parameter.
+    """
+    if jnp.dtype(dtype) != jnp.int8:
+        setattr(module, name, nnx.Param(w.astype(dtype)))
+        return
+    values, scales = quantise(w.astype(jnp.float32))
+    setattr(module, name, nnx.Param(values))
+    setattr(module, name + SCALE, nnx.Param(scales))
+
+
+def get_matrix(
+    module: nnx.Module,
+    name: str,
+    dtype: DTypeLike,
+    stack: nnx.Module | None = None,
+    layer: jax.Array | int | None = None,
+) -> Weight:
+    """Return a matrix of a module.
+
+    Args:
+      module: the module.
+      name: name of the parameter.
+      dtype: floating-point dtype of the model.
+      stack: stacked modules of which `module` is a slice, or None.
+      layer: index of `module` in the stack, i32 ``[]``.
+    """
+    values, scales = _parameters(module, name)
+    if stack is None or layer is None:
+        return Weight(values, scales, None, jnp.dtype(dtype))
+    # Gradients flow through the slice only.
+    whole = Stack(*jax.lax.stop_gradient(_parameters(stack, name)), layer)
+    return Weight(values, scales, whole, jnp.dtype(dtype))
+
+
+def _parameters(module: nnx.Module, name: str) -> tuple[jax.Array, jax.Array | None]:
+    scales = getattr(module, name + SCALE, None)
+    return getattr(module, name)[...], None if scales is None else scales[...]
+
+
+def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
+    """Return the embeddings float32 ``[N, E]`` of token ids i32 ``[N]`` from a table ``[V, E]``.
+
+    No program copies the table. For steps with a cache only: a bfloat16 table gets no gradient.
+    """
+    if table.values.dtype != jnp.bfloat16:
+        return look_up_differentiably(table, token_ids)
+    forms = {"cpu": _take_bits, "tpu": _take_from_lanes, "default": _take}
+    return lax.platform_dependent(table.values, token_ids, **forms)
+
+
+def look_up_differentiably(table: Weight, token_ids: jax.Array) -> jax.Array:
+    """Return embeddings as `look_up`, for token ids of any shape and with gradients."""
+    rows = _take(table.values, token_ids)
+    return rows if table.scales is None else rows * table.scales[token_ids][..., None]
+
+
+def _take(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    return table[token_ids].astype(jnp.float32)
+
+
+def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Take rows of a bfloat16 table on CPU.
+
+    For a plain gather, XLA's CPU backend converts the whole table to float32, and the output head
+    of a tied model then reads that copy. A gather of integers avoids this, but has no gradient. On
+    TPU it would be the integers that copy the table.
+    """
+    rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
+    return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+
+
+def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Take rows of a bfloat16 table on TPU.
+
+    If E is no multiple of 128, XLA stores the table with V along the lanes, which needs less
+    padding, and copies the whole table for a gather (gpt-oss 20B on 16 v5e chips: 74 MB, jax 0.10.2
+    to 0.12.0). Instead, this reads for each token the 128 rows that share its registers, provided
+    that they are not more than the table. A layout constraint on the slice is what prevents the
+    copy. One on the table does not.
+    """
+    (V, E), (N,) = table.shape, token_ids.shape
+    if E % _TPU_LANES == 0 or N * _TPU_LANES > V:
+        return _take(table, token_ids)
+
+    def take(token_id: jax.Array) -> jax.Array:
+        start = jnp.minimum(token_id // _TPU_LANES * _TPU_LANES, V - _TPU_LANES)
+        rows = lax.dynamic_slice_in_dim(table, start, _TPU_LANES)
+        rows = with_layout_constraint(rows, Layout(major_to_minor=(1, 0))).astype(jnp.float32)
+        is_row = jnp.arange(_TPU_LANES, dtype=jnp.int32) == token_id - start
+        return jnp.sum(jnp.where(is_row[:, None], rows, 0), axis=0)
+
+    return lax.map(take, token_ids)
