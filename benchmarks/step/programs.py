@@ -302,7 +302,7 @@ def _changed(program: Program, variant: Variant) -> Program:
 
 
 # Import the module, because its package has a function with the same name.
-_ROPE_WRITE = importlib.import_module("paged_jax.kernels.triton.rope_write")
+_TRITON_WRITE = importlib.import_module("paged_jax.kernels.triton.write")
 
 
 def _rotate_then_write(args: Any, options: Any, interpret: Any) -> Any:
@@ -319,11 +319,11 @@ def _traced_with(variant: Variant) -> Iterator[None]:
             yield
             return
         dtype = jnp.dtype(variant.query_dtype)
-        for module in (rope, _ROPE_WRITE):
+        for module in (rope, _TRITON_WRITE):
             stack.enter_context(mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype))
         # Clear JAX's traces before and after, because they have another dtype.
-        _ROPE_WRITE.rope_write.clear_cache()
-        stack.callback(_ROPE_WRITE.rope_write.clear_cache)
+        _TRITON_WRITE.rope_write.clear_cache()
+        stack.callback(_TRITON_WRITE.rope_write.clear_cache)
         yield
 
 

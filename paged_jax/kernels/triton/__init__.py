@@ -32,8 +32,7 @@ from paged_jax.kernels.triton import pallas, split_kv, tiles, tuning
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import attend_to_chunks, prefill
-from paged_jax.kernels.triton.rope_write import rope_write
-from paged_jax.kernels.triton.write import copy_blocks, write
+from paged_jax.kernels.triton.write import copy_blocks, rope_write, write
 
 __all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "rope_write", "write"]
 

@@ -1,27 +1,40 @@
-"""Writing new keys and values into the pools, and copying blocks: Pallas through Triton.
+"""Kernels that change the KV pools on NVIDIA GPUs: writes of K and V, and copies of blocks.
 
-A token's K and V of one head are a row of the pool seen as ``[L * P * K * C, D]``. One program
-writes `_TILE` numbers of K and as many of V, a few rows of each, in one launch for both::
+A pool is seen as rows, ``[L * P * K * C, D]``: one row per token and KV head.
 
-    k, v [N * K, D]              pools [L * P * K * C, D]
+`write`: a program instance writes `_TILE` elements of K and of V, which are a few rows of each::
 
-    row 0  token 0, head 0  -->  row ((layer * P + blocks[0]) * K + 0) * C + offsets[0]
-    row 1  token 0, head 1  -->  row ((layer * P + blocks[0]) * K + 1) * C + offsets[0]
-    ...                          ...
-    `---- program 0 ----'        (nothing, where the block, the offset or the layer is none)
+    k, v [N * K, D]                   pools [L * P * K * C, D]
 
-In a quantised pool the program also finds the scale of each row. A block is contiguous in each
-layer, so that copying one is copying ``K * C * D`` numbers; program (i, l) copies pair i in layer
-l, and most often finds that there is no pair i. The pools are aliased: donated, nothing else of
-them is read, written or copied.
+    row 0  token 0, head 0       -->  row ((layer * P + blocks[0]) * K + 0) * C + offsets[0]
+    row 1  token 0, head 1       -->  row ((layer * P + blocks[0]) * K + 1) * C + offsets[0]
+    ...                               ...
+    `- program instance 0 -'          (nothing if the layer, block or offset is out of range)
 
-`paged_jax.kernels.triton.rope_write` writes rows in the same way, straight from a projection.
+`rope_write`: a program instance reads one head of a tile of tokens, in two halves. Elements of the
+two halves with the same index are a pair that is rotated::
 
-64-bit addresses. Pallas computes addresses in 32 bits, signed, unless the array exceeds 2**32 bytes
-(jax 0.10.2 to 0.12, `_compute_offsets_from_indices` in `jax/_src/pallas/triton/lowering.py`). That
-is enough for wider types, and wrong for an array of 2 to 4 GiB of single bytes. So pools of bytes
-are seen as words of 16 bits here, pairs of neighbours: for XLA that is another name of the same
-memory.
+    qkv [N, K, G + 2, D], heads of each KV head:
+            0 .. G - 1      G               G + 1
+            queries         key             value
+            norm, rotate    norm, rotate
+            |               |               |
+            v               v               v
+         q [N, H, D]        rows of the pools
+
+XLA would use four kernels per layer for this, three of which read the projection. In a decode step
+they are so small that the launches dominate their time.
+
+`copy_blocks`: program instance (i, l) copies pair i in layer l, where a block is one contiguous
+range of ``K * C * D`` elements. Most pairs are usually unused.
+
+The pools are aliased with the outputs. If they are donated, nothing else of them is read, written
+or copied. In a quantised pool the program instance also computes the scale of each row.
+
+Pallas computes addresses in signed 32-bit integers, unless the array exceeds 2**32 bytes (jax
+0.10.2 to 0.12, `_compute_offsets_from_indices` in `jax/_src/pallas/triton/lowering.py`). For an
+array of 2 to 4 GiB with 1-byte elements this overflows. Pools of bytes are therefore bitcast to
+16-bit words, which are pairs of neighbours. XLA does not copy for this.
 """
 
 import functools
@@ -30,27 +43,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
+from paged_jax.kernels.backend import (
+    CopyArgs,
+    Interpret,
+    Options,
+    Pools,
+    Problem,
+    RopeWriteArgs,
+    WriteArgs,
+)
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.pool_format import QUANTISED, scale_of_peak
+from paged_jax.kernels.pool_format import QUANTISED, query_dtype, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
-# Numbers of K, and as many of V, in a program: 16 rows of 128. A decode step of 128 sequences with
-# 8 heads is then 64 programs, each with 4 loads of 16 bytes in flight per thread.
+# Elements of K, and of V, in a program instance of a write: 16 rows of 128. For a decode step of
+# 128 sequences with 8 heads there are 64 program instances, with 4 loads of 16 bytes in flight per
+# thread. In a rope_write, elements of the projection: 16 tokens of one head of 128. For a decode
+# step of 64 sequences with 32 + 2 * 8 heads there are 192 program instances.
 _TILE = 2048
 _WRITE_WARPS = 4
-# Words of 32 bits that a program of the copy moves at a time: a block of 16 tokens, 8 heads of 128
-# bfloat16 numbers, and 32 words for each thread to hold.
+# 32-bit words that a program instance of a copy moves at a time, 32 per thread: a block of 16
+# tokens and 8 heads of 128 bfloat16 elements.
 _COPY_TILE = 8192
 _COPY_WARPS = 8
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why these kernels cannot write to, or copy blocks of, such pools; None if they can."""
+    """Return why these kernels cannot write to such pools or copy their blocks, or None."""
     itemsize = jnp.dtype(problem.pool_dtype).itemsize
     block_bytes = problem["K"] * problem["C"] * problem.lanes * itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
@@ -75,21 +99,21 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
     kernel = functools.partial(
         _write_kernel, pool_shape=pools.k.shape, pool_dtype=pools.k.dtype, rows=rows, lanes=lanes
     )
-    written = call_in_place(
+    written = _call_in_place(
         kernel,
         "paged_write",
-        jax.tree.map(as_rows, pools),
+        jax.tree.map(_as_rows, pools),
         (jnp.reshape(layer, 1), blocks, offsets, k.reshape(N * K, D), v.reshape(N * K, D)),
         grid=(pl.cdiv(N * K, rows),),
         num_warps=_WRITE_WARPS,
         interpret=interpret,
     )
-    return jax.tree.map(from_words, written, pools)
+    return jax.tree.map(_from_words, written, pools)
 
 
 @_write.defjvp
 def _write_jvp(interpret, primals, tangents):
-    # A write is a scatter, and so is its derivative.
+    # The derivative of a write is a scatter.
     _, out_dot = jax.jvp(general_backend().write, primals, tangents)
     return _write(interpret, *primals), out_dot
 
@@ -103,17 +127,17 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, 
     new = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     token, head = tiles.divide(new, pool_shape[2]), tiles.remainder(new, pool_shape[2])
     is_new = new < num_new
-    row, is_kept = find_rows(layer_ref, blocks_ref, offsets_ref, token, head, is_new, pool_shape)
+    row, is_kept = _find_rows(layer_ref, blocks_ref, offsets_ref, token, head, is_new, pool_shape)
 
     lane = jnp.arange(lanes, dtype=jnp.int32)[None]
     mask = is_new[:, None] & (lane < D)
-    # Both are read before either is written, so that the loads wait together.
+    # K and V are loaded before either is stored, so that the loads overlap.
     k, v = (plgpu.load(ref.at[new[:, None], lane], mask=mask, other=0.0) for ref in (k_ref, v_ref))
-    store_rows(k_pool_ref, k_scale_ref, row, is_kept, [k], D, pool_dtype)
-    store_rows(v_pool_ref, v_scale_ref, row, is_kept, [v], D, pool_dtype)
+    _store_rows(k_pool_ref, k_scale_ref, row, is_kept, [k], D, pool_dtype)
+    _store_rows(v_pool_ref, v_scale_ref, row, is_kept, [v], D, pool_dtype)
 
 
-def find_rows(
+def _find_rows(
     layer_ref: Any,
     blocks_ref: Any,
     offsets_ref: Any,
@@ -122,12 +146,15 @@ def find_rows(
     is_new: jax.Array,
     pool_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Inside a kernel: the rows of the pool that new K and V go to, and whether they go anywhere.
+    """Return the pool row of each new row of K and V, and whether it is written.
 
     Args:
-      layer_ref, blocks_ref, offsets_ref: i32 ``[1]``, ``[N]`` and ``[N]``, as in `WriteArgs`.
-      token, head: i32 ``[R]``, or a scalar, the token and the KV head of each row.
-      is_new: bool ``[R]``; other rows have no token, and go nowhere.
+      layer_ref: i32 ``[1]``, as in `WriteArgs`.
+      blocks_ref: i32 ``[N]``, as in `WriteArgs`.
+      offsets_ref: i32 ``[N]``, as in `WriteArgs`.
+      token: i32 ``[R]`` or scalar, the token of each new row.
+      head: i32 ``[R]`` or scalar, the KV head of each new row.
+      is_new: bool ``[R]``, False for padding rows.
       pool_shape: L, P, K, C, D.
 
     Returns:
@@ -139,13 +166,13 @@ def find_rows(
     offset = plgpu.load(offsets_ref.at[token], mask=is_new, other=-1)
     is_kept = (block >= 0) & (block < P) & (offset >= 0) & (offset < C)
     is_kept &= (layer >= 0) & (layer < L)
-    # A row that is dropped must not name another's place: the interpreter writes back there what
-    # it read before.
+    # Rows that are not written get an index past the end: the interpreter writes the old value back
+    # to the index of a masked row, which could undo another write.
     row = jnp.where(is_kept, ((layer * P + block) * K + head) * C + offset, L * P * K * C)
     return row, is_kept
 
 
-def store_rows(
+def _store_rows(
     pool_ref: Any,
     scale_ref: Any,
     row: jax.Array,
@@ -154,16 +181,17 @@ def store_rows(
     head_dim: int,
     pool_dtype: Any,
 ) -> None:
-    """Inside a kernel: write rows to the pool, rounded to its type.
+    """Store rows in a pool, rounded to its dtype.
 
     Args:
-      pool_ref: a pool as `as_rows` gives it.
-      scale_ref: f32 ``[L * P * K * C]``, or None where the pool is not quantised.
-      row, is_kept: what `find_rows` returns.
-      parts: the rows, floating point ``[R, lanes]``: one array, or several with as many of the D
-        numbers in their first lanes each, and 0 in the others.
-      head_dim: D.
-      pool_dtype: type of the numbers in the pool, of which a word may hold two.
+      pool_ref: a pool as returned by `_as_rows`.
+      scale_ref: f32 ``[L * P * K * C]``, or None if the pool is not quantised.
+      row: i32 ``[R]``, from `_find_rows`.
+      is_kept: bool ``[R]``, from `_find_rows`.
+      parts: the rows, floating point ``[R, lanes]``: one array, or several with an equal share of
+        the D elements each. Lanes past them are 0.
+      head_dim: head dimension (D).
+      pool_dtype: dtype of the pool's elements; a word holds two of 1 byte.
     """
     part_dim, lanes = head_dim // len(parts), parts[0].shape[1]
     if scale_ref is not None:
@@ -171,7 +199,7 @@ def store_rows(
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
-        width = part.shape[1]  # half of the lanes where they were paired
+        width = part.shape[1]  # half of the lanes if the pool is quantised
         num_words = part_dim * width // lanes
         word = jnp.arange(width, dtype=jnp.int32)[None]
         mask = is_kept[:, None] & (word < num_words)
@@ -180,7 +208,7 @@ def store_rows(
 
 
 def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], jax.Array]:
-    """As `paged_jax.kernels.quantise`, without `jnp.round`, which does not lower."""
+    """Quantise rows as `paged_jax.kernels.quantise` does, without `jnp.round` (does not lower)."""
     largest = QUANTISED[jnp.dtype(dtype)]
     parts = [part.astype(jnp.float32) for part in parts]
     peaks = [jnp.max(jnp.abs(part), axis=1) for part in parts]
@@ -196,9 +224,9 @@ def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], 
 
 
 def _round_half_to_even(x: jax.Array) -> jax.Array:
-    """As `jnp.round`, exactly, for numbers that int32 holds; i32 of the shape of `x`.
+    """Return `jnp.round` of numbers in the range of int32, as i32.
 
-    Adding 1.5 * 2**23 and taking it off again would do it too, if compilers did not cancel them.
+    The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both.
     """
     whole = jnp.abs(x).astype(jnp.int32)
     rest = jnp.abs(x) - whole.astype(x.dtype)  # exact
@@ -208,7 +236,7 @@ def _round_half_to_even(x: jax.Array) -> jax.Array:
 
 
 def _as_pairs(values: jax.Array) -> jax.Array:
-    """Bytes ``[R, lanes]`` as words of 16 bits, ``[R, lanes // 2]``, the first in the low half."""
+    """Combine bytes ``[R, lanes]`` into 16-bit words ``[R, lanes // 2]``, the first byte lowest."""
     rows, lanes = values.shape
     bits = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
     bits = bits.reshape(rows, lanes // 2, 2)
@@ -216,10 +244,126 @@ def _as_pairs(values: jax.Array) -> jax.Array:
     return jnp.sum(bits * weight, axis=2).astype(jnp.uint16)
 
 
-def as_rows(pool: jax.Array) -> jax.Array:
-    """A pool as ``[L * P * K * C, D]``, of 16-bit words if it is one of bytes; scales flat."""
+def _as_rows(pool: jax.Array) -> jax.Array:
+    """Reshape a pool to ``[L * P * K * C, D]`` (bytes to 16-bit words), or its scales to 1D."""
     rows = pool.reshape(-1, *pool.shape[4:])
     return rows if pool.dtype.itemsize > 1 else tiles.to_words(rows, jnp.uint16)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def rope_write(
+    args: RopeWriteArgs, options: Options, interpret: Interpret = False
+) -> tuple[jax.Array, Pools]:
+    """Normalise and rotate queries and keys, write keys and values, return queries; one launch."""
+    return _rope_write(options, interpret, args)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rope_write(
+    options: Options, interpret: Interpret, args: RopeWriteArgs
+) -> tuple[jax.Array, Pools]:
+    pools, (N, K, width, D) = args.pools, args.qkv.shape
+    num_heads, H, half_lanes = K * width, K * (width - 2), pl.next_power_of_2(D // 2)
+    rows = max(min(_TILE // (2 * half_lanes), pl.next_power_of_2(N)), 1)
+    kernel = functools.partial(
+        _rope_write_kernel,
+        pool_shape=pools.k.shape,
+        pool_dtype=pools.k.dtype,
+        group_size=width - 2,
+        rows=rows,
+        half_lanes=half_lanes,
+        norm_eps=options.norm_eps,
+        has_norms=args.norms is not None,
+    )
+    layer, qkv = jnp.reshape(args.layer, 1), args.qkv.reshape(N * num_heads, D)
+    q, written = _call_in_place(
+        kernel,
+        "paged_rope_write",
+        jax.tree.map(_as_rows, pools),
+        (layer, args.blocks, args.offsets, qkv, args.cos, args.sin, *(args.norms or ())),
+        grid=(num_heads * pl.cdiv(N, rows),),
+        num_warps=_WRITE_WARPS,
+        interpret=interpret,
+        out=jax.ShapeDtypeStruct((N * H, D), query_dtype(pools.k.dtype)),
+    )
+    return q.reshape(N, H, D), jax.tree.map(_from_words, written, pools)
+
+
+@_rope_write.defjvp
+def _rope_write_jvp(options, interpret, primals, tangents):
+    plain = functools.partial(general_backend().rope_write, options=options)
+    _, out_dot = jax.jvp(plain, primals, tangents)
+    return _rope_write(options, interpret, *primals), out_dot
+
+
+def _rope_write_kernel(
+    layer_ref, blocks_ref, offsets_ref, qkv_ref, cos_ref, sin_ref, *refs,
+    pool_shape, pool_dtype, group_size, rows, half_lanes, norm_eps, has_norms,
+):  # fmt: skip
+    K, G = pool_shape[2], group_size
+    (N, half), num_heads, H = cos_ref.shape, K * (G + 2), K * G
+    norm_refs, refs = (refs[:2], refs[2:]) if has_norms else ((None, None), refs)
+    num_pools = len(refs) // 2
+    q_ref, k_pool_ref, v_pool_ref, *scale_refs = refs[num_pools:]  # the outputs
+    k_scale_ref, v_scale_ref = scale_refs or (None, None)
+
+    # Consecutive program instances read consecutive heads of the same tokens.
+    head = lax.rem(pl.program_id(0), jnp.int32(num_heads))
+    kv_head, place = lax.div(head, jnp.int32(G + 2)), lax.rem(head, jnp.int32(G + 2))
+    token = lax.div(pl.program_id(0), jnp.int32(num_heads)) * rows
+    token += jnp.arange(rows, dtype=jnp.int32)
+    is_token = token < N
+    lane = jnp.arange(half_lanes, dtype=jnp.int32)[None]
+    mask = is_token[:, None] & (lane < half)
+
+    def load(ref: Any, row: jax.Array, start: int = 0) -> jax.Array:
+        numbers = ref.at[row[:, None], start + lane]
+        return plgpu.load(numbers, mask=mask, other=0.0).astype(jnp.float32)
+
+    halves = [load(qkv_ref, token * num_heads + head, start) for start in (0, half)]
+
+    def rotated(norm_ref: Any) -> list[jax.Array]:
+        first, second = halves
+        if norm_ref is not None:
+            first, second = _normed(first, second, norm_ref, lane, half, norm_eps)
+        cos, sin = load(cos_ref, token), load(sin_ref, token)
+        return [first * cos - second * sin, second * cos + first * sin]
+
+    def write(pool_ref: Any, scale_ref: Any, parts: list[jax.Array]) -> None:
+        row, is_kept = _find_rows(
+            layer_ref, blocks_ref, offsets_ref, token, kv_head, is_token, pool_shape
+        )
+        _store_rows(pool_ref, scale_ref, row, is_kept, parts, 2 * half, pool_dtype)
+
+    @pl.when(place < G)
+    def _():
+        # As in `_find_rows`, padding rows get an index past the end.
+        row = jnp.where(is_token, token * H + kv_head * G + place, N * H)
+        for start, part in zip((0, half), rotated(norm_refs[0]), strict=True):
+            numbers = q_ref.at[row[:, None], start + lane]
+            plgpu.store(numbers, part.astype(q_ref.dtype), mask=mask)
+
+    @pl.when(place == G)
+    def _():
+        write(k_pool_ref, k_scale_ref, rotated(norm_refs[1]))
+
+    @pl.when(place == G + 1)
+    def _():
+        write(v_pool_ref, v_scale_ref, halves)
+
+
+def _normed(
+    first: jax.Array, second: jax.Array, norm_ref: Any, lane: jax.Array, half: int, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Apply `paged_jax.kernels.rope.rms_norm` to heads in two halves."""
+    total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
+    # Like XLA, multiply by the reciprocal: Triton's division is approximate.
+    factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
+    w_first, w_second = (
+        plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)
+        for start in (0, half)
+    )
+    return first * factor * w_first, second * factor * w_second
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -228,7 +372,7 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
     pools, sources, targets = args
     L, P = pools.k.shape[:2]
     views = jax.tree.map(lambda pool: tiles.to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
-    copied = call_in_place(
+    copied = _call_in_place(
         functools.partial(_copy_kernel, num_blocks=P),
         "copy_blocks",
         views,
@@ -237,12 +381,12 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
         num_warps=_COPY_WARPS,
         interpret=interpret,
     )
-    return jax.tree.map(from_words, copied, pools)
+    return jax.tree.map(_from_words, copied, pools)
 
 
 def _copy_kernel(sources_ref, targets_ref, *pool_refs, num_blocks):
     pair, layer = pl.program_id(0), pl.program_id(1)
-    # No target is a source, so it does not matter which program comes first.
+    # No target is a source, so the order of the program instances does not matter.
     source, target = sources_ref[pair], targets_ref[pair]
     is_copy = (source >= 0) & (source < num_blocks) & (target >= 0) & (target < num_blocks)
 
@@ -266,7 +410,7 @@ def _copy_row(ref, source, target):
     lax.fori_loop(0, pl.cdiv(num_words, tile), copy_tile, None)
 
 
-def call_in_place(
+def _call_in_place(
     kernel: Callable[..., None],
     name: str,
     views: Pools,
@@ -277,19 +421,21 @@ def call_in_place(
     interpret: Interpret,
     out: Any = None,
 ) -> Any:
-    """Run a kernel on `arguments` and on the pools, which are its outputs too, in place.
+    """Run a kernel that updates the pools in place.
 
     Args:
-      kernel: takes references to the arguments, the pools as inputs, `out` and the pools as
+      kernel: takes refs of the arguments, of the pools as inputs, of `out`, and of the pools as
         outputs.
       name: name of the kernel.
       views: the pools, in any shape.
-      arguments: other arrays.
-      grid, num_warps, interpret: see `pl.pallas_call`.
-      out: None, or a `jax.ShapeDtypeStruct` of one more output.
+      arguments: other inputs.
+      grid: grid of the launch.
+      num_warps: warps in a program instance.
+      interpret: whether to interpret the kernel.
+      out: `jax.ShapeDtypeStruct` of one more output, or None.
 
     Returns:
-      The new `views`; with `out`, a pair of that output and the views.
+      The new `views`; with `out`, a pair of that output and the new views.
     """
     leaves, treedef = jax.tree.flatten(views)
     others = [] if out is None else [out]
@@ -309,6 +455,6 @@ def call_in_place(
     return pools if out is None else (results[0], pools)
 
 
-def from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
-    """Back to the type and shape of a pool."""
+def _from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
+    """Convert words, or rows, to the dtype and shape of a pool."""
     return lax.bitcast_convert_type(words, pool.dtype).reshape(pool.shape)
