@@ -18,7 +18,7 @@ from paged_jax.monitoring import start_profile
 from paged_jax.server.bodies import Body
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.responses import ApiError, bad_request
-from paged_jax.server.security import ACCESS
+from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
 
 _Endpoint = Callable[[Service, Request], Awaitable[dict[str, Any]]]
@@ -35,7 +35,7 @@ def routes(service: Service) -> list[Route]:
 
     def route(path: str, endpoint: _Endpoint, method: str = "POST") -> Route:
         async def for_admins(request: Request) -> Response:
-            if not request.scope[ACCESS].may_change:
+            if not request.scope[CLIENT].may_change:
                 raise _needs_admin_key(service)
             return JSONResponse(await endpoint(service, request))
 

@@ -25,7 +25,7 @@ from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.completions import CompletionEndpoint
 from paged_jax.server.request_log import RECORD, RequestLogMiddleware
 from paged_jax.server.responses import ApiError, json_response
-from paged_jax.server.security import ACCESS, Security
+from paged_jax.server.security import CLIENT, Security
 from paged_jax.server.service import ClientGone, Service
 from paged_jax.server.tokenization import detokenize, tokenize, tokenizer_info
 
@@ -125,7 +125,7 @@ async def _health(service: Service, request: Request) -> Response:
     else:
         status = "sleeping" if service.is_sleeping else "ok"
     health = schemas.Health(status=status)
-    if request.scope[ACCESS].is_known:
+    if request.scope[CLIENT].is_known:
         health = health.model_copy(update=_details(service))
     return json_response(health, 200 if status in ("ok", "sleeping") else 503)
 

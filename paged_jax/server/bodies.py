@@ -4,8 +4,8 @@ Fields have OpenAI's names, or vLLM's names if OpenAI has no such field.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -104,17 +104,15 @@ class Body(BaseModel):
         json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
+    # Function that returns whether an unknown field with a name and a value is ignored.
+    ignores: ClassVar[Callable[[str, Any], bool]] = staticmethod(lambda name, value: value is None)
+
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if not self.ignores(name, value):
                 raise PydanticCustomError(UNKNOWN_FIELD, "{rule}", self._unknown(name))
         return self
-
-    @classmethod
-    def ignores(cls, name: str, value: Any) -> bool:
-        """Return whether an unknown field is ignored."""
-        return value is None
 
     @classmethod
     def _unknown(cls, name: str) -> dict[str, str]:
@@ -135,10 +133,8 @@ class LenientBody(Body):
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
-    @classmethod
-    def ignores(cls, name: str, value: Any) -> bool:
-        """Return True, because a field that no template reads cannot change the response."""
-        return True
+    # Unknown fields cannot change the response, because no chat template reads them.
+    ignores = staticmethod(lambda name, value: True)
 
 
 def _optional(number: Number) -> Any:
@@ -224,10 +220,7 @@ class SamplingBody(_SamplingNumbers):
         "where its match in the prefix cache ended.",
     )
 
-    @classmethod
-    def ignores(cls, name: str, value: Any) -> bool:
-        """Return whether an unknown field can be ignored without changing the response."""
-        return _is_neutral(name, value)
+    ignores = staticmethod(_is_neutral)
 
 
 class GenerateBody(SamplingBody):
@@ -411,10 +404,7 @@ class TokenizeBody(Body):
     tools: Items[ToolParam] | None = None
     return_token_strs: bool | None = None
 
-    @classmethod
-    def ignores(cls, name: str, value: Any) -> bool:
-        """Return whether an unknown field can be ignored without changing the response."""
-        return _is_neutral(name, value)
+    ignores = staticmethod(_is_neutral)
 
 
 class DetokenizeBody(Body):

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from paged_jax.cache_map import block_text
 from paged_jax.server.responses import ApiError
-from paged_jax.server.security import ACCESS, wrong_key
+from paged_jax.server.security import CLIENT, wrong_key
 from paged_jax.server.service import Service
 
 _FILES = {
@@ -36,7 +36,7 @@ def routes(service: Service) -> list[Route]:
 
     def route(path: str, endpoint: Any, **bound: Any) -> Route:
         async def for_admins(request: Request) -> Response:
-            if not request.scope[ACCESS].is_admin:
+            if not request.scope[CLIENT].is_admin:
                 raise wrong_key()
             return await endpoint(service, request, **bound)
 

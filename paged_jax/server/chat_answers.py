@@ -184,7 +184,13 @@ def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str,
 
 def num_chars(messages: Sequence[bodies.MessageParam]) -> int:
     """Return the number of characters of all messages together."""
-    return sum(map(_num_chars, messages))
+    count = 0
+    for message in messages:
+        calls = [call.function.arguments for call in message.tool_calls or ()]
+        content = _content(message) or message.refusal or ""
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        count += sum(len(text) for text in (*calls, *parts) if isinstance(text, str))
+    return count
 
 
 def _template_message(message: bodies.MessageParam) -> dict[str, Any]:
@@ -217,15 +223,6 @@ def _template_call(call: bodies.ToolCallParam) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     given = {} if call.id is None else {"id": call.id}
     return {**given, "type": call.type, "function": function}
-
-
-def _num_chars(message: bodies.MessageParam) -> int:
-    called = [call.function.arguments for call in message.tool_calls or ()]
-    count = sum(len(arguments) for arguments in called if isinstance(arguments, str))
-    content = _content(message) or message.refusal or ""
-    if isinstance(content, str):
-        return count + len(content)
-    return count + sum(len(part["text"]) for part in content)
 
 
 # Tools
@@ -270,21 +267,17 @@ class ToolUse:
 
     def message(self, delta: SampleDelta) -> schemas.ChatMessage:
         """Return the message of a whole sample."""
-        content, calls = "", []
-        for each in ToolReader(self._format).push(delta.text, is_last=True):
-            if each.kind == "content":
-                content += each.text
-            elif each.kind == "call":
-                function = schemas.CalledFunction(name=each.text, arguments="")
-                calls.append(schemas.ToolCall(id=_new_id(), function=function))
-            else:
-                calls[-1].function.arguments += each.text
-        return schemas.ChatMessage(content=content or None, tool_calls=calls or None)
+        found = _ToolStream(ToolReader(self._format)).push(delta.text, is_last=True)
+        calls = [
+            schemas.ToolCall(id=call.id or "", function=call.function)
+            for call in found.tool_calls or ()
+        ]
+        return schemas.ChatMessage(content=found.content, tool_calls=calls or None)
 
     def delta(self, delta: SampleDelta) -> schemas.ChatDelta:
         """Return the new part of a sample's message; empty while the text is ambiguous."""
         stream = self._streams.setdefault(delta.sample.index, _ToolStream(ToolReader(self._format)))
-        return stream.push(delta)
+        return stream.push(delta.text, is_last=delta.sample.finish_reason is not None)
 
     def finish_reason(self, delta: SampleDelta, has_calls: bool) -> str | None:
         """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool."""
@@ -303,9 +296,8 @@ class _ToolStream:
         self._reader = reader
         self.num_calls = 0
 
-    def push(self, delta: SampleDelta) -> schemas.ChatDelta:
-        is_last = delta.sample.finish_reason is not None
-        found = self._reader.push(delta.text, is_last=is_last)
+    def push(self, text: str, *, is_last: bool) -> schemas.ChatDelta:
+        found = self._reader.push(text, is_last=is_last)
         content = "".join(each.text for each in found if each.kind == "content")
         calls: list[schemas.ToolCallDelta] = []
         for each in found:
@@ -319,11 +311,10 @@ class _ToolStream:
         return schemas.ChatDelta(content=content or None, tool_calls=calls or None)
 
     def _begin(self, name: str) -> schemas.ToolCallDelta:
-        self.num_calls += 1
+        index, self.num_calls = self.num_calls, self.num_calls + 1
         function = schemas.CalledFunction(name=name, arguments="")
-        return schemas.ToolCallDelta(
-            index=self.num_calls - 1, id=_new_id(), type="function", function=function
-        )
+        new_id = f"call_{secrets.token_hex(12)}"
+        return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
 
 
 def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -350,7 +341,3 @@ def check_calls(messages: Sequence[bodies.MessageParam], tokenizer: Tokenizer) -
             param = f"messages.{index}.tool_calls"
             reason = "as the model's chat template leaves calls out"
             raise ApiError(400, f"{param} must be null or empty, {reason}.", param=param)
-
-
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"

@@ -16,7 +16,7 @@ from paged_jax.server.generation import check_request, make_job, run
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD, RequestRecord
 from paged_jax.server.responses import ApiError, encode_event, json_response
-from paged_jax.server.security import ACCESS
+from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Client, ClientGone, Service
 
 B = TypeVar("B", bound=bodies.SamplingBody)
@@ -55,7 +55,7 @@ class CompletionEndpoint(Generic[B]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        service, client, request = self._service, scope[ACCESS].client, Request(scope, receive)
+        service, client, request = self._service, scope[CLIENT], Request(scope, receive)
         service.check_room(1, client)
         body = await receive_body(service, request, self._body_type)
         answer = self._answer_type(service, body, client, scope[RECORD])

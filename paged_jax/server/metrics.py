@@ -4,12 +4,11 @@ Names and labels are vLLM's where the meaning is the same, so that its dashboard
 """
 
 import bisect
-import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -31,30 +30,25 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 1
 _HTTP_SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# Histograms of finished requests and of steps: help text and bucket bounds.
+# Histograms of requests and steps: help text by name, grouped by their bucket bounds.
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _SECONDS),
-    "request_time_per_output_token_seconds": (
-        "Mean time per token of a finished request, after its first token.",
-        _SECONDS,
-    ),
-    "e2e_request_latency_seconds": ("Time from a request's arrival to its end.", _SECONDS),
-    "request_queue_time_seconds": ("Time from a request's arrival to its first step.", _SECONDS),
-    "request_prefill_time_seconds": (
-        "Time from a request's first step to its first token.",
-        _SECONDS,
-    ),
-    "request_decode_time_seconds": ("Time from a request's first token to its end.", _SECONDS),
-    "request_inference_time_seconds": ("Time from a request's first step to its end.", _SECONDS),
-    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
-    "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
-    "request_max_num_generation_tokens": (
-        "Tokens generated for the longest sample of a request.",
-        _TOKENS,
-    ),
-    "request_params_n": ("Number of samples that a request asks for.", (1, 2, 4, 8, 16, 32, 64)),
-    "request_params_max_tokens": ("Maximum tokens per sample that a request asks for.", _TOKENS),
-    "iteration_tokens_total": ("Prompt tokens and generated tokens of a step.", _TOKENS),
+    _SECONDS: {
+        "time_to_first_token_seconds": "Time from a request's arrival to its first token.",
+        "request_time_per_output_token_seconds": "Mean time per token after the first token.",
+        "e2e_request_latency_seconds": "Time from a request's arrival to its end.",
+        "request_queue_time_seconds": "Time from a request's arrival to its first step.",
+        "request_prefill_time_seconds": "Time from a request's first step to its first token.",
+        "request_decode_time_seconds": "Time from a request's first token to its end.",
+        "request_inference_time_seconds": "Time from a request's first step to its end.",
+    },
+    _TOKENS: {
+        "request_prompt_tokens": "Prompt tokens of a request.",
+        "request_generation_tokens": "Tokens generated for a request.",
+        "request_max_num_generation_tokens": "Tokens generated for the longest sample.",
+        "request_params_max_tokens": "Maximum tokens per sample that a request asks for.",
+        "iteration_tokens_total": "Prompt tokens and generated tokens of a step.",
+    },
+    (1, 2, 4, 8, 16, 32, 64): {"request_params_n": "Number of samples that a request asks for."},
 }
 # Gauges of the engine's state: help text, and how to read the value from a snapshot.
 _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
@@ -65,65 +59,27 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
         lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
     ),
 }
-# Counters of the engine: help text, and the field of `EngineStats`.
+# Counters of the engine: field of `EngineStats` and help text.
 _COUNTERS = {
-    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "vllm:num_preemptions": ("num_preemptions", "Preemptions."),
     "vllm:prefix_cache_queries": (
-        "Prompt tokens looked up in the prefix cache.",
         "num_queried_tokens",
+        "Prompt tokens looked up in the prefix cache.",
     ),
-    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "num_cached_tokens"),
-    "vllm:spec_decode_num_drafts": ("Drafts of speculative decoding.", "num_drafts"),
-    "vllm:spec_decode_num_draft_tokens": (
-        "Draft tokens of speculative decoding.",
-        "num_draft_tokens",
-    ),
+    "vllm:prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts of speculative decoding."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens in these drafts."),
     "vllm:spec_decode_num_accepted_tokens": (
-        "Draft tokens that the model accepted.",
         "num_accepted_tokens",
+        "Draft tokens that the model accepted.",
     ),
-    "paged_jax:recomputed_tokens": (
-        "Tokens computed again after a preemption.",
-        "num_recomputed_tokens",
-    ),
-    "paged_jax:swap_preemptions": (
-        "Preemptions that copied blocks to host memory.",
-        "num_swap_preemptions",
-    ),
-    "paged_jax:steps": ("Engine steps.", "num_steps"),
+    "paged_jax:recomputed_tokens": ("num_recomputed_tokens", "Tokens recomputed after preemption."),
+    "paged_jax:swap_preemptions": ("num_swap_preemptions", "Preemptions that swapped out blocks."),
+    "paged_jax:steps": ("num_steps", "Engine steps."),
 }
 # Reasons to wait that vLLM calls "deferred"; all others are "capacity".
 _DEFERRED = ("same prefix", "fork")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-
-
-class CacheConfig(NamedTuple):
-    """Constant facts about the cache, named as in vLLM's ``cache_config_info``.
-
-    Attributes:
-      block_size: tokens per block (C).
-      num_gpu_blocks: blocks in the pool (P), on any kind of device.
-      cache_dtype: dtype of K and V.
-      enable_prefix_caching: whether requests share the blocks of equal prompt prefixes.
-    """
-
-    block_size: int
-    num_gpu_blocks: int
-    cache_dtype: str
-    enable_prefix_caching: bool
-
-
-@dataclasses.dataclass
-class _RequestProgress:
-    """Part of a running request that the metrics already include.
-
-    Attributes:
-      time: time of its newest tokens, in seconds of ``time.perf_counter()``.
-      num_tokens: number of tokens generated so far.
-    """
-
-    time: float
-    num_tokens: int
 
 
 class Metrics:
@@ -131,14 +87,16 @@ class Metrics:
 
     Args:
       model_name: label of every metric.
-      cache_config: constant facts about the cache.
+      cache_config: labels of vLLM's metric ``cache_config_info``, with their values.
       snapshot: snapshot of the engine before its first step.
 
     Attributes:
       snapshot: snapshot of the engine after its last step.
     """
 
-    def __init__(self, model_name: str, cache_config: CacheConfig, snapshot: EngineSnapshot):
+    def __init__(
+        self, model_name: str, cache_config: Mapping[str, object], snapshot: EngineSnapshot
+    ):
         self.snapshot = snapshot
         self._registry = CollectorRegistry(auto_describe=False)
         # vLLM numbers the engines of a server; this server has a single engine.
@@ -148,7 +106,8 @@ class Metrics:
             name: Histogram(
                 f"vllm:{name}", text, names, registry=self._registry, buckets=buckets
             ).labels(**self._labels)
-            for name, (text, buckets) in _HISTOGRAMS.items()
+            for buckets, texts in _HISTOGRAMS.items()
+            for name, text in texts.items()
         }
         self._latency = BulkHistogram(
             "vllm:inter_token_latency_seconds",
@@ -168,7 +127,8 @@ class Metrics:
                 ("generation_tokens", "Tokens generated."),
             )
         )
-        self._progress: dict[str, _RequestProgress] = {}
+        # Time of the newest tokens and number of tokens, by the id of each running request.
+        self._progress: dict[str, tuple[float, int]] = {}
         # The names of the library for FastAPI that vLLM's server uses.
         self._http_responses = self._counter(
             "http_requests",
@@ -184,7 +144,7 @@ class Metrics:
         )
         ProcessCollector(registry=self._registry)
         self._registry.register(_EngineCollector(self, self._labels))
-        config = self._labels | {k: str(v) for k, v in cache_config._asdict().items()}
+        config = self._labels | {k: str(v) for k, v in cache_config.items()}
         name, text = "vllm:cache_config_info", "Configuration of the cache, in labels."
         Gauge(name, text, list(config), registry=self._registry).labels(**config).set(1)
 
@@ -228,17 +188,17 @@ class Metrics:
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> int:
         """Record the new tokens of a request and return their number."""
         seen = self._progress.get(request.request_id)
+        self._progress[request.request_id] = now, num_tokens
         if seen is None:
             self._observe_beginning(request)
-            self._progress[request.request_id] = _RequestProgress(now, num_tokens)
             return num_tokens
-        num_new = num_tokens - seen.num_tokens
+        before, num_before = seen
+        num_new = num_tokens - num_before
         if num_new > 0:
             # Assume that each of the n samples received an equal share of the tokens.
             per_sample = num_new / len(request.sequences)
             count = max(1, round(per_sample))
-            self._latency.observe((now - seen.time) / max(1, per_sample), count)
-        seen.time, seen.num_tokens = now, num_tokens
+            self._latency.observe((now - before) / max(1, per_sample), count)
         return num_new
 
     def _observe_beginning(self, request: Request) -> None:
@@ -292,12 +252,14 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._metrics.snapshot
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for name, (text, read) in _GAUGES.items():
-            yield self._gauge(name, text, {(): read(now)})
-        for name, (text, field) in _COUNTERS.items():
-            yield self._counter(name, text, {(): getattr(now.stats, field)})
+            yield self._metric(gauge, name, text, {(): read(now)})
+        for name, (field, text) in _COUNTERS.items():
+            yield self._metric(counter, name, text, {(): getattr(now.stats, field)})
         if len(now.groups) > 1:
-            yield self._gauge(
+            yield self._metric(
+                gauge,
                 "paged_jax:kv_cache_usage_of_group",
                 "Fraction of blocks that samples hold, 0 to 1, by group of layers that keep the "
                 "same tokens: all tokens, or the tokens of a sliding window.",
@@ -310,54 +272,42 @@ class _EngineCollector(Collector):
         waiting = now.num_waiting_for
         num_deferred = sum(waiting[reason] for reason in _DEFERRED)
         text = "Samples that wait for a slot, by reason."
-        yield self._gauge(
+        yield self._metric(
+            gauge,
             "vllm:num_requests_waiting_by_reason",
             text,
             {("capacity",): waiting.total() - num_deferred, ("deferred",): num_deferred},
             ("reason",),
         )
         reasons = {(reason,): waiting[reason] for reason in get_args(WaitReason) if reason}
-        yield self._gauge("paged_jax:num_requests_waiting", text, reasons, ("reason",))
-        yield self._counter(
+        yield self._metric(gauge, "paged_jax:num_requests_waiting", text, reasons, ("reason",))
+        yield self._metric(
+            counter,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that the model accepted, by their position in the draft.",
             {(str(place),): count for place, count in enumerate(now.stats.num_accepted_at)},
             ("position",),
         )
-        yield self._gauge(
+        yield self._metric(
+            gauge,
             "vllm:engine_sleep_state",
             "1 for the engine's current state: awake, or asleep with or without its weights.",
             {(name,): now.sleep_level == level for level, name in enumerate(_SLEEP_STATES)},
             ("sleep_state",),
         )
 
-    def _gauge(
+    def _metric(
         self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         text: str,
         values: Mapping[tuple[str, ...], float],
         labels: Sequence[str] = (),
     ) -> Metric:
-        return self._filled(GaugeMetricFamily(name, text, labels=[*self._labels, *labels]), values)
-
-    def _counter(
-        self,
-        name: str,
-        text: str,
-        values: Mapping[tuple[str, ...], float],
-        labels: Sequence[str] = (),
-    ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
-        return self._filled(family, values)
-
-    def _filled(
-        self,
-        family: GaugeMetricFamily | CounterMetricFamily,
-        values: Mapping[tuple[str, ...], float],
-    ) -> Metric:
-        for labels, value in values.items():
-            family.add_metric([*self._labels.values(), *labels], value)
-        return family
+        metric = family(name, text, labels=[*self._labels, *labels])
+        for given, value in values.items():
+            metric.add_metric([*self._labels.values(), *given], value)
+        return metric
 
 
 class BulkHistogram(Collector):

@@ -134,16 +134,10 @@ class RequestRecord:
         if not outputs:
             return {}
         times = [output.metrics for output in outputs]
-        queued = [
-            each.first_scheduled_time - each.arrival_time
-            for each in times
-            if each.first_scheduled_time is not None
-        ]
-        first = [
-            each.first_token_time - each.arrival_time
-            for each in times
-            if each.first_token_time is not None
-        ]
+        queued, first = (
+            [end - each.arrival_time for each in times if (end := getattr(each, name)) is not None]
+            for name in ("first_scheduled_time", "first_token_time")
+        )
         return {
             "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
             "cached_tokens": sum(output.num_cached_tokens for output in outputs),

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import hmac
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -13,27 +12,10 @@ from paged_jax.server.request_log import RECORD
 from paged_jax.server.responses import ApiError, shutting_down
 from paged_jax.server.service import Client, Service
 
-# Key of the ASGI scope under which the request's `Access` is stored.
-ACCESS = "paged_jax:access"
+# Key of the ASGI scope under which the request's `Client` is stored.
+CLIENT = "paged_jax.client"
 # Paths that need no key and are answered while the server drains.
 _PROBES = ("/health", "/live", "/ready")
-
-
-class Access(NamedTuple):
-    """The sender of a request and its permissions.
-
-    Attributes:
-      client: the sender.
-      is_known: whether it has a valid key, or needs none.
-      is_admin: whether it may read the prompts of all clients.
-      may_change: whether it may change the engine. It must have sent the admin key as a bearer
-        token, which browsers never do without being told.
-    """
-
-    client: Client
-    is_known: bool
-    is_admin: bool
-    may_change: bool
 
 
 class Security:
@@ -70,13 +52,13 @@ class Security:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
-        access = scope[ACCESS] = self._access(scope, headers.get("authorization", ""))
+        client = scope[CLIENT] = self._client(scope, headers.get("authorization", ""))
         # An outer application may have mounted this application under `root_path`.
         if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBES:
             return
         if self._service.is_draining:
             raise shutting_down()
-        if not access.is_known:
+        if not client.is_known:
             raise wrong_key()
 
     def _check_host(self, host: str) -> None:
@@ -96,19 +78,16 @@ class Security:
                 code="host_not_allowed",
             )
 
-    def _access(self, scope: Scope, authorization: str) -> Access:
+    def _client(self, scope: Scope, authorization: str) -> Client:
         given = _given_key(authorization)
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         # Compare all keys, each in constant time, so that the time reveals nothing.
         is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
-        if self._keys:
-            salt = hashlib.sha256(b"paged_jax salt " + given).hexdigest()
-            client = Client(salt, salt)
-        else:
-            address = scope.get("client")
-            client = Client(address[0] if address else "")
-        return Access(
-            client,
+        address = scope.get("client")
+        salt = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
+        return Client(
+            salt or (address[0] if address else ""),
+            salt,
             is_known=is_admin or is_tenant or not self._keys,
             is_admin=is_admin or (not self._keys and self._admin_key is None),
             may_change=is_admin and authorization.strip()[:7].lower() == "bearer ",

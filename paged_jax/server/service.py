@@ -20,7 +20,7 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tools import ToolGrammars
 from paged_jax.scheduler.request import Request
 from paged_jax.server.limits import FairQuota, Limits
-from paged_jax.server.metrics import CacheConfig, Metrics
+from paged_jax.server.metrics import Metrics
 from paged_jax.server.responses import ApiError, engine_stopped, shutting_down, sleeping
 from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, History, StallDetector
 
@@ -39,15 +39,22 @@ _SMALL = 2048
 
 
 class Client(NamedTuple):
-    """The sender of a request.
+    """The sender of a request, and its permissions.
 
     Attributes:
       name: identity for quotas: a hash of the API key, or the address if no key is needed.
       salt: cache salt of the API key; empty without keys.
+      is_known: whether it has a valid key, or needs none.
+      is_admin: whether it may read the prompts of all clients.
+      may_change: whether it may change the engine. It must have sent the admin key as a bearer
+        token, which browsers never send unasked.
     """
 
     name: str = ""
     salt: str = ""
+    is_known: bool = False
+    is_admin: bool = False
+    may_change: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +116,12 @@ class Service:
         self._sleep_level = lambda: engine.sleep_level
         # Observers of the engine's steps.
         snapshot = EngineSnapshot.of(engine)
-        cache_config = CacheConfig(
-            engine.block_size,
-            engine.num_blocks,
-            str(engine.cache.groups[0].pools.k.dtype),
-            engine.enable_prefix_caching,
-        )
+        cache_config = {
+            "block_size": engine.block_size,
+            "num_gpu_blocks": engine.num_blocks,
+            "cache_dtype": engine.cache.groups[0].pools.k.dtype,
+            "enable_prefix_caching": engine.enable_prefix_caching,
+        }
         self.metrics = Metrics(settings.model_name, cache_config, snapshot)
         self.stalls = StallDetector(
             snapshot, settings.stall_seconds, lambda: engine.is_compiling or engine.is_sleeping

@@ -17,7 +17,7 @@ from paged_jax.server.chat_answers import (
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD
 from paged_jax.server.responses import ApiError, bad_request, json_response
-from paged_jax.server.security import ACCESS
+from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 async def _encode(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
     """Call `function` in a tokenizing thread. The request counts as a sample."""
     size = request.scope[RECORD].size(size)
-    with service.admit(1, request.scope[ACCESS].client, is_stream=False):
+    with service.admit(1, request.scope[CLIENT], is_stream=False):
         try:
             async with service.while_connected(request.receive):
                 return await service.encode(size, function)

@@ -25,7 +25,7 @@ from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import beam_search
 from paged_jax.engine.beams import BeamSearchParams
 from paged_jax.kernels import cascade, num_shared_blocks
-from paged_jax.server.metrics import CacheConfig, Metrics
+from paged_jax.server.metrics import Metrics
 from paged_jax.server.snapshot import EngineSnapshot
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, EOS, save_tokenizer_for_forms
@@ -399,9 +399,8 @@ def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kin
 
 
 def metrics_of(engine: Engine) -> list[str]:
-    config = CacheConfig(engine.block_size, engine.num_blocks, "float32", True)
-    snapshot = EngineSnapshot.of(engine)
-    return Metrics("model", config, snapshot).text().decode().splitlines()
+    metrics = Metrics("model", {"block_size": engine.block_size}, EngineSnapshot.of(engine))
+    return metrics.text().decode().splitlines()
 
 
 @pytest.mark.slow
