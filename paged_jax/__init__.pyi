@@ -6,9 +6,9 @@ from .cache.block_pool import BlockPool as BlockPool
 from .cache.blocks import BlockTables as BlockTables
 from .cache.groups import CacheGroup as CacheGroup
 from .cache.paged_cache import PagedCache as PagedCache
-from .engine.beams import BeamSearchOutput as BeamSearchOutput
-from .engine.beams import BeamSearchParams as BeamSearchParams
-from .engine.beams import BeamSearchSequence as BeamSearchSequence
+from .engine.beam_search import BeamSearchOutput as BeamSearchOutput
+from .engine.beam_search import BeamSearchParams as BeamSearchParams
+from .engine.beam_search import BeamSearchSequence as BeamSearchSequence
 from .engine.engine import Engine as Engine
 from .engine.stats import EngineStats as EngineStats
 from .kernels.attention import paged_attention as paged_attention

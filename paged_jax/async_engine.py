@@ -16,7 +16,7 @@ from typing import Any
 
 from paged_jax.arguments import names_arguments
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.inputs import Prompt
+from paged_jax.engine.request_factory import Prompt
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request

@@ -19,7 +19,7 @@ from paged_jax.command_line import (
     engine_options,
     join_processes,
 )
-from paged_jax.engine.inputs import Prompt
+from paged_jax.engine.request_factory import Prompt
 from paged_jax.llm import LLM
 from paged_jax.monitoring import Status, check_profile_folder, profiled
 from paged_jax.sampling.params import NUMBERS, SamplingParams

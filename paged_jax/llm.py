@@ -10,11 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from paged_jax.arguments import names_arguments
-from paged_jax.engine.beam_search import beam_search
-from paged_jax.engine.beams import BeamSearchOutput, BeamSearchParams
+from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.inputs import Prompt
-from paged_jax.engine.transfers import own_transfers
+from paged_jax.engine.request_factory import Prompt
+from paged_jax.engine.requests import own_transfers
 from paged_jax.monitoring import Status
 from paged_jax.rollouts import Rollout, check_prompts
 from paged_jax.sampling.params import SamplingParams, StructuredOutputError
@@ -147,7 +146,7 @@ class LLM(Engine):
             status, note = Status(is_shown=None if use_tqdm else False), self.speed_note()
             with (
                 status.bar("requests", unit="req", total=len(requests)),
-                self._runner.showing(status.say),
+                self.core.runner.showing(status.say),
             ):
                 for _, request in group:
                     status.advance(int(request.is_finished), note)
@@ -255,7 +254,7 @@ class LLM(Engine):
           >>> best.cum_logprob > second.cum_logprob
           True
         """
-        return beam_search(self, prompts, params)
+        return beam_search(self.core, prompts, params)
 
     def _add(
         self,

@@ -16,9 +16,9 @@ import jax
 
 from paged_jax.command_line import Parser, add_option_flags, given_options
 from paged_jax.engine.config import option_specs
-from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.footprint import GroupFootprint, in_units
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
+from paged_jax.engine.pool_size import device_memory
 from paged_jax.engine.step_bound import DEVICES, Device, collectives, step_bound
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
 

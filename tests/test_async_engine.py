@@ -214,7 +214,7 @@ def test_an_id_may_be_used_again(engine) -> None:
 
 
 def test_a_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
-    original, calls = engine._runner.decode, []
+    original, calls = engine.core.runner.decode, []
 
     def fail_once(*args, **kwargs):
         calls.append(1)
@@ -227,7 +227,7 @@ def test_a_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
 
     expected = run(engine, main)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "decode", fail_once)
+        patch.setattr(engine.core.runner, "decode", fail_once)
         assert run(engine, main) == expected
     assert len(calls) > 2
 
@@ -245,7 +245,7 @@ def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, mon
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "decode", fail)
+        patch.setattr(engine.core.runner, "decode", fail)
         for error in run(engine, main):
             assert isinstance(error, RuntimeError)
             assert isinstance(error.__cause__, MemoryError)
@@ -273,8 +273,8 @@ def test_a_device_that_is_lost_leaves_nobody_waiting(tiny_folder, monkeypatch) -
     def fail(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr(engine._runner, "decode", fail)
-    monkeypatch.setattr(engine._runner, "reset", fail)
+    monkeypatch.setattr(engine.core.runner, "decode", fail)
+    monkeypatch.setattr(engine.core.runner, "reset", fail)
     errors = asyncio.run(main())
     assert [type(error) for error in errors] == [EngineClosedError] * len(PROMPTS)
 

@@ -17,11 +17,8 @@ from tests.test_imports import FILES, PACKAGE, imported_files, name_of
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 500, 450, 60
 # Functions and classes that may be longer, and why.
 LONG = {
-    "paged_jax.engine.engine.Engine": "to be taken apart",
-    "paged_jax.engine.upkeep.Upkeep": "to be taken apart",
     "paged_jax.llm.LLM": "an engine with methods for lists of prompts",
     "paged_jax.models.llama.Llama": "with PagedModel, the interface of every model of the engine",
-    "paged_jax.engine.parts.EngineParts.__init__": "hands each argument to the part it is for",
     "paged_jax.kernels.cascade.cascade_attention": "a public op: checks, then the op and its merge",
     "paged_jax.kernels.mosaic_tpu.kernel.attention_kernel": "a kernel",
     "paged_jax.kernels.triton.prefill._attend_kernel": "a kernel",

@@ -282,12 +282,12 @@ def test_exception_in_the_consumer_releases_everything(llm) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("_runner.slots", "attach"),
-        ("_runner", "prefill"),
-        ("_runner", "decode"),
-        ("_runner.slots", "release"),
-        ("_scheduler", "schedule"),
-        ("_scheduler", "finish"),
+        ("core.runner.slots", "attach"),
+        ("core.runner", "prefill"),
+        ("core.runner", "decode"),
+        ("core.runner.slots", "release"),
+        ("core.scheduler", "schedule"),
+        ("core.scheduler", "finish"),
     ],
 )
 def test_interruption_anywhere_releases_everything(llm, monkeypatch, owner, name) -> None:
@@ -363,13 +363,13 @@ def test_a_stream_dropped_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch)
     cycle: list = [llm.stream(PROMPTS[1:3], GREEDY)]
     next(cycle[0])
     cycle.append(cycle)
-    decode, num_resets = llm._runner.decode, llm.num_cache_resets
+    decode, num_resets = llm.core.runner.decode, llm.num_cache_resets
 
     def collect_and_decode(*args, **kwargs):
         gc.collect()
         return decode(*args, **kwargs)
 
-    monkeypatch.setattr(llm._runner, "decode", collect_and_decode)
+    monkeypatch.setattr(llm.core.runner, "decode", collect_and_decode)
     del cycle
     [output] = generate(llm, PROMPTS[0], GREEDY)
     assert output.outputs[0].token_ids == alone
@@ -377,7 +377,7 @@ def test_a_stream_dropped_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch)
 
 
 def test_a_call_within_another_is_refused(llm, monkeypatch) -> None:
-    decode, refused = llm._runner.decode, []
+    decode, refused = llm.core.runner.decode, []
 
     def step_and_decode(*args, **kwargs):
         with pytest.raises(RuntimeError, match="a call must end before the next") as error:
@@ -385,7 +385,7 @@ def test_a_call_within_another_is_refused(llm, monkeypatch) -> None:
         refused.append(error)
         return decode(*args, **kwargs)
 
-    monkeypatch.setattr(llm._runner, "decode", step_and_decode)
+    monkeypatch.setattr(llm.core.runner, "decode", step_and_decode)
     assert len(generate(llm, PROMPTS[0], GREEDY)[0].outputs[0].token_ids) == 12 and refused
 
 

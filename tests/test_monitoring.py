@@ -119,7 +119,7 @@ def test_generate_and_warmup_show_bars_in_a_notebook(monkeypatch, tiny_folder) -
     llm = LLM(tiny_folder, **SIZES)
     llm.generate(["ab"], SamplingParams(max_tokens=1))
     assert "compiling" in notebook.getvalue() and "1/1" in notebook.getvalue()
-    monkeypatch.setattr(llm._runner, "warmup", lambda report: report(48, 49, "decode"))
+    monkeypatch.setattr(llm.core.runner, "warmup", lambda report: report(48, 49, "decode"))
     llm.warmup()
     assert "48/49" in notebook.getvalue()
     length = len(notebook.getvalue())

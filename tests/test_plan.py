@@ -8,12 +8,11 @@ import pytest
 
 import paged_jax
 from paged_jax import generate
-from paged_jax.engine import device_memory as memory
 from paged_jax.engine import pool_size
-from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import block_bytes, record_bytes, weight_bytes
 from paged_jax.engine.memory_plan import make_plan
+from paged_jax.engine.pool_size import DeviceMemory
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main
@@ -86,7 +85,7 @@ def test_plan_is_what_an_engine_allocates(model, kv_dtype) -> None:
     footprint, cache = plan.footprint, engine.cache
     assert footprint.weights == sum(x.nbytes for x in engine.weights)
     assert footprint.block * 7 == cache.nbytes
-    state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine._runner.state))
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.core.runner.state))
     assert footprint.state + 7 * (footprint.block + record_bytes(4)) == state_bytes
 
 
@@ -94,7 +93,7 @@ _ON_EACH_DEVICE = """
 import jax
 from paged_jax import Engine
 from paged_jax.engine import pool_size
-from paged_jax.engine.device_memory import DeviceMemory
+from paged_jax.engine.pool_size import DeviceMemory
 from paged_jax.engine.footprint import record_bytes
 from paged_jax.engine.memory_plan import make_plan
 from tests.support.tensor_parallel import make_model
@@ -112,10 +111,10 @@ for num_devices, kv_dtype in ((2, "auto"), (4, "int8"), (8, "auto")):
     engine = Engine(model, memory_fraction=1, **sizes)
     assert engine.num_blocks == 100
     for device in jax.devices()[:num_devices]:
-        assert bytes_on(device, engine._runner.weights.arrays) == footprint.weights
+        assert bytes_on(device, engine.core.runner.weights.arrays) == footprint.weights
         assert bytes_on(device, engine.cache.group_pools) == 100 * footprint.block
         state = footprint.state + 100 * (footprint.block + record_bytes(4))
-        assert bytes_on(device, engine._runner.state) == state
+        assert bytes_on(device, engine.core.runner.state) == state
 """
 
 
@@ -153,7 +152,7 @@ def test_weights_and_tokens_of_known_models(data_dir, name, num_parameters, toke
 
 def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
     """What the largest program of each kind holds while it runs, results included."""
-    runner, sizes = engine._runner, engine._runner.sizes
+    runner, sizes = engine.core.runner, engine.core.runner.sizes
     names = {
         f"prefill of 1 x {sizes.max_chunk} tokens": "prefill",
         f"decode of {sizes.num_slots} samples": "decode",
@@ -220,7 +219,7 @@ def test_memory_fraction_gives_the_pool_what_is_planned(monkeypatch) -> None:
                     max_num_batched_tokens=4096)  # fmt: skip
     plan = make_plan(CONFIG, total // 2, "cpu", block_size=4, max_num_seqs=4096)
     assert engine.num_blocks == plan.num_blocks
-    held = sum(x.nbytes for x in jax.tree.leaves((engine.weights, engine._runner.state)))
+    held = sum(x.nbytes for x in jax.tree.leaves((engine.weights, engine.core.runner.state)))
     assert held + plan.footprint.step <= total // 2
     assert held + plan.footprint.step + plan.footprint.block * 50 > total // 2
 
@@ -297,15 +296,15 @@ def test_host_memory_is_what_the_container_may_have(monkeypatch, tmp_path, own, 
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(limit + "\n")
-    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    assert memory.host_memory() == 4096
-    assert memory.device_memory(jax.devices("cpu")[0]) == DeviceMemory(4096, 0)
+    monkeypatch.setattr(pool_size, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(pool_size, "_CGROUPS", tmp_path)
+    assert pool_size.host_memory() == 4096
+    assert pool_size.device_memory(jax.devices("cpu")[0]) == DeviceMemory(4096, 0)
 
 
 def test_host_memory_without_containers_is_the_machines(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "none")
-    assert (memory.host_memory() or 0) > 1 << 28
+    monkeypatch.setattr(pool_size, "_OWN_CGROUPS", tmp_path / "none")
+    assert (pool_size.host_memory() or 0) > 1 << 28
 
 
 # The command line
@@ -395,7 +394,7 @@ def test_main_knows_what_was_meant(capsys) -> None:
 def test_main_plans_for_this_machine(capsys) -> None:
     status, out, _ = run(capsys, "--memory-fraction", "0.5", "--json")
     assert status == 0
-    assert json.loads(out)["memory_bytes"] == (memory.host_memory() or 0) // 2
+    assert json.loads(out)["memory_bytes"] == (pool_size.host_memory() or 0) // 2
 
 
 def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:

@@ -74,7 +74,7 @@ def test_plan_is_what_an_engine_allocates(layers, num_blocks, kv_dtype) -> None:
     group_sizes = footprint.group_sizes(num_blocks)
     assert [group.num_blocks for group in engine.cache.groups] == list(group_sizes)
     assert footprint.pool_bytes(num_blocks) == engine.cache.nbytes
-    state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine._runner.state))
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.core.runner.state))
     records = sum(group_sizes) * record_bytes(4)
     assert footprint.state + engine.cache.nbytes + records == state_bytes
     if len(layers) == 3:

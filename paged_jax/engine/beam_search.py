@@ -1,43 +1,272 @@
-"""Beam search: the most probable continuations, by keeping the best few at every step.
+"""Beam search: the most probable continuations of a prompt.
 
-Each beam of W has a slot, and the beams of a prompt share the blocks of all they have in common:
+Each of the W beams of a prompt has a slot, and the beams share the blocks of their common tokens:
 
     prompt -- the -- cat -- sat         slot 0   [ 3  1  5 ]
-                  \\- dog -- ran         slot 1   [ 3  1  4 ]     3 and 1 are held three times
+                  \\- dog -- ran         slot 1   [ 3  1  4 ]     blocks 3 and 1 have 3 references
                          \\- is          slot 2   [ 3  1  2 ]
 
-A step on the device is one program: every slot becomes what the slot of its beam's parent was (in
-the tables only), takes the beam's last token, with a copy of the block where that is shared still,
-and answers with the most probable next tokens. The host chooses among those of all beams: `beams`.
+A step on the device is one program. Each slot gets the table of the slot of its beam's parent and
+appends the beam's last token, after a copy of the block if it is still shared. The program returns
+the most probable next tokens. The host then chooses among the continuations of all beams:
+
+    each beam has at least 2 W candidates, its most probable continuations
+    candidates that end with an end-of-sequence token are complete; the best W others continue
+    at the end, the best W of all beams are returned, complete or not
+
+Beams are ranked by ``cum_logprob / length**length_penalty``, as in vLLM. The length includes the
+prompt, but not the end-of-sequence token.
 """
 
+import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from paged_jax.arguments import is_int, is_real, names_arguments
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
-from paged_jax.engine.beams import (
-    Beam,
-    BeamChoice,
-    BeamSearchOutput,
-    BeamSearchParams,
-    num_candidates,
-)
-from paged_jax.engine.engine import Engine
-from paged_jax.engine.exclusive import ExclusiveUse
-from paged_jax.engine.inputs import Prompt
+from paged_jax.engine.core import EngineCore
+from paged_jax.engine.request_factory import Prompt
+from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.slots import slot_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SlotUser
+from paged_jax.short_repr import short_repr
+
+# Lengths to this power stay far within the range of float.
+_MAX_LENGTH_PENALTY = 10.0
+
+
+@names_arguments
+@dataclasses.dataclass(frozen=True)
+class BeamSearchParams:
+    """What to search for, with vLLM's names and meanings.
+
+    Attributes:
+      beam_width: W, beams that continue at each step, and sequences that are returned.
+      max_tokens: most tokens to generate; fewer where the context ends before.
+      ignore_eos: whether end-of-sequence tokens are treated as any other.
+      temperature: only 0 is possible, as nothing is drawn: log-probabilities are the model's own.
+      length_penalty: the power of the length by which the log-probability is divided: above 0
+        favours long sequences, below 0 short ones. From -10 to 10.
+      include_stop_str_in_output: whether the text keeps the end-of-sequence token.
+
+    Raises:
+      ValueError: a value is out of bounds; the message names the field and the bound.
+
+    Example:
+      >>> BeamSearchParams(beam_width=0, max_tokens=8)
+      Traceback (most recent call last):
+      ...
+      ValueError: BeamSearchParams: beam_width must be an integer >= 1, got 0.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            _require(is_int(value) and value >= 1, name, "be an integer >= 1", value)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _require(isinstance(getattr(self, name), bool), name, "be a bool", getattr(self, name))
+        is_zero = is_real(self.temperature) and self.temperature == 0
+        _require(is_zero, "temperature", "be 0, because nothing is drawn", self.temperature)
+        bound, penalty = _MAX_LENGTH_PENALTY, self.length_penalty
+        is_power = is_real(penalty) and abs(penalty) <= bound
+        _require(is_power, "length_penalty", f"be in [-{bound:g}, {bound:g}]", penalty)
+
+
+@short_repr
+@dataclasses.dataclass(frozen=True)
+class BeamSearchSequence:
+    """One of the best sequences.
+
+    Attributes:
+      tokens: token ids of the prompt, then the generated ones, an end-of-sequence token included.
+      cum_logprob: the sum of the log-probabilities of the generated tokens, in nats.
+      text: the text of all tokens, the prompt's included, without special tokens; empty without
+        a tokenizer.
+      finish_reason: ``"stop"`` (an end-of-sequence token) or ``"length"``.
+      stop_reason: the end-of-sequence token; None where the length ended it.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | None = None
+
+
+@short_repr
+@dataclasses.dataclass(frozen=True)
+class BeamSearchOutput:
+    """What was found for one prompt.
+
+    Attributes:
+      sequences: the best `beam_width` sequences or, if there are fewer, all; the best first.
+    """
+
+    sequences: list[BeamSearchSequence]
+
+
+class Beam(NamedTuple):
+    """A continuation of a prompt."""
+
+    token_ids: tuple[int, ...]  # generated
+    cum_logprob: float
+    parent: int = 0  # the rank, a step ago, of the beam that it continues
+    is_complete: bool = False
+
+
+class BeamChoice:
+    """The beams of one prompt.
+
+    Args:
+      prompt_token_ids: the prompt.
+      max_tokens: most tokens to generate; those of `params` where the context allows it.
+      params: parameters of the search.
+      end_ids: token ids that complete a sequence.
+      most_bias: the largest bias that is added to a log-probability; at least 0.
+
+    Attributes:
+      beams: those that continue, the best first.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        params: BeamSearchParams,
+        end_ids: frozenset[int],
+        most_bias: float = 0.0,
+    ):
+        self.params = params
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self._end_ids = end_ids
+        self._most_bias = most_bias
+        self.beams = [Beam((), 0.0)]
+        self._completed: list[Beam] = []  # the best W, the best first
+
+    @property
+    def num_generated(self) -> int:
+        """Number of generated tokens of each beam."""
+        return len(self.beams[0].token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of each beam, including the prompt."""
+        return len(self.prompt_token_ids) + self.num_generated
+
+    def advance(
+        self, top_ids: Sequence[Sequence[int]], top_logprobs: Sequence[Sequence[float]]
+    ) -> None:
+        """Choose the beams that continue, from the continuations of the present ones.
+
+        Args:
+          top_ids: for each beam the N most probable tokens, the most probable first.
+          top_logprobs: their log-probabilities, in nats.
+
+        Raises:
+          FloatingPointError: a log-probability is NaN.
+        """
+        if any(math.isnan(logprob) for row in top_logprobs for logprob in row):
+            raise FloatingPointError(
+                f"beam_search: the model gave NaN after {self.num_tokens} tokens. Its weights may "
+                "be damaged, or overflow in their dtype."
+            )
+        candidates = sorted(
+            (
+                (beam.cum_logprob + logprob, parent, token_id)
+                for parent, beam in enumerate(self.beams)
+                for token_id, logprob in zip(top_ids[parent], top_logprobs[parent], strict=True)
+                if logprob > -math.inf  # a suppressed token
+            ),
+            # Stable: of equals, the continuation of the better beam comes first.
+            key=lambda candidate: -candidate[0],
+        )
+        width, continued, ended = self.params.beam_width, [], []
+        for cum_logprob, parent, token_id in candidates:
+            is_end = token_id in self._end_ids
+            chosen = ended if is_end else continued
+            if len(chosen) < width:
+                token_ids = (*self.beams[parent].token_ids, token_id)
+                chosen.append(Beam(token_ids, cum_logprob, parent, is_end))
+        self._completed = self._best(self._completed + ended)
+        self.beams = continued
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no beam may continue, or none that does can still end among the best."""
+        if not self.beams or self.num_generated == self.max_tokens:
+            return True
+        if len(self._completed) < self.params.beam_width:
+            return False
+        # A token lowers the sum unless its bias is positive. The score is monotonic in the length.
+        num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
+        best = self.beams[0].cum_logprob + num_left * self._most_bias
+        lengths = self.num_tokens, num_prompt + self.max_tokens
+        hope = max(best / length**self.params.length_penalty for length in lengths)
+        return hope <= self._score(self._completed[-1])
+
+    def best(self) -> list[Beam]:
+        """The best beams so far, complete or not, the best first."""
+        return self._best(self._completed + self.beams)
+
+    def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """The best beams as sequences."""
+        return BeamSearchOutput([self._sequence(beam, tokenizer) for beam in self.best()])
+
+    def _best(self, beams: list[Beam]) -> list[Beam]:
+        # Stable: of equals, the one that was complete first comes first.
+        return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
+
+    def _score(self, beam: Beam) -> float:
+        length = len(self.prompt_token_ids) + len(beam.token_ids) - beam.is_complete
+        return beam.cum_logprob / length**self.params.length_penalty
+
+    def _sequence(self, beam: Beam, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+        token_ids = [*self.prompt_token_ids, *beam.token_ids]
+        end = [token_ids[-1]] if beam.is_complete else []
+        text = ""
+        if tokenizer is not None:
+            text = tokenizer.decode(token_ids[: len(token_ids) - len(end)])
+            if self.params.include_stop_str_in_output:
+                text += tokenizer.decode(end, skip_special_tokens=False, continues_text=True)
+        return BeamSearchSequence(
+            tokens=token_ids,
+            cum_logprob=beam.cum_logprob,
+            text=text,
+            finish_reason="stop" if end else "length",
+            stop_reason=end[0] if end else None,
+        )
+
+
+def num_candidates(width: int, num_end_ids: int) -> int:
+    """Most probable tokens that each of W beams must bring: as many more than W as may be end
+    tokens, so that W others continue, and at least 2 W."""
+    return width + max(width, num_end_ids)
+
+
+def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
+    if not is_ok:
+        raise ValueError(f"BeamSearchParams: {name} must {rule}, got {value!r}.")
 
 
 def beam_search(
-    engine: Engine, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    core: EngineCore, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
     """Find the most probable continuations of prompts, several prompts at once where they fit.
 
@@ -63,27 +292,25 @@ def beam_search(
     Cost: a step is a decode step of all beams. Its program is compiled once for each `beam_width`
     and for each power of two of beams at once, at the first use: `Engine.warmup` leaves it out.
     """
-    parts = engine.exclusive("beam_search")
+    core.check_idle("beam_search")
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
-    end_ids = frozenset() if params.ignore_eos else parts.eos_token_ids
-    most_bias = max((0.0, *engine.token_bias.values))
+    end_ids = frozenset() if params.ignore_eos else core.loaded.eos_token_ids
+    most_bias = max((0.0, *core.loaded.token_bias.values))
     searches = [
-        _Search(_as_request(parts, number, prompt, params), params, end_ids, most_bias)
+        _Search(_as_request(core, number, prompt, params), params, end_ids, most_bias)
         for number, prompt in enumerate(prompts)
     ]
     for search in searches:
-        _check_fits(engine, search, parts.block_budget)
-    with parts.running():
-        _SearchBatch(engine, parts, params, num_end_ids=len(end_ids)).run(searches)
-    return [search.output(engine.tokenizer) for search in searches]
+        _check_fits(core, search)
+    with core.guard.change():
+        _SearchBatch(core, params, num_end_ids=len(end_ids)).run(searches)
+    return [search.output(core.loaded.tokenizer) for search in searches]
 
 
-def _as_request(
-    parts: ExclusiveUse, number: int, prompt: Prompt, params: BeamSearchParams
-) -> Request:
+def _as_request(core: EngineCore, number: int, prompt: Prompt, params: BeamSearchParams) -> Request:
     """The prompt as token ids, checked as that of any request."""
-    return parts.inputs.make_request(
+    return core.request_factory.make_request(
         f"beam search {number}",
         number,
         prompt,
@@ -92,18 +319,18 @@ def _as_request(
     )
 
 
-def _check_fits(engine: Engine, search: "_Search", block_budget: BlockBudget) -> None:
+def _check_fits(core: EngineCore, search: "_Search") -> None:
     width, num_tokens = search.params.beam_width, len(search.prompt_token_ids)
-    if width > engine.max_num_seqs:
+    num_slots, block_size = core.options.max_num_seqs, core.options.block_size
+    if width > num_slots:
         raise ValueError(
-            f"beam_search: beam_width must be at most max_num_seqs, {engine.max_num_seqs} slots, "
-            f"got {width}."
+            f"beam_search: beam_width must be at most max_num_seqs, {num_slots} slots, got {width}."
         )
-    num_blocks = search.most_blocks(block_budget)
-    if num_blocks > engine.num_blocks:
+    num_blocks = search.most_blocks(core.scheduler.block_budget)
+    if num_blocks > core.num_blocks:
         raise ValueError(
             f"beam_search: {width} beams of {num_tokens} prompt tokens and {search.max_tokens} new "
-            f"ones must fit the pool of {engine.num_blocks} blocks of {engine.block_size} tokens, "
+            f"ones must fit the pool of {core.num_blocks} blocks of {block_size} tokens, "
             f"but may need {num_blocks}. Use fewer beams or tokens, or more num_blocks."
         )
 
@@ -137,15 +364,13 @@ class _Search(BeamChoice):
 class _SearchBatch:
     """The searches that run at once, in the slots of an idle engine."""
 
-    def __init__(
-        self, engine: Engine, parts: ExclusiveUse, params: BeamSearchParams, *, num_end_ids: int
-    ):
-        self._engine = engine
-        self._parts = parts
-        self._runner = parts.runner
+    def __init__(self, core: EngineCore, params: BeamSearchParams, *, num_end_ids: int):
+        self._core = core
+        self._runner = core.runner
+        self._block_budget = core.scheduler.block_budget
         self._width = width = params.beam_width
-        self._num_top = min(num_candidates(width, num_end_ids), engine.config.vocab_size)
-        self._free_slots = list(range(engine.max_num_seqs))
+        self._num_top = min(num_candidates(width, num_end_ids), core.loaded.config.vocab_size)
+        self._free_slots = list(range(core.options.max_num_seqs))
         self._running: list[_Search] = []
 
     def run(self, searches: Sequence[_Search]) -> None:
@@ -164,8 +389,8 @@ class _SearchBatch:
 
     def _has_room(self, search: _Search) -> bool:
         searches = (*self._running, search)
-        num_blocks = sum(s.most_blocks(self._parts.block_budget) for s in searches)
-        return len(self._free_slots) >= self._width and num_blocks <= self._engine.num_blocks
+        num_blocks = sum(s.most_blocks(self._block_budget) for s in searches)
+        return len(self._free_slots) >= self._width and num_blocks <= self._core.num_blocks
 
     def _admit(self, search: _Search) -> None:
         slots = self._free_slots[: self._width]
@@ -182,10 +407,21 @@ class _SearchBatch:
             search.slot_users.append(user)
         self._running.append(search)
 
+    def _attach_prefix(self, sequence: SlotUser) -> None:
+        """Start the slot of a sequence with the cached blocks of its prompt."""
+        scheduler = self._core.scheduler
+        if not scheduler.enable_prefix_caching:
+            return
+        sequence.chain = self._core.requests.prefix_chain(sequence.request)
+        num_tokens = self._runner.slots.attach(sequence)
+        sequence.num_computed = sequence.program_start = num_tokens
+        scheduler.stats.num_queried_tokens += len(sequence.token_ids) - 1
+        scheduler.stats.num_cached_tokens += num_tokens
+
     def _prefill(self, sequences: list[SlotUser]) -> None:
         """Compute prompts, all but their last tokens, and let them be found in the prefix cache."""
         for sequence in sequences:
-            self._parts.attach_prefix(sequence)
+            self._attach_prefix(sequence)
         max_chunk = self._runner.sizes.max_chunk
         while chunks := [(s, min(s.num_prefill, max_chunk)) for s in sequences if s.num_prefill]:
             self._runner.prefill(chunks)
@@ -213,12 +449,13 @@ class _SearchBatch:
 
     def _note_blocks(self) -> None:
         """Count blocks that are held, and that would be if beams shared none, as a step does."""
-        row = self._parts.block_budget.num_in_row
+        row = self._block_budget.num_in_row
         num_unshared = sum(
             len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))
             for search in self._running
         )
-        self._parts.count_step(num_unshared)
+        self._core.stats.num_steps += 1
+        self._core.block_meter.count(num_unshared, self._runner.slots.num_free)
 
     def _release(self, search: _Search) -> None:
         for user in search.slot_users:

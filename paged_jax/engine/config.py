@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
-from paged_jax.engine.inputs import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.kernels import BACKENDS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import PagedModel

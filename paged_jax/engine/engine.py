@@ -1,44 +1,56 @@
-"""Continuous batching: requests join and leave a running batch at every step.
-
-A step is `schedule -> run -> postprocess`:
-
-    schedule       what runs: `paged_jax.scheduler`, which drives the cache as it decides
-    run            chunks of prompts, forks of samples, some steps of decoding: `run`, which drives
-                   `paged_jax.runner`, and `pipeline`, which queues some before tokens are read
-    postprocess    tokens to samples: text, stop strings, log-probabilities, ends: `postprocess`
-
-The tokens of requests on the host are the truth, and what the device holds can be computed from
-them again. So a step that is cut short, by Ctrl-C or for lack of memory, loses no request.
-"""
+"""`Engine`: continuous batching, in which requests join and leave a running batch at every step."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from paged_jax.arguments import ArgumentError, names_arguments
-from paged_jax.engine.exclusive import ExclusiveUse
-from paged_jax.engine.inputs import Prompt
-from paged_jax.engine.upkeep import Upkeep
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.engine.config import EngineConfig, takes_options
+from paged_jax.engine.core import EngineCore
+from paged_jax.engine.request_factory import Prompt
+from paged_jax.engine.requests import Delivery, own_transfers
+from paged_jax.engine.stats import EngineStats, GroupUse
+from paged_jax.engine.weight_swap import TAGS, load_like
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.conversion import NameMap
+from paged_jax.models.paged_model import PagedModel
+from paged_jax.monitoring import Status
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.explain import RequestHistory
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.request import Request, Sequence
 
 
-class Engine(Upkeep):
+class Engine:
     """A model, its tokenizer and a paged KV cache, shared by requests that come and go.
 
-    It belongs to one thread at a time: calls from several refuse each other or wait for nobody.
-    `AsyncEngine` takes requests from many tasks.
+    Not thread-safe: overlapping calls raise RuntimeError. `AsyncEngine` accepts requests from many
+    tasks.
 
     Args:
-      config: options, given as keyword arguments; `EngineConfig` describes them.
+      config: the options, passed as keyword arguments; `EngineConfig` describes them.
+
+    Attributes:
+      core: the parts of the engine; not a stable interface.
+      delivery: hands on requests that have new tokens.
+      tokenizer: the tokenizer, if there is one.
+      config: the configuration of the model.
+      generation_config: generation defaults of the model's authors.
+      eos_token_ids, token_bias: tokens that end a sequence; biases that apply to every request.
+      num_blocks: P, number of blocks in the pool of the first group of layers.
+      block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
+      max_model_len: maximum number of tokens in a sequence, prompt included.
+      max_length: the same, or less if the pool does not hold as many.
+      grammars: compiled grammars of structured outputs. Other threads may compile some.
 
     Raises:
-      ValueError: an argument is out of bounds; the message names it.
+      ValueError: an option is out of bounds. The message names it.
 
     Example:
       >>> engine = Engine(max_num_seqs=2)
@@ -49,10 +61,27 @@ class Engine(Upkeep):
       (True, 4)
     """
 
+    @takes_options(EngineConfig)
+    def __init__(self, config: EngineConfig):
+        self.core = core = EngineCore.build(config)
+        self.delivery = Delivery()
+        self.tokenizer = core.loaded.tokenizer
+        self.config = core.loaded.config
+        self.generation_config = core.loaded.generation_config
+        self.eos_token_ids = core.loaded.eos_token_ids
+        self.token_bias = core.loaded.token_bias
+        self.block_size = config.block_size
+        self.num_blocks = core.num_blocks
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = core.runner.sizes.max_model_len
+        self.max_length = core.max_length
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.grammars = core.grammars
+
     def __repr__(self) -> str:
-        # Only state on the host, so that a `repr` never waits for a step or compiles a program.
-        num_unfinished = len(self._requests.unfinished)
-        num_used = self._blocks.num_held if num_unfinished else 0
+        # Reads only host state: a `repr` must neither wait for a step nor compile a program.
+        num_unfinished = len(self.core.requests.unfinished)
+        num_used = self.core.block_meter.num_held if num_unfinished else 0
         return (
             f"{type(self).__name__}({self.config.model_type}, {num_used} of {self.num_blocks} "
             f"blocks of {self.block_size} tokens in use, {num_unfinished} unfinished requests, "
@@ -62,10 +91,10 @@ class Engine(Upkeep):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or `step` has something to return."""
-        return bool(self._requests.unfinished or self._requests.ended or self.delivery.kept)
+        """Whether a request waits or runs, or `step` has an output to return."""
+        return self.core.has_unfinished or bool(self.delivery.kept)
 
-    # Requests come and go
+    # Requests
 
     @names_arguments
     def add_request(
@@ -75,51 +104,47 @@ class Engine(Upkeep):
         *,
         request_id: str | None = None,
         priority: int = 0,
-        timeout: float | None = None,
         arrival_time: float | None = None,
+        timeout: float | None = None,
         explain: bool = False,
         client: str = "",
         sample_offset: int = 0,
     ) -> str:
-        """Queue a request, which runs in the steps that follow.
+        """Queue a prompt, and return the id of its request.
 
         Args:
-          prompt: a text, or a dict with ``prompt`` or ``prompt_token_ids``, and perhaps
-            ``cache_salt``: requests share cached blocks only where their salts are the same.
-          params: how tokens are chosen; by default as in `get_default_sampling_params`.
-          request_id: name of the request; by default its number.
-          priority: rank of the request: lower is served first, and may take the blocks of others.
-          timeout: seconds after which the request ends as it stands, with finish_reason
-            ``"abort"``.
-          arrival_time: time of arrival, of ``time.perf_counter()``; by default now.
-          explain: whether the outputs carry an `Explanation` of what it waited for.
-          client: whose request it is: of equal priority, clients take turns for slots.
-          sample_offset: number of its first sample among those of its seed: requests with the same
-            prompt and seed draw the same tokens unless these differ.
-
-        Returns:
-          The request's id.
+          prompt: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. With ``cache_salt``
+            in a dict, the request shares cached blocks only with requests of the same salt.
+          params: how tokens are chosen; `get_default_sampling_params` by default.
+          request_id: an id that no unfinished request has; a number by default.
+          priority: rank of the request; lower is served first.
+          arrival_time: time of arrival on the clock of `time.perf_counter`; now by default.
+          timeout: seconds after arrival at which the request ends with its tokens so far.
+          explain: whether the output has an `Explanation` of what the request waited for.
+          client: name of the client. Clients of equal priority take turns for slots.
+          sample_offset: number of its first sample among all samples of its seed. Requests with
+            the same prompt and seed draw the same tokens unless this differs.
 
         Raises:
-          ValueError: the prompt is empty, too long for the context or for the pool, or holds tokens
-            out of range; a parameter does not suit the model; the id is taken. The message names
-            the field and the bound, and the engine is as before.
+          ValueError: the prompt is empty, too long, or holds tokens out of range; a parameter does
+            not suit the model; the id is taken. Nothing has changed then.
           EngineAsleepError: the engine sleeps.
           RuntimeError: this process follows another one, see `follow`.
         """
-        self._check_leads("add_request")
-        self._sleep.check_awake("add_request")
+        core = self.core
+        core.check_leads("add_request")
+        core.sleep.check_awake("add_request")
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise ArgumentError("request", f"must be SamplingParams, got {params!r}.", "params")
         if request_id is None:
-            request_id = self._requests.next_id()
+            request_id = core.requests.next_id()
         elif not isinstance(request_id, str):
             raise ArgumentError("request", f"must be a text, got {request_id!r}.", "request_id")
-        request = self._inputs.make_request(
+        request = core.request_factory.make_request(
             request_id,
-            self._requests.num_added,
+            core.requests.num_added,
             prompt,
             params,
             priority=priority,
@@ -130,49 +155,42 @@ class Engine(Upkeep):
         )
         if explain:
             request.history = RequestHistory(request.metrics.arrival_time)
-        self._requests.check(request)
-        with self._guard.change():
-            self._requests.add(request)
+        core.add(request)
         return request_id
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """A context for calls of `add_request`: an exception within withdraws their requests."""
-        num_before, known = self._requests.num_added, set(self._requests.unfinished)
+        """Return a context in which an exception withdraws the requests that were added in it."""
+        requests = self.core.requests
+        num_before, known = requests.num_added, set(requests.unfinished)
         try:
             yield
         except BaseException:
-            for request_id in [name for name in self._requests.unfinished if name not in known]:
+            for request_id in [name for name in requests.unfinished if name not in known]:
                 self.end(request_id)
-            self._requests.num_added = num_before
+            requests.num_added = num_before
             raise
 
     def get_request(self, request_id: str) -> Request:
-        """The unfinished request of that name, for reading only.
+        """Return an unfinished request, for reading only.
 
         Raises:
-          KeyError: there is none.
+          KeyError: no unfinished request has this id.
         """
-        return self._requests.unfinished[request_id]
+        return self.core.requests.unfinished[request_id]
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request as it stands, and free its blocks.
+        """End a request with its tokens so far, and free its blocks.
 
         Returns:
-          What it has, with finish_reason ``"abort"``; None if no such request is unfinished.
+          Its output, with finish_reason ``"abort"``; None if no unfinished request has this id.
         """
         request = self.end(request_id)
         return None if request is None else request.output()
 
     def end(self, request_id: str) -> Request | None:
-        """As `abort`, without making an output."""
-        request = self._requests.unfinished.get(request_id)
-        if request is None:
-            request = self._requests.take_ended(request_id)
-        else:
-            with self._guard.change():
-                self._requests.end(request, "abort")
-                self._pipeline.drop_ended()
+        """End a request like `abort`, but return the request instead of an output."""
+        request = self.core.end(request_id)
         if request is not None:
             self.delivery.notify(request)
         return request
@@ -180,8 +198,7 @@ class Engine(Upkeep):
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend.
 
-        They come from ``generation_config.json``. Decoding is greedy if the file does not mention
-        sampling, or turns it off.
+        They come from ``generation_config.json``. Decoding is greedy unless it turns sampling on.
 
         Args:
           **changes: fields of `SamplingParams` that get other values.
@@ -191,13 +208,13 @@ class Engine(Upkeep):
         """
         return SamplingParams(**self.generation_config.fill_in(changes, {"temperature": 0.0}))
 
-    # One step
+    # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the outputs of all requests that got tokens, or that ended.
+        """Run one step, and return the outputs of requests that got tokens or ended.
 
-        An output holds everything so far. Nothing to do returns nothing. Requests that a call of
-        `LLM.generate` or `LLM.stream` waits for go to that call.
+        An output holds all tokens so far. The list is empty if there is nothing to do. Requests
+        that a call of `LLM.generate` or `LLM.stream` waits for go to that call instead.
 
         Raises:
           EngineAsleepError: the engine sleeps.
@@ -212,55 +229,251 @@ class Engine(Upkeep):
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # Who has ended is not in the table any more: the next step returns it.
+            # Ended requests have left the table: keep them for the next step.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise
 
     def advance(self) -> list[Request]:
-        """As `step`, but returns all requests that were touched, and makes no outputs."""
-        self._sleep.check_awake("step")
-        clock = self._clock
-        step = jax.profiler.StepTraceAnnotation("engine step", step_num=self._stats.num_steps)
-        with self._guard.change(), step:
-            clock.start_step()
-            plan, tokens = self._pipeline.run()
-            with clock.postprocessing:
-                self._blocks.count_step(plan, tokens)
-                touched = self._postprocessor.postprocess(plan, tokens)
-            clock.count_step(plan, tokens, is_ahead=self._pipeline.is_ahead)
-            self._pipeline.drop_ended()
-        clock.update_costs(self._scheduler)
-        ended = self._requests.ended
-        try:
-            self._requests.ended = []
-            return touched
-        except BaseException:
-            self._requests.ended = ended
-            raise
+        """Run one step like `step`, but return all touched requests, without making outputs."""
+        return self.core.step()
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Call a function now or, within a step, before the next change of the engine's state."""
-        self._guard.when_idle(action)
+        """Call a function now or, during a step, before the next change of the engine's state."""
+        self.core.guard.when_idle(action)
 
-    def exclusive(self, function: str) -> ExclusiveUse:
-        """Lend the engine's parts to a search that fills slots and blocks by itself.
+    def follow(self) -> None:
+        """Run what process 0 asks for until its engine ends.
+
+        If the devices belong to several processes, each makes the engine with the same arguments.
+        Process 0 takes requests, all others follow it. See `paged_jax.distributed`.
+
+        Raises:
+          RuntimeError: this process is process 0, or has all devices of the engine.
+          JaxRuntimeError: process 0 is gone.
+        """
+        if self.core.is_leader:
+            raise RuntimeError(
+                "Engine.follow: this process must be one that follows, got the leader."
+            )
+        self.core.runner.follow()
+
+    @own_transfers()
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile every program that requests may need, so that no request waits for it.
 
         Args:
-          function: the name of the search, for messages.
+          report: function that is called with the number of compiled programs, the number of all
+            programs, and the name of the last compiled program. By default a progress bar shows
+            them on a terminal or in a notebook.
 
         Raises:
           RuntimeError: a request is unfinished, or the engine sleeps.
         """
-        self._sleep.check_awake(function)
-        self._requests.check_idle(function)
-        return ExclusiveUse(
-            self._runner,
-            self._inputs,
-            self._eos_token_ids,
-            requests=self._requests,
-            scheduler=self._scheduler,
-            blocks=self._blocks,
-            stats=self._stats,
-            guard=self._guard,
-        )
+        self.core.check_leads("warmup")
+        self.core.check_idle("warmup")
+        if report is not None:
+            self.core.runner.warmup(report)
+            return
+        status = Status()
+        with status.bar("compiling", unit="program"):
+            self.core.runner.warmup(status.move_to)
+
+    # Weights and sleep
+
+    def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
+        """Replace the weights, for example after a training step.
+
+        One program, compiled by the first call, copies the new weights over the old ones and
+        donates these, except those of a `Llama` that the engine was made from. So memory for the
+        engine's weights is needed once, besides the caller's arrays. The prefix cache is emptied.
+        Unfinished requests keep their tokens; their KV is computed again with the new weights.
+
+        Args:
+          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order, with
+            the structure and shapes of the engine's model. With a `mapping`, the parameters of any
+            definition of the same model: a module, its state, or a tree of arrays. Arrays may be on
+            other devices; they are copied in the dtypes and to the places of the old weights.
+          mapping: Hugging Face names by dotted paths of the arrays. A ``*`` is the number of a
+            layer: ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``; only in the
+            second name, it is the first axis of the array. ``(name, axes)`` transposes the array
+            first. An array may divide an axis, as ``[H, D, E]`` for ``[H * D, E]``. Arrays outside
+            the mapping must have their Hugging Face names.
+
+        Raises:
+          ValueError: structure, names or shapes differ. Nothing has changed then.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> engine = Engine(max_num_seqs=2)
+          >>> kernel = jnp.zeros((5, engine.config.hidden_size, engine.config.intermediate_size))
+          >>> engine.update_params({"layers": {"gate": kernel}}, mapping={
+          ...     "layers.gate": ("model.layers.*.mlp.gate_proj.weight", (0, 2, 1))})
+          Traceback (most recent call last):
+          ...
+          paged_jax.models.loading.parameters.WeightsError: update_params: params must hold ...
+        """
+        self.core.check_one_process("update_params")
+        self.core.replace_weights(self.core.weight_swap.prepare(params, mapping))
+
+    @own_transfers()
+    def load_params(self, folder: str | Path) -> Llama:
+        """Load weights for `update_params` into host memory.
+
+        Another thread may call this while the engine runs, because the engine does not change.
+
+        Args:
+          folder: a Hugging Face folder or a checkpoint, with the structure of the engine's model.
+
+        Raises:
+          ValueError: the folder holds another model, or its files are damaged.
+          OSError: files are missing or cannot be read.
+        """
+        return load_like(self.core.runner.weights.layout_model, folder)
+
+    @own_transfers()
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache: later requests find no block of earlier ones."""
+        if not self.is_sleeping:  # a sleeping engine has no cache
+            self.core.runner.slots.reset_prefix_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps. Other threads may ask."""
+        return bool(self.core.sleep.level)
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of the engine's sleep; 0 while it is awake. Other threads may ask."""
+        return self.core.sleep.level
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the device until `wake_up`, for example for a training step.
+
+        The pool is freed with everything cached. Unfinished requests keep their tokens and
+        continue after `wake_up`; until then nothing runs, and new requests are refused.
+
+        Args:
+          level: 1 keeps the weights in host memory; 2 drops them, and `update_params` must bring
+            others. Arrays of a `Llama` that the engine was made from stay with its owner.
+
+        Raises:
+          ValueError: the level is neither 1 nor 2.
+
+        Example:
+          >>> engine = Engine(max_num_seqs=2)
+          >>> engine.sleep()
+          >>> engine.is_sleeping
+          True
+          >>> engine.wake_up()
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ArgumentError("Engine.sleep", f"must be 1 or 2, got {level!r}.", "level")
+        self.core.check_one_process("sleep")
+        with self.core.guard.change():
+            self.core.sleep.begin(level)
+            self.core.restart()
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """End a `sleep`. Nothing is compiled again, and the cache is empty.
+
+        Args:
+          tags: ``"weights"``, ``"kv_cache"`` or, by default, both. It sleeps until it has both.
+
+        Raises:
+          ValueError: a tag is neither of them.
+          RuntimeError: the engine would wake without weights.
+        """
+        if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
+            rule = f"must be of {' and '.join(TAGS)}, got {tags!r}."
+            raise ArgumentError("Engine.wake_up", rule, "tags")
+        if self.is_sleeping:
+            with self.core.guard.change():
+                self.core.sleep.end(tags or TAGS)
+                self.core.restart()
+
+    # State
+
+    @property
+    def cache(self) -> PagedCache:
+        """The paged cache. The next step donates its arrays, so copy those that you keep.
+
+        Raises:
+          EngineAsleepError: the engine sleeps and has no cache.
+        """
+        self.core.sleep.check_awake("cache")
+        return self.core.runner.state.cache
+
+    @property
+    def model(self) -> PagedModel:
+        """The model with its present weights. Copy arrays to keep them past `update_params`.
+
+        Raises:
+          EngineAsleepError: the engine sleeps, and its weights are not on the device.
+          RuntimeError: the devices belong to several processes.
+        """
+        self.core.check_one_process("model")
+        if not self.core.sleep.has_weights:
+            self.core.sleep.check_awake("model")
+        return self.core.runner.weights.model
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        """The arrays of the model, in the order of the leaves of its ``nnx.state``.
+
+        Valid until `update_params`. Empty while the engine sleeps without weights on the device.
+
+        Raises:
+          RuntimeError: the devices belong to several processes.
+        """
+        self.core.check_one_process("weights")
+        return self.core.runner.weights.originals
+
+    @property
+    def layout(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of `weights`."""
+        return self.core.runner.weights.layout
+
+    @property
+    def weight_dtype(self) -> np.dtype:
+        """The dtype of the weights."""
+        return self.core.runner.weights.layout_model.weight_dtype
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since the engine was built, up to now."""
+        return self.core.total_stats()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled. Other threads may ask."""
+        return self.core.runner.is_compiling
+
+    @property
+    def cache_use(self) -> float:
+        """The fraction of blocks that requests hold, 0 to 1; blocks that are only cached are free.
+
+        Does not wait: while the device works ahead, it is the value of the last step.
+        """
+        return self.core.num_used_blocks() / self.num_blocks
+
+    @property
+    def cache_groups(self) -> list[GroupUse]:
+        """Blocks of each group of layers that keep the same tokens, the largest group first.
+
+        Does not wait, see `cache_use`. There is one group unless the layers' windows differ.
+        """
+        return self.core.group_use()
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The unfinished samples, the most senior first, for reading only.
+
+        Samples with a ``slot`` run; the others wait. Valid until the next step.
+        """
+        return self.core.scheduler.sequences
+
+    @property
+    def num_cache_resets(self) -> int:
+        """Number of times that the whole cache was dropped: for new weights, after a failure."""
+        return self.core.runner.slots.num_resets

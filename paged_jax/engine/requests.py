@@ -1,7 +1,13 @@
 """Keeps the requests that have not finished: from them, the device's state can be made again."""
 
+import contextlib
 import itertools
 import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import jax
 
 from paged_jax.cache.sequence_blocks import PrefixChain, root_digest
 from paged_jax.engine.drafts import Drafter
@@ -128,3 +134,132 @@ class RequestTable:
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
             sequence.chain = self.prefix_chain(request) if is_cached else None
+
+
+class Delivery:
+    """Where the requests go that a step has touched.
+
+    Requests share steps, so a step that one call runs may bring tokens for the request of another
+    call. That call gets them by the function it has subscribed with. A request without a subscriber
+    is kept until it is taken.
+
+    Example:
+      >>> delivery = Delivery()
+      >>> delivery.kept
+      []
+    """
+
+    def __init__(self) -> None:
+        self._receivers: dict[str, Callable[[Request], None]] = {}
+        # Not by their ids: one that has ended and one that has taken its id may both be there.
+        self._kept: dict[Request, None] = {}
+
+    def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
+        """Call a function with a request whenever it has new tokens, and when it has ended."""
+        self._receivers[request_id] = receive
+
+    def unsubscribe(self, request_id: str) -> None:
+        """End a subscription; nothing if there is none."""
+        self._receivers.pop(request_id, None)
+
+    def deliver(self, requests: Iterable[Request]) -> None:
+        """Give each request to its subscriber, or keep it."""
+        for request in requests:
+            if not self.notify(request):
+                self._kept[request] = None
+
+    def notify(self, request: Request) -> bool:
+        """Give a request to its subscriber, if it has one."""
+        receive = self._receivers.get(request.request_id)
+        if receive is not None:
+            receive(request)
+        return receive is not None
+
+    @property
+    def kept(self) -> list[Request]:
+        """The requests without a subscriber that were delivered, until they are dropped."""
+        return list(self._kept)
+
+    def keep(self, requests: Iterable[Request]) -> None:
+        """Keep requests again that were dropped."""
+        self._kept |= dict.fromkeys(requests)
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Forget requests that were kept."""
+        gone = set(requests)
+        self._kept = {request: None for request in self._kept if request not in gone}
+
+
+class ChangeGuard:
+    """Guards the changes of an engine's state, such as a step.
+
+    A change that is cut short, by Ctrl-C for example, leaves the device in a state that is not
+    known. The engine is recovered at once or, if that is cut short too, before the next change.
+
+    Args:
+      restart: makes a state that is known, from what the host knows.
+    """
+
+    def __init__(self, restart: Callable[[], None]):
+        self._restart = restart
+        self._is_broken = False  # a change or a recovery began and did not end
+        self._postponed: list[Callable[[], None]] = []
+        self._latest: Callable[[], Any] = lambda: None  # the generator of the latest change
+
+    @property
+    def _is_changing(self) -> bool:
+        # Asked of the change itself: a flag could be left behind by one that is cut short.
+        latest = self._latest()
+        return latest is not None and latest.gi_frame is not None
+
+    def change(self) -> contextlib.AbstractContextManager[None]:
+        """A context for a change of state.
+
+        Raises:
+          RuntimeError: another one is under way.
+        """
+        if self._is_changing:
+            raise RuntimeError("Engine: a call must end before the next begins, got one within it.")
+        while self._postponed:
+            self._postponed.pop()()
+        change = self._change()
+        self._latest = weakref.ref(change)
+        return contextlib.contextmanager(lambda: change)()
+
+    def _change(self) -> Generator[None]:
+        with own_transfers():
+            if self._is_broken:
+                self.recover()
+            self._is_broken = True
+            try:
+                yield
+            except BaseException:
+                self.recover()
+                raise
+            self._is_broken = False
+
+    def recover(self) -> None:
+        """Restart from what the host knows."""
+        self._is_broken = True
+        self._restart()
+        self._is_broken = False
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Call a function now or, while a change is under way, before the next one."""
+        if self._is_changing:
+            self._postponed.append(action)
+        else:
+            action()
+
+
+@contextlib.contextmanager
+def own_transfers() -> Iterator[None]:
+    """A context in which an engine may move its own numbers between host and device.
+
+    Token ids, slots and flags cross with every step, as they must, so that a caller's
+    ``jax.transfer_guard`` should not stop them: it is there to find transfers that nobody wants.
+    Copies from device to device stay under the caller's guard. The engine makes none, unless
+    weights come from other devices.
+    """
+    with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
+        yield

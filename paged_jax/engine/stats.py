@@ -85,20 +85,6 @@ class GroupUse:
     num_used: int
 
 
-def totals(stats: EngineStats, runner: ModelRunner, scheduler: Scheduler) -> EngineStats:
-    """A copy of an engine's own counts, completed by those of its runner and its scheduler."""
-    scheduled = scheduler.stats
-    return dataclasses.replace(
-        stats,
-        compile_seconds=runner.compile_seconds,
-        num_preemptions=scheduled.num_preemptions,
-        num_swap_preemptions=scheduled.num_swap_preemptions,
-        num_recomputed_tokens=scheduled.num_recomputed_tokens,
-        num_queried_tokens=scheduled.num_queried_tokens,
-        num_cached_tokens=scheduled.num_cached_tokens,
-    )
-
-
 class Stopwatch:
     """Measures `with` blocks, of which a step may have several.
 

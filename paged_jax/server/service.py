@@ -14,8 +14,7 @@ from starlette.types import Receive
 
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.loading import find_eos_token_ids
-from paged_jax.engine.sleep import EngineAsleepError
+from paged_jax.engine.weight_swap import EngineAsleepError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tools import ToolGrammars
 from paged_jax.scheduler.request import Request
@@ -104,9 +103,7 @@ class Service:
         self.max_model_len = engine.max_model_len
         self.max_length = engine.max_length
         self.vocab_size = engine.config.vocab_size
-        self.eos_token_ids = find_eos_token_ids(
-            engine.config, engine.tokenizer, engine.generation_config
-        )
+        self.eos_token_ids = engine.eos_token_ids
         self.generation_config = engine.generation_config
         self.token_bias = engine.token_bias
         self.num_blocks = engine.num_blocks

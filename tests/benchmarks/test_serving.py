@@ -272,8 +272,8 @@ def test_make_engine_runs_what_fits_the_memory(model) -> None:
     assert (contiguous.block_size, contiguous.max_num_seqs) == (32, 3)
     for request in requests()[:4]:
         contiguous.add_request({"prompt_token_ids": request.prompt_token_ids})
-    assert not contiguous._scheduler.running
-    plan = contiguous._scheduler.schedule(contiguous._runner.slots, 0.0)
+    assert not contiguous.core.scheduler.running
+    plan = contiguous.core.scheduler.schedule(contiguous.core.runner.slots, 0.0)
     assert len(plan.decodes) == 3
 
 

@@ -324,7 +324,7 @@ def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
 def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
     first = search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
     for is_after in (False, True):
-        owner = llm._runner if hasattr(llm._runner, name) else llm._runner.slots
+        owner = llm.core.runner if hasattr(llm.core.runner, name) else llm.core.runner.slots
         original, calls = getattr(owner, name), iter(range(2))
 
         def interrupt(*args, is_after=is_after, original=original, calls=calls, **kwargs):

@@ -34,7 +34,7 @@ def complete(engine: Engine, prompt, params=GREEDY, **options):
 
 
 def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
-    executor = engine._runner._executor
+    executor = engine.core.runner._executor
     program = dataclasses.replace(getattr(executor.programs, name), jitted=function)
     monkeypatch.setattr(executor, "programs", executor.programs._replace(**{name: program}))
 
@@ -62,7 +62,7 @@ def test_a_request_that_fails_is_returned_though_only_the_engine_held_it(
     def fail(*_):
         raise FloatingPointError("not a number")
 
-    monkeypatch.setattr(engine._postprocessor, "append_tokens", fail)
+    monkeypatch.setattr(engine.core.postprocessor, "append_tokens", fail)
     completions = complete(engine, LONG, dataclasses.replace(SEEDED, n=4)).outputs
     assert [c.finish_reason for c in completions] == ["error"] * 4
     check_empty(engine)
@@ -179,7 +179,7 @@ def test_the_last_token_is_always_computed(engine) -> None:
 
 
 def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> None:
-    counts, look_up = [], engine._runner._executor.programs.attach.jitted
+    counts, look_up = [], engine.core.runner._executor.programs.attach.jitted
 
     def counting(weights, state, slot, digests, token_ids, num_blocks):
         counts.append(int(num_blocks))
@@ -199,7 +199,7 @@ def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> Non
 
 def test_the_host_forgets_digests_that_the_device_has_forgotten(engine, monkeypatch) -> None:
     monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 1)
-    slots = engine._runner.slots
+    slots = engine.core.runner.slots
     for token_id in range(5, 11):
         complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})
         assert len(slots._published) <= engine.num_blocks + 7  # those of one request more
@@ -359,7 +359,7 @@ def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
     )
     requests = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     expected = finish(engine)
-    runner = engine._runner
+    runner = engine.core.runner
     owner = runner if hasattr(runner, part) else runner.slots
     original, failures = getattr(owner, part), []
 
@@ -385,7 +385,7 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
     expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
     first = engine.add_request(OTHER, params)
     second = engine.add_request(LONG, params)
-    original, finished = engine._postprocessor.take_row, []
+    original, finished = engine.core.postprocessor.take_row, []
 
     def fail(sequence, *args):
         if sequence.request.request_id == second:
@@ -393,7 +393,7 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
         original(sequence, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._postprocessor, "take_row", fail)
+        patch.setattr(engine.core.postprocessor, "take_row", fail)
         with pytest.raises(KeyboardInterrupt):
             while engine.has_unfinished:
                 finished += [o for o in engine.step() if o.finished]
@@ -407,7 +407,7 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
 def test_an_id_may_be_taken_again_after_a_step_that_was_cut_short(engine, monkeypatch) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=3)
     expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
-    original, finished = engine._postprocessor.take_row, []
+    original, finished = engine.core.postprocessor.take_row, []
 
     def fail(sequence, *args):
         original(sequence, *args)
@@ -416,7 +416,7 @@ def test_an_id_may_be_taken_again_after_a_step_that_was_cut_short(engine, monkey
 
     engine.add_request(OTHER, params, request_id="again")
     with monkeypatch.context() as patch:
-        patch.setattr(engine._postprocessor, "take_row", fail)
+        patch.setattr(engine.core.postprocessor, "take_row", fail)
         with pytest.raises(KeyboardInterrupt):
             while engine.has_unfinished:
                 engine.step()
@@ -438,8 +438,8 @@ def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "decode", interrupt)
-        patch.setattr(engine._scheduler, "restart", interrupt)
+        patch.setattr(engine.core.runner, "decode", interrupt)
+        patch.setattr(engine.core.scheduler, "restart", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert finish(engine) == {request_id: expected}
@@ -567,7 +567,7 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program, nu
     """Before the step returns, and without losing a request."""
     wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
     engine.reset_prefix_cache()
-    run = getattr(engine._runner._executor.programs, program).jitted
+    run = getattr(engine.core.runner._executor.programs, program).jitted
 
     def fail(*args, **static):
         return run(*args, **static)[0], jnp.array(False)
@@ -592,7 +592,7 @@ def test_blocks_that_nobody_else_holds_are_counted(tiny_model) -> None:
     engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)
     while sum(sequence.slot is not None for sequence in engine.sequences) < 2:
         engine.step()
-    slots, both = engine._runner.slots, engine.sequences
+    slots, both = engine.core.runner.slots, engine.sequences
     num_used = engine.num_blocks - slots.num_free
     alone = [slots.num_held([sequence]) for sequence in both]
     assert slots.num_held(both) == num_used > sum(alone) > 0

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.cache.blocks.inspection import draw_tables
 from paged_jax.cache_map import block_text, changes, snapshot
-from paged_jax.engine.beam_search import beam_search
-from paged_jax.engine.beams import BeamSearchParams
+from paged_jax.engine.beam_search import BeamSearchParams, beam_search
 from paged_jax.kernels import cascade, num_shared_blocks
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.snapshot import EngineSnapshot
@@ -354,7 +353,7 @@ def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kin
             assert (use.num_blocks, use.window) == (
                 groups[number].num_blocks, groups[number].tables.window,
             )  # fmt: skip
-            if not engine._pipeline.is_ahead:  # else they are those of the last step
+            if not engine.core.is_ahead:  # else they are those of the last step
                 assert use.num_used == use.num_blocks - free[number]
             most_used[number] = max(most_used[number], use.num_used)
         maps.append(snapshot(engine))

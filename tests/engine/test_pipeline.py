@@ -32,8 +32,8 @@ def tokenizer(tiny_folder) -> Tokenizer:
 def make_engine(tiny_model, tokenizer) -> Callable[..., Engine]:
     def make(way: str = WAYS[1], **options: Any) -> Engine:
         engine = Engine(tiny_model, tokenizer=tokenizer, **{**SIZES, **options})
-        engine._scheduler.lookahead._is_used = way != WAYS[0]
-        engine._runner._executor.calls_wait = way == WAYS[2]
+        engine.core.scheduler.lookahead._is_used = way != WAYS[0]
+        engine.core.runner._executor.calls_wait = way == WAYS[2]
         return engine
 
     return make
@@ -73,7 +73,7 @@ def texts(outputs: dict) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(tiny_model, tokenizer) -> dict[str, Any]:
     engine = Engine(tiny_model, tokenizer=tokenizer, **SIZES)
-    engine._scheduler.lookahead._is_used = False
+    engine.core.scheduler.lookahead._is_used = False
     return texts(play(engine, jobs()))
 
 
@@ -82,7 +82,7 @@ def expected(tiny_model, tokenizer) -> dict[str, Any]:
 
 def test_the_next_dispatch_is_queued_before_tokens_are_read(make_engine, monkeypatch) -> None:
     engine, events = make_engine(), []
-    runner, decode, read = engine._runner, engine._runner.decode, engine._runner.read
+    runner, decode, read = engine.core.runner, engine.core.runner.decode, engine.core.runner.read
 
     def queueing(sequences, num_steps, **options):
         events.append(("queue", num_steps))
@@ -122,20 +122,20 @@ def test_free_blocks_are_those_after_what_is_queued(make_engine, way) -> None:
     engine = make_engine(way)
     request_id = engine.add_request(OTHER, GREEDY)
     engine.step()
-    assert engine._pipeline.is_ahead
+    assert engine.core.is_ahead
     # Of 7 tokens of the prompt and two dispatches of 4: the second takes the last of 4 blocks.
-    assert engine._runner.slots.num_free == SIZES["num_blocks"] - 4
+    assert engine.core.runner.slots.num_free == SIZES["num_blocks"] - 4
     engine.abort(request_id)
     check_empty(engine)
 
 
 def test_guesses_need_the_tokens_before(make_engine) -> None:
     engine = make_engine("after one another", num_speculative_tokens=2)
-    assert engine._scheduler.lookahead._is_used is False
+    assert engine.core.scheduler.lookahead._is_used is False
     engine = Engine(engine.model, **SIZES, num_speculative_tokens=2)
     engine.add_request(OTHER, GREEDY)
     engine.step()
-    assert not engine._pipeline.is_ahead
+    assert not engine.core.is_ahead
 
 
 # The same tokens
@@ -177,9 +177,9 @@ def test_what_is_queued_for_an_aborted_request_is_forgotten(make_engine) -> None
     engine = make_engine()
     request_id = engine.add_request(OTHER, GREEDY)
     engine.step()
-    assert engine._pipeline.is_ahead
+    assert engine.core.is_ahead
     engine.abort(request_id)
-    assert not engine._pipeline.is_ahead and engine.cache_use == 0
+    assert not engine.core.is_ahead and engine.cache_use == 0
     assert engine.step() == []
     check_empty(engine)
 
@@ -231,7 +231,7 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
 
     add()
     wanted = finish(engine)
-    original, num_left = getattr(engine._runner, part), 0
+    original, num_left = getattr(engine.core.runner, part), 0
 
     def fail(*args, **options):
         nonlocal num_left
@@ -241,7 +241,7 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
             raise error
         return result
 
-    monkeypatch.setattr(engine._runner, part, fail)
+    monkeypatch.setattr(engine.core.runner, part, fail)
     for at in range(1, 6):
         num_left = at
         add()
@@ -255,7 +255,7 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
 def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkeypatch) -> None:
     engine = make_engine(WAYS[2])
     wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
-    executor, call = engine._runner._executor, engine._runner._executor._call
+    executor, call = engine.core.runner._executor, engine.core.runner._executor._call
     engine.add_request(OTHER, SEEDED, request_id="a")
     engine.step()
 
@@ -278,7 +278,7 @@ def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkey
 def test_recovery_waits_for_the_thread_that_has_the_old_state(make_engine, monkeypatch) -> None:
     engine = make_engine(WAYS[2])
     wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
-    executor, call = engine._runner._executor, engine._runner._executor._call
+    executor, call = engine.core.runner._executor, engine.core.runner._executor._call
 
     def call_late(program):
         time.sleep(0.1)
@@ -289,7 +289,7 @@ def test_recovery_waits_for_the_thread_that_has_the_old_state(make_engine, monke
     engine.step()
     ahead = executor._ahead
     assert ahead is not None
-    engine._guard.recover()
+    engine.core.guard.recover()
     assert ahead.done()
     monkeypatch.undo()
     outputs = {}
@@ -307,7 +307,7 @@ def test_new_weights_and_an_empty_prefix_cache_come_between(make_engine, way) ->
     for action in (lambda: engine.update_params(engine.model), engine.reset_prefix_cache):
         engine.add_request(OTHER, SEEDED, request_id="a")
         engine.step()
-        assert engine._pipeline.is_ahead
+        assert engine.core.is_ahead
         action()
         assert finish(engine) == wanted
 
@@ -316,9 +316,9 @@ def test_a_deadline_that_passes_ends_the_request(make_engine) -> None:
     engine = make_engine()
     late = engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=50), timeout=1e4)
     engine.step()
-    assert engine._pipeline.is_ahead
+    assert engine.core.is_ahead
     request = engine.get_request(late)
-    deadlines = engine._scheduler._queue.deadlines
+    deadlines = engine.core.scheduler._queue.deadlines
     deadlines._heap = [(0.0, *entry[1:]) for entry in deadlines._heap]
     while engine.has_unfinished:
         engine.step()
@@ -333,7 +333,7 @@ def test_beams_are_searched_where_something_was_queued(tiny_folder, way) -> None
     llm = LLM(tiny_folder, **SIZES)
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     [wanted] = llm.beam_search("the cat", params)
-    llm._runner._executor.calls_wait = way == WAYS[2]
+    llm.core.runner._executor.calls_wait = way == WAYS[2]
     request_id = llm.add_request(OTHER, GREEDY)
     llm.step()
     llm.abort(request_id)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, Llama, SamplingParams
-from paged_jax.engine.sleep import EngineAsleepError
+from paged_jax.engine.weight_swap import EngineAsleepError
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import check_empty, finish
 
@@ -120,7 +120,7 @@ def test_nothing_runs_asleep(engine) -> None:
         engine.warmup,
         lambda: engine.cache,
         lambda: engine.model,
-        lambda: engine.exclusive("beam_search"),
+        lambda: engine.core.check_idle("beam_search"),
     ):
         with pytest.raises(EngineAsleepError, match="must be awake, got one that sleeps"):
             call()

@@ -111,7 +111,7 @@ def soak(
 
     def on_step(num_steps: int) -> None:
         clock.now = float(num_steps)
-        waiting = engine._scheduler.waiting
+        waiting = engine.core.scheduler.waiting
         preempted.update(s.request.request_id for s in waiting if s.num_preemptions)
         if num_steps % 100 == 0:
             check_groups(engine.cache)
@@ -199,7 +199,7 @@ def test_a_thousand_requests_leave_nothing_behind(
     num_alive = num_sequences_alive()
     engine = Engine(tiny_model, **sizes, preemption="swap")
     # Too little host memory for all that are preempted, so that both ways are taken.
-    engine._scheduler.costs.max_swapped_blocks = 12
+    engine.core.scheduler.costs.max_swapped_blocks = 12
     outputs, preempted = soak(engine, jobs, clock)
     assert num_sequences_alive() == num_alive
 
@@ -240,7 +240,7 @@ def test_windows_leave_nothing_behind(data_dir, clock, layers) -> None:
     num_alive = num_sequences_alive()
     sizes = SIZES if layers else {**SIZES, "num_blocks": 10}
     engine = Engine(model, **sizes, preemption="swap")
-    engine._scheduler.costs.max_swapped_blocks = 8
+    engine.core.scheduler.costs.max_swapped_blocks = 8
     outputs, preempted = soak(engine, jobs, clock)
     assert num_sequences_alive() == num_alive
     assert engine.stats.num_preemptions > 5 and engine.stats.num_cached_tokens > 60

@@ -96,7 +96,7 @@ def test_tokens_do_not_depend_on_recovery(engine, alone) -> None:
     def disturb(engine: Engine) -> None:
         for _ in range(4):
             engine.step()
-        engine._guard.recover()
+        engine.core.guard.recover()
 
     assert run_all(engine, disturb=disturb) == alone
 

@@ -12,7 +12,7 @@ _SAME_TOKENS = """
 import sys
 
 from paged_jax import LLM, Llama, SamplingParams, StructuredOutputsParams
-from paged_jax.engine.beams import BeamSearchParams
+from paged_jax.engine.beam_search import BeamSearchParams
 from tests.support.covering import all_pairs
 from tests.support.tensor_parallel import PROMPTS, SIZES, generate, make_model
 
@@ -102,7 +102,7 @@ import sys
 
 import numpy as np
 from paged_jax import LLM, SamplingParams
-from paged_jax.engine.beams import BeamSearchParams
+from paged_jax.engine.beam_search import BeamSearchParams
 from paged_jax.models.loading.orbax import save_checkpoint
 from tests.support.tensor_parallel import SIZES
 
@@ -138,7 +138,7 @@ assert llm.stats.num_accepted_tokens, "guesses were right"
 
 
 def check_same_weights(llm, other):
-    for x, y in zip(llm._runner.weights.arrays, other._runner.weights.arrays, strict=True):
+    for x, y in zip(llm.core.runner.weights.arrays, other.core.runner.weights.arrays, strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         for part, same in zip(x.addressable_shards, y.addressable_shards, strict=True):
             np.testing.assert_array_equal(part.data, same.data, strict=True)
@@ -223,7 +223,7 @@ engine = Engine(make_model(), **SIZES, tensor_parallel_size=2, check_replicas=Tr
 wanted = generate(engine)
 engine.add_request({"prompt_token_ids": PROMPTS[0]}, PAIR)
 engine.step()
-executor = engine._runner._executor
+executor = engine.core.runner._executor
 sampling = executor.state.sampling
 other = dataclasses.replace(sampling, keys=with_other_copy(sampling.keys))
 executor._state = dataclasses.replace(executor.state, sampling=other)
@@ -275,7 +275,7 @@ _HEAD = """
 import jax
 
 def num_compiled(engine):
-    return sum(program.jitted._cache_size() for program in engine._runner._executor.programs)
+    return sum(program.jitted._cache_size() for program in engine.core.runner._executor.programs)
 """
 
 

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM, Llama, SamplingParams
-from paged_jax.engine.sleep import EngineAsleepError
-from paged_jax.engine.weight_swap import WeightSwap
+from paged_jax.engine.weight_swap import EngineAsleepError, WeightSwap
 from paged_jax.models.loading.parameters import named_parameters
 from paged_jax.models.loading.tensor_map import map_parameter
 from tests.support.processes import run_on_devices
@@ -224,7 +223,9 @@ def test_weights_come_to_several_devices() -> None:
 @pytest.mark.optimised
 def test_conversion_takes_no_memory_beside_the_weights(tiny_model) -> None:
     engine = LLM(tiny_model, **SIZES)
-    new = WeightSwap(engine._runner, are_shared=True).prepare(trainers_tree(tiny_model), MAPPING)
+    new = WeightSwap(engine.core.runner, are_shared=True).prepare(
+        trainers_tree(tiny_model), MAPPING
+    )
     memory = new.convert.lower(new.arrays, engine.weights).compile().memory_analysis()
     sizes = [x.nbytes for x in engine.weights]
     assert memory.alias_size_in_bytes >= sum(sizes), "all of them in the memory of the old ones"
@@ -249,16 +250,16 @@ def test_an_engine_whose_weights_are_lost_sleeps_until_it_gets_others(tiny_model
     expected = finish(engine)[request_id]
     request_id = engine.add_request(PROMPT, PARAMS)
     engine.step()
-    new = engine._weight_swap.prepare(other, None)
+    new = engine.core.weight_swap.prepare(other, None)
 
     def convert(arrays: Any, room: list[jax.Array]) -> Any:
         new.convert(arrays, room)
         raise KeyboardInterrupt
 
-    engine._weight_swap.prepare = lambda *args: new._replace(convert=convert)
+    engine.core.weight_swap.prepare = lambda *args: new._replace(convert=convert)
     with pytest.raises(KeyboardInterrupt):
         engine.update_params(other)
-    del engine._weight_swap.prepare
+    del engine.core.weight_swap.prepare
     assert engine.is_sleeping and engine.has_unfinished
     with pytest.raises(EngineAsleepError):
         engine.step()

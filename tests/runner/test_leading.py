@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from paged_jax import Engine, SamplingParams, StructuredOutputsParams
-from paged_jax.engine import parts
+from paged_jax.engine import core, loaded_model
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.runner.channel import Message
 from tests.support.structured import SIZES
@@ -27,7 +27,7 @@ class RecordedChannel:
 @pytest.fixture
 def channel(monkeypatch) -> RecordedChannel:
     channel = RecordedChannel()
-    monkeypatch.setattr(parts, "channel_between", lambda devices: channel)
+    monkeypatch.setattr(core, "channel_between", lambda devices: channel)
     return channel
 
 
@@ -51,7 +51,7 @@ def test_follower_has_the_state_of_its_leader(channel, monkeypatch) -> None:
     config = GenerationConfig(
         suppress_tokens=(5,), begin_suppress_tokens=(7,), sequence_bias={9: 1.5}
     )
-    monkeypatch.setattr(parts, "load_generation_config", lambda model, tokenizer: config)
+    monkeypatch.setattr(loaded_model, "load_generation_config", lambda model, tokenizer: config)
     leader = Engine(**SIZES)
     prompts = ["the sun", "the sun in", "an", "in", "the"]
     for text, params in zip(prompts, REQUESTS.values(), strict=True):
@@ -61,9 +61,11 @@ def test_follower_has_the_state_of_its_leader(channel, monkeypatch) -> None:
         outputs += leader.step()
     leader.reset_prefix_cache()
     assert leader.stats.num_preemptions  # the pool is too small for all of them
-    expected = jax.device_get(leader._runner.state)
+    expected = jax.device_get(leader.core.runner.state)
 
     follower = make_follower(monkeypatch)
     channel.send(Message("end", {}))
     follower.follow()
-    jax.tree.map(np.testing.assert_array_equal, expected, jax.device_get(follower._runner.state))
+    jax.tree.map(
+        np.testing.assert_array_equal, expected, jax.device_get(follower.core.runner.state)
+    )

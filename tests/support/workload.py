@@ -106,8 +106,8 @@ def check_empty(engine: Engine) -> None:
     for group in engine.cache.groups:
         assert int(group.tables.pool.num_free) == group.num_blocks
         assert group.tables.lengths.tolist() == [0] * engine.max_num_seqs
-    scheduler, slots = engine._scheduler, engine._runner.slots
-    assert not engine._requests.unfinished and not engine._plan_runner._drafter._indices
+    scheduler, slots = engine.core.scheduler, engine.core.runner.slots
+    assert not engine.core.requests.unfinished and not engine.core.step_runner._drafter._indices
     assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished
     assert not scheduler._queue.entries
     assert sorted(scheduler._queue.free_slots) == list(range(engine.max_num_seqs))

@@ -1,13 +1,13 @@
-"""Loads what an engine runs: a model, its tokenizer, and the tokens that end its sequences."""
+"""A model on its devices, with its tokenizer and the defaults of its authors."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from paged_jax.engine.config import EngineConfig
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder
@@ -16,27 +16,74 @@ from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.weights import Weights
+from paged_jax.sampling.params import TokenBias
 
 
-def load_model(
-    model: str | Path | PagedModel | None,
-    *,
-    dtype: Any,
-    backend: str | None,
-    mesh: Mesh | None,
-    check_replicas: bool,
-) -> tuple[Weights, TensorParallel | None]:
-    """The weights of a folder, or of a model, on one device or divided over those of a mesh.
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model on its devices, with its tokenizer and the defaults of its authors.
 
-    Each device reads its part of a folder's files.
+    Attributes:
+      weights: the weights on the devices.
+      device_config: the configuration of one device's part of the model; None for one device.
+      tokenizer: the tokenizer, if there is one.
+      generation_config: generation defaults of the model's authors.
+      eos_token_ids: tokens that end a sequence.
+      token_bias: biases that apply to every request.
+      is_shared: whether the caller holds the arrays of the weights too.
+    """
+
+    weights: Weights
+    device_config: LlamaConfig | None
+    tokenizer: Tokenizer | None
+    generation_config: GenerationConfig
+    eos_token_ids: frozenset[int]
+    token_bias: TokenBias
+    is_shared: bool
+
+    @property
+    def config(self) -> LlamaConfig:
+        """Configuration of the whole model."""
+        return self.weights.layout_model.config
+
+    @classmethod
+    def load(cls, options: EngineConfig) -> "LoadedModel":
+        """Load the model and the tokenizer that the options of an engine name.
+
+        Raises:
+          ValueError: an option does not suit the model or the devices, or a file is damaged.
+          OSError: files are missing or cannot be read.
+        """
+        tokenizer = load_tokenizer(options.model, options.tokenizer)
+        generation_config = load_generation_config(options.model, tokenizer)
+        weights, parallel = load_weights(options)
+        config = weights.layout_model.config
+        eos_token_ids = find_eos_token_ids(config, tokenizer, generation_config)
+        return cls(
+            weights=weights,
+            device_config=None if parallel is None else parallel.device_config,
+            tokenizer=tokenizer,
+            generation_config=generation_config,
+            eos_token_ids=eos_token_ids,
+            token_bias=generation_config.token_bias(eos_token_ids, config.vocab_size),
+            is_shared=isinstance(options.model, PagedModel),
+        )
+
+
+def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]:
+    """Load weights onto one device, or divide them over several.
+
+    Each device reads only its part of the files.
 
     Returns:
       The weights, and how they are divided; None for one device.
 
     Raises:
-      ValueError: the model cannot be divided over so many devices, or as `Llama.from_pretrained`.
-      OSError: files are not there or cannot be read.
+      ValueError: the model cannot be divided over the devices, or see `Llama.from_pretrained`.
+      OSError: files are missing or cannot be read.
     """
+    model, backend = options.model, options.backend
+    mesh = find_mesh(options.mesh, options.tensor_parallel_size)
     if isinstance(model, PagedModel):
         if mesh is not None and not isinstance(model, Llama):
             raise ValueError(
@@ -44,17 +91,19 @@ def load_model(
                 f"{type(model).__name__}."
             )
         parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
-        return Weights(model, parallel, check_replicas=check_replicas), parallel
+        return Weights(model, parallel, check_replicas=options.check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
     if mesh is None or not folder.is_dir():  # of which `from_pretrained` says what is wrong
         # The other backends copy weights out of a stack on CPUs.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
-        return Weights(Llama.from_pretrained(model, dtype=dtype, scan_layers=scan_layers)), None
+        return Weights(
+            Llama.from_pretrained(model, dtype=options.dtype, scan_layers=scan_layers)
+        ), None
     parallel = TensorParallel.create("Engine", mesh, LlamaConfig.from_file(folder))
-    placed = Llama.from_pretrained(folder, dtype=dtype, sharding=parallel.placement)
+    placed = Llama.from_pretrained(folder, dtype=options.dtype, sharding=parallel.placement)
     parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights
-    return Weights(placed, parallel, check_replicas=check_replicas), parallel
+    return Weights(placed, parallel, check_replicas=options.check_replicas), parallel
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:

@@ -17,7 +17,7 @@ from paged_jax.scheduler.scheduler import Scheduler
 from paged_jax.scheduler.step_plan import StepPlan
 
 
-class Dispatch(NamedTuple):
+class PendingStep(NamedTuple):
     """A plan that is queued.
 
     Attributes:
@@ -29,7 +29,7 @@ class Dispatch(NamedTuple):
     drawn: Pending | StepTokens | None
 
 
-class PlanRunner:
+class StepRunner:
     """Runs plans, and notes when requests begin.
 
     Args:
@@ -57,7 +57,7 @@ class PlanRunner:
         self._clock = clock
         self._stats = stats
 
-    def queue(self, plan: StepPlan) -> Dispatch:
+    def queue(self, plan: StepPlan) -> PendingStep:
         """Queue all of a plan."""
         if not plan.is_ahead:  # else all of its sequences run already
             self._note_start(plan)
@@ -65,9 +65,9 @@ class PlanRunner:
             self._prefill(plan)
             self._runner.slots.fork(plan.forks)
         with self._clock.decoding:
-            return Dispatch(plan, self._decode(plan) if plan.decodes else None)
+            return PendingStep(plan, self._decode(plan) if plan.decodes else None)
 
-    def read(self, dispatch: Dispatch) -> StepTokens | None:
+    def read(self, dispatch: PendingStep) -> StepTokens | None:
         """Wait for what a plan has drawn, a row for each of its decodes.
 
         Raises:

@@ -26,7 +26,7 @@ MAX_STOP_TOKEN_IDS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class RequestFactory:
     """What a model and its engine accept.
 
     Attributes:

@@ -1,0 +1,384 @@
+"""`EngineCore`: one step of continuous batching, and the parts that a step needs.
+
+    schedule       choose what runs: `paged_jax.scheduler`, which allocates the blocks as it decides
+    run            prefill chunks, fork samples, decode: `StepRunner` on `paged_jax.runner`
+    postprocess    append tokens to samples, end those that stop: `Postprocessor`
+
+Each step queues the next decode steps before it reads its own tokens, so the device decodes while
+the host turns tokens into text. If the scheduler needs the tokens first, nothing is queued ahead.
+
+    device   | step 1 | step 2 | step 3 |
+    host     queue 2, read 1 | text of 1, queue 3, read 2 | text of 2, ...
+
+The requests on the host hold everything that is needed to compute the device's state again. A step
+that is cut short, by Ctrl-C or for lack of memory, therefore loses no request.
+"""
+
+import dataclasses
+import time
+
+import jax
+
+from paged_jax.arguments import ArgumentError
+from paged_jax.engine.config import EngineConfig, resolve_kv_dtype
+from paged_jax.engine.drafts import Drafter
+from paged_jax.engine.footprint import Footprint, footprint
+from paged_jax.engine.loaded_model import LoadedModel
+from paged_jax.engine.pool_size import choose_num_blocks
+from paged_jax.engine.postprocess import Postprocessor
+from paged_jax.engine.request_factory import RequestFactory
+from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
+from paged_jax.engine.stats import BlockMeter, EngineStats, GroupUse, StepClock
+from paged_jax.engine.step_runner import PendingStep, StepRunner
+from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
+from paged_jax.kernels import check_backend_runs_on
+from paged_jax.models.text.grammar import Grammars
+from paged_jax.runner.channel import channel_between, least_of_processes
+from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
+from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.scheduler import Scheduler
+
+# Speed of copies between host and device until the first swap is measured.
+HOST_BYTES_PER_SECOND = 1e10
+
+
+class EngineCore:
+    """Scheduler, runner, requests and clock of an engine.
+
+    Attributes:
+      options: the options of the engine.
+      loaded: the model with its tokenizer.
+      runner: runs programs on the device.
+      scheduler: decides what runs next.
+      num_blocks: P, blocks in the pool of the first group of layers.
+      group_sizes: blocks in the pool of each group of layers.
+      max_length: maximum number of tokens in a sequence that fits the context and the pool.
+      is_over_processes: whether the devices belong to several processes.
+      is_leader: whether this process schedules; the others follow it.
+      grammars: compiled grammars of structured outputs. Other threads may compile some.
+      request_factory: makes requests from prompts.
+      requests: the unfinished requests.
+      guard: allows one change at a time, and restarts after one that is cut short.
+      stats: totals that the engine itself counts; see `total_stats`.
+      clock: measures the phases of a step.
+      block_meter: counts blocks after each step.
+      postprocessor: appends tokens to samples.
+      step_runner: runs plans of the scheduler.
+      weight_swap: replaces the weights.
+      sleep: frees the memory of the device for a while.
+    """
+
+    @classmethod
+    @own_transfers()
+    def build(cls, options: EngineConfig) -> "EngineCore":
+        """Load a model, and create the device state and the scheduler for it.
+
+        Raises:
+          ValueError: an option does not suit the model, its devices or their memory.
+          OSError: files are missing or cannot be read.
+        """
+        loaded = LoadedModel.load(options)
+        weights, model = loaded.weights, loaded.weights.layout_model
+        sizes = options.program_sizes(
+            "Engine",
+            loaded.config,
+            num_eos_token_ids=len(loaded.eos_token_ids),
+            num_token_biases=len(loaded.token_bias.all_ids),
+        )
+        device = weights.device
+        check_backend_runs_on("Engine", options.backend, device.platform)
+        cache_dtype = resolve_kv_dtype(options.kv_dtype, model.float_dtype, device.platform)
+        memory = footprint(
+            loaded.config,
+            sizes,
+            weights=weights.bytes_on(device),
+            dtype=model.weight_dtype,
+            kv_dtype=cache_dtype,
+            platform=device.platform,
+            shard=loaded.device_config,
+        )
+        num_blocks = choose_num_blocks(
+            device,
+            sizes,
+            memory,
+            num_blocks=options.num_blocks,
+            memory_fraction=options.memory_fraction,
+        )
+        channel = channel_between(weights.arrays[0].devices())
+        if channel is not None:
+            num_blocks = least_of_processes(num_blocks)
+        runner = ModelRunner(
+            weights,
+            sizes,
+            num_blocks,
+            cache_dtype=cache_dtype,
+            cascade=options.uses_cascade(loaded.config, device.platform),
+            backend=options.backend,
+            eos_token_ids=loaded.eos_token_ids,
+            token_bias=loaded.token_bias,
+            on_compile=options.on_compile,
+            channel=channel,
+            is_leader=channel is None or jax.process_index() == 0,
+        )
+        return cls(
+            options, loaded, runner, memory, num_blocks, is_over_processes=channel is not None
+        )
+
+    def __init__(
+        self,
+        options: EngineConfig,
+        loaded: LoadedModel,
+        runner: ModelRunner,
+        memory: Footprint,
+        num_blocks: int,
+        *,
+        is_over_processes: bool,
+    ):
+        self.options = options
+        self.loaded = loaded
+        self.runner = runner
+        self.num_blocks = num_blocks
+        self.group_sizes = memory.group_sizes(num_blocks)
+        self.is_over_processes = is_over_processes
+        self.is_leader = not is_over_processes or jax.process_index() == 0
+        self.scheduler = scheduler = _make_scheduler(
+            options, loaded, runner, memory, num_blocks, is_over_processes
+        )
+        max_model_len = runner.sizes.max_model_len
+        self.max_length = min(max_model_len, scheduler.block_budget.max_length or max_model_len)
+        backend = None if loaded.tokenizer is None else loaded.tokenizer.backend
+        self.grammars = Grammars(backend, loaded.config.vocab_size, loaded.eos_token_ids)
+        self.request_factory = RequestFactory(
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.config.vocab_size,
+            max_model_len=max_model_len,
+            max_length=self.max_length,
+            seed=options.seed,
+            grammars=self.grammars,
+        )
+        drafter = Drafter(options.num_speculative_tokens)
+        self.requests = RequestTable(scheduler, runner, drafter)
+        self.guard = ChangeGuard(self.restart)
+        self.stats = EngineStats()
+        self.clock = StepClock(self.stats, runner)
+        self.block_meter = BlockMeter(self.stats, scheduler, runner)
+        self.postprocessor = Postprocessor(
+            loaded.tokenizer, loaded.eos_token_ids, self.requests, self.stats
+        )
+        self.step_runner = StepRunner(
+            runner, scheduler, self.postprocessor, drafter, self.clock, self.stats
+        )
+        self.weight_swap = WeightSwap(runner, are_shared=loaded.is_shared)
+        self.sleep = Sleep(runner)
+        self._ahead: PendingStep | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether decode steps are queued whose tokens the host has not read."""
+        return self._ahead is not None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs, or has ended in a step that was cut short."""
+        return bool(self.requests.unfinished or self.requests.ended)
+
+    def step(self) -> list[Request]:
+        """Run one step, and return the requests that got tokens or ended.
+
+        Raises:
+          EngineAsleepError: the engine sleeps.
+          RuntimeError: another change of the engine is under way.
+        """
+        self.sleep.check_awake("step")
+        clock = self.clock
+        trace = jax.profiler.StepTraceAnnotation("engine step", step_num=self.stats.num_steps)
+        with self.guard.change(), trace:
+            clock.start_step()
+            pending, self._ahead = self._ahead, None
+            if pending is None:
+                pending = self._schedule()
+            plan = pending.plan
+            with clock.scheduling:
+                next_plan = self.scheduler.lookahead.next_plan(plan, time.perf_counter())
+            with clock.running:
+                if next_plan is not None:
+                    self._ahead = self.step_runner.queue(next_plan)
+                tokens = self.step_runner.read(pending)
+            if tokens is not None and not tokens.ok:
+                self.scheduler.lookahead.close()  # no free blocks: the scheduler must preempt
+            with clock.postprocessing:
+                self.block_meter.count_step(plan, tokens)
+                touched = self.postprocessor.postprocess(plan, tokens)
+            clock.count_step(plan, tokens, is_ahead=self.is_ahead)
+            self._drop_ended()
+        clock.update_costs(self.scheduler)
+        ended = self.requests.ended
+        try:
+            self.requests.ended = []
+            return touched
+        except BaseException:
+            self.requests.ended = ended
+            raise
+
+    def _schedule(self) -> PendingStep:
+        """Plan a step from the tokens that the host has, and queue it."""
+        with self.clock.scheduling:
+            plan = self.scheduler.schedule(self.runner.slots, time.perf_counter())
+        with self.clock.running:
+            return self.step_runner.queue(plan)
+
+    def _drop_ended(self) -> None:
+        """Forget the step that is queued ahead if all of its sequences have ended."""
+        ahead = self._ahead
+        if ahead is not None and all(sequence.slot is None for sequence in ahead.plan.decodes):
+            self._ahead = None
+
+    def restart(self) -> None:
+        """Empty the device, and queue all unfinished requests again with their tokens."""
+        self._ahead = None
+        self.sleep.notice_lost_weights()
+        self.requests.restart()
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+          ValueError: the request could never run, or its id is taken.
+        """
+        self.requests.check(request)
+        with self.guard.change():
+            self.requests.add(request)
+
+    def end(self, request_id: str) -> Request | None:
+        """End a request with its tokens so far, free its blocks, and return it; None if unknown."""
+        request = self.requests.unfinished.get(request_id)
+        if request is None:
+            return self.requests.take_ended(request_id)
+        with self.guard.change():
+            self.requests.end(request, "abort")
+            self._drop_ended()
+        return request
+
+    def total_stats(self) -> EngineStats:
+        """Return the totals of the engine, its runner and its scheduler."""
+        scheduled = self.scheduler.stats
+        return dataclasses.replace(
+            self.stats,
+            compile_seconds=self.runner.compile_seconds,
+            num_preemptions=scheduled.num_preemptions,
+            num_swap_preemptions=scheduled.num_swap_preemptions,
+            num_recomputed_tokens=scheduled.num_recomputed_tokens,
+            num_queried_tokens=scheduled.num_queried_tokens,
+            num_cached_tokens=scheduled.num_cached_tokens,
+        )
+
+    @own_transfers()
+    def num_used_blocks(self) -> int:
+        """Return the number of blocks of the first group that requests hold, without waiting."""
+        if self.is_ahead:
+            return self.block_meter.num_held
+        return self.num_blocks - self.runner.slots.num_free
+
+    def group_use(self) -> list[GroupUse]:
+        """Return the number of used blocks of each group of layers, without waiting."""
+        num_free = self.num_blocks - self.num_used_blocks()  # first: it updates `others_free`
+        source = self.block_meter if self.is_ahead else self.runner.slots
+        return [
+            GroupUse(group.sliding_window, len(group.layers), size, size - free)
+            for group, size, free in zip(
+                self.loaded.config.layer_groups,
+                self.group_sizes,
+                [num_free, *source.others_free],
+                strict=True,
+            )
+        ]
+
+    def replace_weights(self, new: NewWeights) -> None:
+        """Continue with new weights, which `weight_swap.prepare` has checked."""
+        with self.guard.change():
+            # First, so that nothing computed with the old weights is found from here on.
+            has_unfinished = self.requests.note_new_weights()
+            self.weight_swap.replace(new)
+            self.sleep.weights_replaced()
+            if has_unfinished or self.sleep.level:
+                self.restart()
+            else:
+                self.runner.slots.reset_prefix_cache()
+
+    def check_idle(self, function: str) -> None:
+        """Check that the engine is awake and has no unfinished request.
+
+        Raises:
+          EngineAsleepError: the engine sleeps.
+          RuntimeError: a request is unfinished.
+        """
+        self.sleep.check_awake(function)
+        self.requests.check_idle(function)
+
+    def check_leads(self, function: str) -> None:
+        """Check that this process schedules.
+
+        Raises:
+          RuntimeError: this process follows another one.
+        """
+        if not self.is_leader:
+            raise RuntimeError(
+                f"Engine.{function}: this process must be the one that schedules, process 0, got "
+                "one that follows. Call follow here."
+            )
+
+    def check_one_process(self, function: str) -> None:
+        """Check that all devices of the engine belong to this process.
+
+        Raises:
+          RuntimeError: some belong to other processes.
+        """
+        if self.is_over_processes:
+            raise RuntimeError(
+                f"Engine.{function}: all devices of the engine must be of this process, got those "
+                "of several. Make a new engine in each."
+            )
+
+
+def _make_scheduler(
+    options: EngineConfig,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    memory: Footprint,
+    num_blocks: int,
+    is_over_processes: bool,
+) -> Scheduler:
+    return Scheduler(
+        options.max_num_seqs,
+        num_blocks,
+        options.block_size,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_chunk=runner.sizes.max_chunk,
+        max_steps=options.steps_per_dispatch,
+        runs_ahead=not options.num_speculative_tokens,  # drafts need the tokens before them
+        enable_prefix_caching=options.enable_prefix_caching,
+        preemption=_preemption(options, is_over_processes),
+        costs=PreemptionCosts(
+            seconds_per_block=memory.block / HOST_BYTES_PER_SECOND,
+            max_swapped_blocks=int(options.swap_space * 2**30) // memory.block,
+        ),
+        groups=loaded.config.layer_groups,
+    )
+
+
+def _preemption(options: EngineConfig, is_over_processes: bool) -> Preemption:
+    """Return the way of preemption: with several processes always recomputation.
+
+    Raises:
+      ValueError: ``"swap"`` is asked for, but each process has only a part of each block.
+    """
+    if not is_over_processes:
+        return options.preemption
+    if options.preemption == "swap":
+        raise ArgumentError(
+            "Engine",
+            "must be 'recompute' or 'auto' over several processes, got 'swap'.",
+            "preemption",
+        )
+    return "recompute"
