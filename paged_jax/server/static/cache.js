@@ -1,29 +1,29 @@
 "use strict";
 
-// Asks for the state of the cache a few times a second, and draws it.
+// Polls the state of the cache several times per second and draws it.
 
-const INTERVAL = 300; // milliseconds between an answer and the next question
+const INTERVAL = 300; // milliseconds between a response and the next request
 const GAP = 1;
 const MAX_EVENTS = 200;
-const HISTORY = 120; // seconds that the curves show, at most
-const SHORTEST = 15; // and at least
-const WINDOW = 3; // seconds over which a rate is taken
+const HISTORY = 120; // maximum seconds that the curves show
+const SHORTEST = 15; // minimum seconds that the curves show
+const WINDOW = 3; // seconds over which rates are averaged
 
-// What a sample waits for, in the words of the table, and what is meant.
+// Reasons to wait: the text in the table, and its explanation.
 const WAITS = {
-  turn: ["its turn", "Others stand before it in line."],
+  turn: ["its turn", "Other requests are before it in the queue."],
   slots: ["a slot", "All slots of the batch are taken."],
   blocks: ["blocks", "The pool has too few free blocks for its next tokens."],
-  budget: ["room in a step", "A step reads only so many tokens."],
+  budget: ["room in a step", "The number of tokens per step is limited."],
   "same prefix": ["the same prefix", "A running sequence is computing its next block."],
-  fork: ["its prompt", "Another sample computes the prompt that it shares."],
-  preempted: ["to come back", "It lost its blocks to others."],
+  fork: ["its prompt", "Another sample computes the shared prompt."],
+  preempted: ["to resume", "It was preempted: other requests needed its blocks."],
 };
 
 const percent = (x) => `${(100 * x).toFixed(0)}%`;
 
-// The curves: a name, the value at a moment from the samples of now and of some seconds before (null
-// if there is none), how it is written, and the value at the top, by default the greatest of all.
+// Curves: name; value, computed from the current sample and a sample some seconds earlier (null if
+// undefined); format; and value at the top, by default the maximum.
 const CURVES = [
   ["tokens/s", (now, then) => (now.generated - then.generated) / (now.time - then.time), (x) => x.toFixed(0)],
   ["cache hits", (now, then) => (now.queried > then.queried ? (now.cached - then.cached) / (now.queried - then.queried) : null), percent, 1],
@@ -37,8 +37,8 @@ const canvas = byId("map");
 let state = null;
 let lastEvent = 0;
 let pointed = null; // the block under the pointer
-let described = null; // what it held when it was described
-let samples = []; // counts of the last minutes, the oldest first
+let described = null; // its content when it was last described
+let samples = []; // counts of the last minutes, in order of time
 let columns = 1;
 let cell = 10;
 
@@ -49,7 +49,7 @@ function element(name, text, className) {
   return node;
 }
 
-// What a block is: free, cached (free, but still found by prompts), used, or shared.
+// Returns the kind of a block: free, cached (free, but in the prefix cache), used, or shared.
 function kindOf(block) {
   const count = state.ref_counts[block];
   if (count > 1) return "shared";
@@ -72,7 +72,7 @@ function layOut() {
   canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
 }
 
-// How strongly each cached block is drawn: the next one to be given up is the faintest.
+// Returns the opacity of each cached block. The next block to be evicted is the faintest.
 function recency() {
   const cached = state.free_order.filter((block) => state.is_cached[block]);
   const shades = {};
@@ -86,7 +86,7 @@ function draw() {
   context.clearRect(0, 0, canvas.width, canvas.height);
   const colors = {};
   for (const kind of ["free", "cached", "used", "shared"]) {
-    // A custom property keeps its light-dark(); the legend's swatch has it resolved.
+    // Custom properties keep light-dark() unresolved, but the legend's swatches have resolved colors.
     colors[kind] = getComputedStyle(document.querySelector(`#legend .${kind}`)).backgroundColor;
   }
   const shades = recency();
@@ -124,7 +124,7 @@ function count() {
   for (const kind of Object.keys(counts)) byId(`num-${kind}`).textContent = counts[kind];
 }
 
-// The kind of the answer is left out, and the middle of a long name.
+// Shortens a request id: drops the prefix of the endpoint, and the middle of a long id.
 function shortName(requestId) {
   const name = requestId.replace(/^(cmpl|chatcmpl|gen)-/, "");
   return name.length > 14 ? `${name.slice(0, 8)}…${name.slice(-3)}` : name;
@@ -133,7 +133,7 @@ function shortName(requestId) {
 function rowOf(sequence, middle, blocks) {
   const row = element("tr");
   const name = element("td", shortName(sequence.request_id));
-  name.title = sequence.request_id; // where it is too long to be shown
+  name.title = sequence.request_id; // the table may show a shortened id
   row.append(name, element("td", sequence.sample, "number"), ...middle);
   row.append(element("td", sequence.num_tokens, "number"), element("td", blocks, "number"));
   return row;
@@ -161,13 +161,13 @@ function list() {
     state.groups.map(groupText).join("");
 }
 
-// Where layers keep different tokens: the map shows the first group's blocks, this all of them.
+// Describes the blocks of a cache group. The map shows the first group only.
 function groupText(group) {
   const kept = group.window === null ? "all tokens" : `a window of ${group.window} tokens`;
   return `; ${group.num_layers} layers with ${kept}: ${group.num_used} of ${group.num_blocks}`;
 }
 
-// The curves
+// Curves
 
 function sample() {
   const time = performance.now() / 1000;
@@ -182,14 +182,14 @@ function sample() {
   samples = samples.filter((each) => each.time > time - HISTORY);
 }
 
-// What was before the page was opened or shown again: the server keeps as much.
+// Loads the samples from before the page was opened or shown again.
 async function recall() {
   const kept = await ask("cache/recent");
   const time = performance.now() / 1000;
   samples = kept.map((each) => ({ ...each, time: time - each.age }));
 }
 
-// The values of a curve at the samples; [time, value] each.
+// Returns the [time, value] pairs of a curve.
 function valuesOf(value) {
   const found = [];
   let before = 0;
@@ -285,13 +285,13 @@ async function refresh() {
     log(state.events);
     if (pointed !== null && contentOf(pointed) !== described) describe(pointed);
   } catch (error) {
-    say(`no answer: ${error.message}`, true);
+    say(`no response: ${error.message}`, true);
   }
   setTimeout(refresh, INTERVAL);
 }
 
 function titleOf(holder) {
-  if (holder.request_id === null) return "held by no request; reused by prompts that begin with this text:";
+  if (holder.request_id === null) return "free, in the prefix cache; prompts that begin with this text reuse it:";
   const end = holder.start + holder.token_ids.length - 1;
   return `request ${holder.request_id}, sample ${holder.sample}, tokens ${holder.start} to ${end}`;
 }
@@ -300,7 +300,7 @@ function textOf(holder) {
   return holder.text || holder.token_ids.join(" ");
 }
 
-// Changes whenever the description of a block may.
+// Returns a text that changes whenever the description of a block may change.
 function contentOf(block) {
   const holders = state.sequences.filter((sequence) => sequence.block_ids.includes(block));
   const lengths = holders.map((sequence) => sequence.num_computed);
