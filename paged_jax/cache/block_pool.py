@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.arguments import names_arguments
-from paged_jax.opaque import without_index_checks
+from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.short_repr import short_repr
 
 # Of SHA-256, as 32-bit words.

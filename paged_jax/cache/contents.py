@@ -22,8 +22,8 @@ from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache, find_layer, locate
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.rows import set_rows
-from paged_jax.opaque import without_index_checks
 
 
 def read_blocks(

@@ -39,8 +39,8 @@ from paged_jax.kernels.backend import (
     Pages,
     Pools,
 )
+from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
-from paged_jax.opaque import without_index_checks
 
 # Most query tokens, of one chunk or of several short ones, that share a loop step.
 QUERIES = 128

@@ -32,9 +32,9 @@ from paged_jax.kernels.dispatch import (
     general_backend,
 )
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import wider_dtype
 from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
-from paged_jax.opaque import put_or_drop, take_or_fill
 
 _FUNCTION = "ragged_paged_attention"
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import AttentionArgs, RaggedArgs
-from paged_jax.opaque import take_or_fill
+from paged_jax.kernels.opaque_call import take_or_fill
 
 
 class Chunks(NamedTuple):

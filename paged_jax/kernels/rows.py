@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.opaque import without_index_checks
+from paged_jax.kernels.opaque_call import without_index_checks
 
 # Dtypes for which XLA's CPU backend gathers and scatters through a copy of the whole array in a
 # wider dtype, each with an integer dtype of the same width.

@@ -32,9 +32,9 @@ from paged_jax.kernels.checks import (
     pool_letters,
 )
 from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
+from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
-from paged_jax.opaque import without_index_checks
 
 # Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
 _MAX_ROWS = 2**31 - 1

@@ -21,9 +21,9 @@ from paged_jax.kernels import (
     paged_write,
 )
 from paged_jax.kernels.cascade import is_sharing_possible
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.layer import Attend, Heads, Projection, sliding_window_of
-from paged_jax.opaque import put_or_drop, take_or_fill
 from paged_jax.short_repr import short_repr
 
 

@@ -13,7 +13,7 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
-from paged_jax.opaque import put_or_drop, take_or_fill, without_index_checks
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
 
 # The tables of groups of layers, over the same slots with the same lengths.
 Groups = tuple[BlockTables, ...]

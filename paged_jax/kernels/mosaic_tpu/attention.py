@@ -20,8 +20,8 @@ from paged_jax.kernels.mosaic_tpu.kernel import (
     choose_tiling,
     div,
 )
+from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
-from paged_jax.opaque import only_on
 
 # Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import Interpret
-from paged_jax.opaque import only_on
+from paged_jax.kernels.opaque_call import only_on
 
 _gmm: Any = None
 try:

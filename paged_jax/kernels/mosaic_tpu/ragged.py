@@ -16,9 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_ab
 
 from paged_jax.kernels.backend import Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.mosaic_tpu.kernel import VMEM_BYTES
+from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES
 from paged_jax.kernels.ragged_batch import find_chunks, find_rows
-from paged_jax.opaque import only_on
 
 try:
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel

@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.triton import tuning
-from paged_jax.opaque import only_on
 
 # XLA does not compile Triton kernels for older GPUs (Turing, Volta and earlier).
 _LEAST_CAPABILITY = (8, 0)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.backend import CopyArgs, Pools, WriteArgs
+from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import quantise
 from paged_jax.kernels.rows import set_rows
-from paged_jax.opaque import without_index_checks
 
 
 @jax.jit

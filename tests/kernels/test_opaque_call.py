@@ -18,7 +18,7 @@ from paged_jax.kernels import (
     paged_write,
     ragged_paged_attention,
 )
-from paged_jax.opaque import without_index_checks
+from paged_jax.kernels.opaque_call import without_index_checks
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 
