@@ -21,7 +21,7 @@ from typing import NoReturn
 import jax
 
 from paged_jax.arguments import check_positive
-from paged_jax.runner.channel import distributed_client
+from paged_jax.runner.processes import distributed_client
 
 HEARTBEAT_TIMEOUT = 30
 _BARRIER = "paged_jax/end"

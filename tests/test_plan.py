@@ -16,7 +16,7 @@ from paged_jax.engine.pool_size import DeviceMemory
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main
-from paged_jax.runner.warmup import list_calls
+from paged_jax.runner.programs import list_calls
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES

@@ -32,7 +32,7 @@ from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.runner.compiler import COMPILER_OPTIONS
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
-from paged_jax.runner.programs import Call, Program, Structure, list_programs
+from paged_jax.runner.programs import Call, Program, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Weights
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -251,14 +251,14 @@ class Bench:
 
     def _calls(self, variant: Variant) -> list[Call]:
         """Return the calls of a turn."""
-        structure = Structure(
+        key = ProgramKey(
             self._weights.graphdef,
             self._weights.treedef,
             cascade=False,
             backend=variant.backend,
             platform=self._platform,
         )
-        programs = list_programs(structure, self.sizes, self._num_top)
+        programs = list_programs(key, self.sizes, self._num_top)
         if self.case.chunk:
             prefill = _changed(programs.prefill, variant)
             tokens = np.ones((1, self.case.chunk), np.int32)
@@ -268,7 +268,7 @@ class Bench:
         slots = np.arange(self.num_slots, dtype=np.int32)
         if variant.is_bare:
             options = COMPILER_OPTIONS.get(self._platform)
-            step = functools.partial(_bare_step, structure)
+            step = functools.partial(_bare_step, key)
             program = jax.jit(step, donate_argnums=1, compiler_options=options)
             return [Call("bare step", program, (slots,), {})] * self.steps_per_turn
         decode = _changed(programs.decode, variant)
@@ -276,8 +276,8 @@ class Bench:
         return [call] * (self.steps_per_turn // variant.steps_per_dispatch)
 
 
-def _bare_step(structure: Structure, weights: Any, state: Any, slots: jax.Array) -> Any:
-    logits, cache, ok = structure.model(weights).decode(state.cache, state.token_ids[slots], slots)
+def _bare_step(key: ProgramKey, weights: Any, state: Any, slots: jax.Array) -> Any:
+    logits, cache, ok = key.model(weights).decode(state.cache, state.token_ids[slots], slots)
     # The result depends on all logits, as sampling does.
     return dataclasses.replace(state, cache=cache), ok & jnp.all(jnp.isfinite(logits))
 

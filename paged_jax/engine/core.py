@@ -33,7 +33,7 @@ from paged_jax.engine.step_runner import PendingStep, StepRunner
 from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
 from paged_jax.models.text.grammar import Grammars
-from paged_jax.runner.channel import channel_between, least_of_processes
+from paged_jax.runner.processes import channel_between, least_of_processes
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
 from paged_jax.scheduler.request import Request

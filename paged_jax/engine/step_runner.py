@@ -9,7 +9,7 @@ from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.stats import EngineStats, StepClock
 from paged_jax.runner.decoding import StepTokens
-from paged_jax.runner.executor import Pending
+from paged_jax.runner.executor import QueuedResult
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.explain import describe_match
 from paged_jax.scheduler.request import Request, Sequence
@@ -26,7 +26,7 @@ class PendingStep(NamedTuple):
     """
 
     plan: StepPlan
-    drawn: Pending | StepTokens | None
+    drawn: QueuedResult | StepTokens | None
 
 
 class StepRunner:
@@ -76,7 +76,7 @@ class StepRunner:
         plan, drawn = dispatch
         with self._clock.decoding:
             self._runner.check()
-            tokens = self._runner.read(drawn) if isinstance(drawn, Pending) else drawn
+            tokens = self._runner.read(drawn) if isinstance(drawn, QueuedResult) else drawn
         if tokens is not None and not tokens.num_steps and not plan.is_ahead:
             raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
         return tokens
@@ -113,7 +113,7 @@ class StepRunner:
             sequence.advance(count)
             self._runner.slots.publish(sequence)
 
-    def _decode(self, plan: StepPlan) -> Pending | StepTokens:
+    def _decode(self, plan: StepPlan) -> QueuedResult | StepTokens:
         with_top = any(s.request.params.logprobs is not None for s in plan.decodes)
         num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
         drafts = self._drafter.drafts(

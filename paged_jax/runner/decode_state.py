@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,11 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.runner.compiler import jit_for
-from paged_jax.sampling.filters import Constraints
+from paged_jax.runner.sizes import Sizes, no_slots
+from paged_jax.sampling.filters import Constraints, num_words
 from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 from paged_jax.sampling.state import SlotSampling, fold_in, slot_row, write_rows
+from paged_jax.scheduler.request import Sequence
 from paged_jax.short_repr import short_repr
 
 
@@ -112,16 +114,16 @@ class Assignment(NamedTuple):
 
     slot: int
     params: SamplingParams
-    token_ids: Sequence[int] | np.ndarray
+    token_ids: list[int] | np.ndarray
     num_prompt_tokens: int
     seed: int
     max_length: int
     sample_index: int = 0
-    eos_token_ids: Sequence[int] = ()
+    eos_token_ids: Iterable[int] = ()
     token_bias: TokenBias = NO_BIAS
 
 
-def assign(state: DecodeState, assignments: Sequence[Assignment]) -> DecodeState:
+def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     """Give slots to sequences. Called from the host; the caller changes the cache.
 
     Args:
@@ -223,15 +225,15 @@ def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
     return _Parts(write_rows(parts.sampling, rows.sampling), *others)
 
 
-def bind_slots(state: DecodeState, rows: Sequence[np.ndarray]) -> DecodeState:
-    """Note what grammars allow next in some slots. Called from the host.
+def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:
+    """Write which tokens grammars allow next in some slots. Called from the host.
 
     Args:
       state: the state to change; its constraints are donated.
-      rows: arguments of `Constraints.write`.
+      masks: the slots and their masks.
     """
     return dataclasses.replace(
-        state, constraints=_write_constraints(state.constraints, tuple(rows))
+        state, constraints=_write_constraints(state.constraints, tuple(masks))
     )
 
 
@@ -271,3 +273,60 @@ def fork(
     starts = jnp.where(is_child, -1, state.constraints.starts)
     constraints = dataclasses.replace(state.constraints, starts=starts)
     return DecodeState(cache, drawn, token_ids, stop_ids, max_lengths, constraints), ok
+
+
+class TokenMasks(NamedTuple):
+    """Rows for `Constraints.write`, one for each slot of the engine; those of slots -1 are empty.
+
+    Attributes:
+      slots: i32[S], the slots that are bound.
+      starts: i32[S], positions of their next tokens.
+      num_forced: i32[S], tokens from there on that are known.
+      forced_ids: i32[S, N], those tokens.
+      masks: i32[S, V / 32], rounded up: bits of the tokens that may follow.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    num_forced: np.ndarray
+    forced_ids: np.ndarray
+    masks: np.ndarray
+
+    @classmethod
+    def create(cls, sizes: Sizes, vocab_size: int) -> "TokenMasks":
+        """No slot is bound."""
+        S = sizes.num_slots
+        return cls(
+            slots=no_slots(S),
+            starts=np.zeros(S, np.int32),
+            num_forced=np.zeros(S, np.int32),
+            forced_ids=np.zeros((S, sizes.max_forced), np.int32),
+            masks=np.zeros((S, num_words(vocab_size)), np.int32),
+        )
+
+
+def find_token_masks(
+    sequences: Collection[Sequence], num_steps: int, sizes: Sizes, vocab_size: int
+) -> TokenMasks | None:
+    """What the grammars of some sequences allow in the next dispatch; None if none has one.
+
+    Args:
+      sequences: the sequences that decode.
+      num_steps: most tokens that the dispatch draws for each.
+      sizes: sizes of the engine's programs.
+      vocab_size: V.
+    """
+    grammars = [(s, grammar) for s in sequences if (grammar := s.active_grammar()) is not None]
+    if not grammars:
+        return None
+    masks = TokenMasks.create(sizes, vocab_size)
+    for row, (sequence, grammar) in enumerate(grammars):
+        forced = grammar.forced[: sizes.max_forced]
+        assert sequence.slot is not None
+        masks.slots[row], masks.starts[row] = sequence.slot, len(sequence.token_ids)
+        masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
+        # What follows an end is no grammar's any more: the row stands until the slot has another
+        # sequence, and must let everything through.
+        if len(grammar.forced) < num_steps or grammar.ends:
+            grammar.write_mask(masks.masks[row])
+    return masks

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -12,23 +13,25 @@ from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
-from paged_jax.runner import decode_state, warmup
-from paged_jax.runner.bounds import Bounds
-from paged_jax.runner.caller import Caller
+from paged_jax.runner import decode_state
 from paged_jax.runner.compiler import jit_for
-from paged_jax.runner.decode_state import Assignment, DecodeState
+from paged_jax.runner.decode_state import Assignment, DecodeState, TokenMasks
 from paged_jax.runner.decoding import num_free_in_others
-from paged_jax.runner.heap import give_back_freed_memory
 from paged_jax.runner.lowered import LoweredPrograms
-from paged_jax.runner.placement import Division
-from paged_jax.runner.programs import Call, Structure, list_programs
-from paged_jax.runner.replicas import ReplicaError
+from paged_jax.runner.programs import (
+    Call,
+    ProgramKey,
+    compile_calls,
+    list_calls,
+    list_programs,
+    shapes_of,
+)
 from paged_jax.runner.sizes import Sizes
-from paged_jax.runner.weights import Weights
+from paged_jax.runner.weights import Division, ReplicaError, Weights
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
-_BINDING = "choice of tokens by grammars"
+_TOKEN_MASKS = "choice of tokens by grammars"
 # Seconds, at most, that the reader of a result leaves to the thread that makes the next call,
 # before both want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for
 # 5 ms, and the device with it. Measured by `python -m benchmarks.host` on 2 busy cores: without
@@ -36,7 +39,7 @@ _BINDING = "choice of tokens by grammars"
 _HEAD_START = 3e-4
 
 
-class Pending(NamedTuple):
+class QueuedResult(NamedTuple):
     """A result that the host has not read. `Executor.read` waits for it.
 
     Attributes:
@@ -88,7 +91,7 @@ class Executor:
     ):
         self.weights = weights
         self._device = weights.device
-        self._structure = Structure(
+        self._program_key = ProgramKey(
             weights.graphdef,
             weights.treedef,
             cascade,
@@ -102,8 +105,10 @@ class Executor:
         self.vocab_size = weights.config.vocab_size
         num_top = min(MAX_LOGPROBS, self.vocab_size)
         self.groups = weights.config.layer_groups
-        self.programs = list_programs(self._structure, sizes, num_top, num_groups=len(self.groups))
-        self._lowered = LoweredPrograms(self._structure, weights.layout_model)
+        self.programs = list_programs(
+            self._program_key, sizes, num_top, num_groups=len(self.groups)
+        )
+        self._lowered = LoweredPrograms(self._program_key, weights.layout_model)
         self._cache_dtype = cache_dtype
         # Replaced for as long as a call shows its progress; see `ModelRunner.showing`.
         self.on_compile = on_compile
@@ -117,10 +122,10 @@ class Executor:
         # XLA times matmuls for GPUs on copies of their operands while it compiles. The copies need
         # memory, so programs are compiled while the pool is freed.
         self._compiles_without_state = self._device.platform == "gpu"
-        self._caller = Caller()
+        self._call_thread = CallThread()
         # The last of the calls that are queued ahead, until they are known to have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
-        self._latest: Pending | None = None  # which tells how many blocks are free now
+        self._latest: QueuedResult | None = None  # which tells how many blocks are free now
         self.reset()
 
     def reset(self) -> None:
@@ -186,22 +191,22 @@ class Executor:
         """Queue a program that needs blocks. The next `check` sees whether they sufficed."""
         self._oks.append(self.run(call))
 
-    def queue(self, call: Call) -> Pending:
+    def queue(self, call: Call) -> QueuedResult:
         """Queue a program whose result, which has `num_free`, is read later."""
-        self._latest = Pending(self.run(call))
+        self._latest = QueuedResult(self.run(call))
         return self._latest
 
-    def queue_ahead(self, calls: list[Call]) -> Pending:
+    def queue_ahead(self, calls: list[Call]) -> QueuedResult:
         """As `queue` of the last of some calls, but without waiting for those that run, ever."""
         if not self.calls_wait:
             for call in calls[:-1]:
                 self.run(call)
             return self.queue(calls[-1])
-        self._ahead = self._caller.submit(lambda: [self._call(call) for call in calls][-1])
-        self._num_free, self._latest = None, Pending(self._ahead)
+        self._ahead = self._call_thread.submit(lambda: [self._call(call) for call in calls][-1])
+        self._num_free, self._latest = None, QueuedResult(self._ahead)
         return self._latest
 
-    def read(self, pending: Pending) -> Any:
+    def read(self, pending: QueuedResult) -> Any:
         """Wait for a result, and bring it to the host."""
         self.check()  # after the call is queued, so that the device continues with it
         result = pending.result
@@ -226,7 +231,7 @@ class Executor:
         assert self._state is not None
         self._is_new = False
         with self._compiling(call.name), jax.profiler.TraceAnnotation(call.name):
-            call = self._lowered.bind(call, weights, self._state)
+            call = self._lowered.resolve(call, weights, self._state)
             self._state, result = call.program(weights, self._state, *call.args, **call.static)
         division = self.weights.division
         return result if division is None else _check_replicas(division, call.name, result)
@@ -263,15 +268,15 @@ class Executor:
         with self._compiling(_ASSIGNMENT):
             self._state = decode_state.assign(self.state, assignments)
 
-    def bind(self, bounds: Bounds) -> None:
+    def write_token_masks(self, masks: TokenMasks) -> None:
         """Write which tokens grammars allow next."""
         self._join()
         self._is_new = False
-        with self._compiling(_BINDING):
-            self._state = decode_state.bind_slots(self.state, bounds)
+        with self._compiling(_TOKEN_MASKS):
+            self._state = decode_state.write_token_masks(self.state, masks)
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile the programs of `warmup.list_calls`. No slot may be in use.
+        """Compile the programs of `list_calls`. No slot may be in use.
 
         Args:
           report: function that is called with the number of programs done, their total, and the
@@ -280,8 +285,8 @@ class Executor:
         start, compiled = time.perf_counter(), self.compile_seconds
         for call in self.compile_all(report):
             self.run(call)
-        self._compiled |= {_ASSIGNMENT, _BINDING}  # warmup compiles without saying so
-        self.bind(Bounds.create(self.sizes, self.vocab_size))
+        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # warmup compiles without saying so
+        self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
         # No slot can be left out: a row writes to one. Two programs, for one row and for several.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
         for count in (1, 2):
@@ -290,7 +295,7 @@ class Executor:
         self.compile_seconds = compiled + time.perf_counter() - start
 
     def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
-        """Compile the programs of `warmup.list_calls` that are not, and return those calls.
+        """Compile the programs of `list_calls` that are not, and return those calls.
 
         Args:
           report: see `warmup`.
@@ -299,12 +304,12 @@ class Executor:
         # What another process has a part of cannot be moved to the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
-            calls = warmup.list_calls(
+            calls = list_calls(
                 self.programs, self.sizes, state.cache.group_pools, has_swap=has_swap
             )
             new = [call for call in calls if call.name not in self._compiled]
-            weights, bind = self.weights.arrays, self._lowered.bind
-            warmup.compile_calls(new, weights, state, bind, report or (lambda *args: None))
+            weights, resolve = self.weights.arrays, self._lowered.resolve
+            compile_calls(new, weights, state, resolve, report or (lambda *args: None))
         give_back_freed_memory()
         self._compiled |= {call.name for call in new}
         self.compile_seconds += time.perf_counter() - start
@@ -316,7 +321,7 @@ class Executor:
         if not (self._compiles_without_state and self._is_new):
             yield self.state
             return
-        shapes, self._state = warmup.shapes_of(self.state), None
+        shapes, self._state = shapes_of(self.state), None
         try:
             yield shapes
         finally:
@@ -384,3 +389,72 @@ def require_blocks(*oks: Any) -> None:
             "Executor: blocks must suffice for the programs that are queued, got too few. This is "
             "a defect of the scheduler; no request is lost by it."
         )
+
+
+class CallThread:
+    """A thread that makes calls in the order in which they come. It ends with the last reference.
+
+    Example:
+      >>> caller = CallThread()
+      >>> caller.submit(lambda: 1 + 1).result()
+      2
+    """
+
+    def __init__(self) -> None:
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def submit(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Call a function after all that were submitted before, under this thread's settings."""
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "paged_jax caller")
+        settings = _settings()
+
+        def call() -> Any:
+            with _under(settings):
+                return function()
+
+        return self._thread.submit(call)
+
+
+# Settings of a thread that programs depend on, and their contexts: else programs would be compiled
+# anew, or mean something else, or their arguments would be stopped on their way.
+_CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_enable_x64": jax.enable_x64,
+    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
+    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+}
+
+
+def _settings() -> dict[str, Any]:
+    """The settings of this thread."""
+    return {name: getattr(jax.config, name) for name in _CONTEXTS}
+
+
+@contextlib.contextmanager
+def _under(settings: dict[str, Any]) -> Iterator[None]:
+    """A context in which this thread has the settings of another one."""
+    with contextlib.ExitStack() as stack:
+        for name, own in _settings().items():
+            if settings[name] != own:
+                stack.enter_context(_CONTEXTS[name](settings[name]))
+        yield
+
+
+def give_back_freed_memory() -> None:
+    """Return free memory of the process to the system, where the C library has a way to.
+
+    XLA takes hundreds of MB to compile a model's program and frees them in small pieces, which
+    glibc keeps for this process: of the 135M shape's two programs 200 MB and more. Costs some ms.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim  # glibc's; others have no such function
+    except (AttributeError, OSError, TypeError):
+        return None

@@ -39,8 +39,8 @@ from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import (
     BeamTokens,
     Call,
+    ProgramKey,
     Scores,
-    Structure,
 )
 
 _PACKAGE = Path(__file__).parents[1]
@@ -60,23 +60,23 @@ class LoweredPrograms:
     of this package, or when a file of it has changed since the process began.
 
     Args:
-      structure: structure that the programs depend on besides shapes.
+      program_key: what the programs depend on besides shapes.
       model: the model that they run.
     """
 
-    def __init__(self, structure: Structure, model: PagedModel):
+    def __init__(self, program_key: ProgramKey, model: PagedModel):
         modules = (type(module).__module__ for _, module in nnx.iter_modules(model))
         is_named = (
-            structure.division is None
-            and structure.platform == "cpu"
+            program_key.division is None
+            and program_key.platform == "cpu"
             and all(module.startswith("paged_jax.") for module in modules)
         )
         folder = user_cache.folder_beside_programs("lowered") if is_named else None
         self._folder = None if folder is None or _source() is None else folder
-        self._structure = structure
+        self._program_key = program_key
         self._programs: dict[str, Any] = {}
 
-    def bind(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
+    def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
         """The same call of the program as it was kept, or will be; the call itself if neither.
 
         Args:
@@ -91,7 +91,7 @@ class LoweredPrograms:
         return call._replace(program=program, static={})
 
     def _find(self, folder: Path, call: Call, weights: list[jax.Array], state: DecodeState) -> Any:
-        key = _key(self._structure, call, weights, state)
+        key = _key(self._program_key, call, weights, state)
         exported = _read(folder, key)
         if exported is None:
             exported = _lower(call, weights, state)
@@ -106,8 +106,8 @@ class LoweredPrograms:
             return jax.tree.unflatten(tree, leaves), result
 
         program.__name__ = call.program.__name__
-        structure = self._structure
-        options = compiler_options(structure.platform, is_unrolled=not structure.is_scanned)
+        program_key = self._program_key
+        options = compiler_options(program_key.platform, is_unrolled=not program_key.is_scanned)
         return jax.jit(program, donate_argnums=1, compiler_options=options)
 
 
@@ -158,7 +158,7 @@ def _checksum(key: str, blob: bytes) -> bytes:
     return hashlib.sha256(key.encode() + blob).digest()
 
 
-def _key(structure: Structure, call: Call, weights: list[jax.Array], state: DecodeState) -> str:
+def _key(program_key: ProgramKey, call: Call, weights: list[jax.Array], state: DecodeState) -> str:
     leaves, tree = jax.tree.flatten((weights, state, call.args))
     # Guards of transfers are those of a thread, and stop what runs, not what is traced.
     settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
@@ -166,7 +166,7 @@ def _key(structure: Structure, call: Call, weights: list[jax.Array], state: Deco
         _source(),
         [(name, getattr(jax.config, name, settings[name])) for name in sorted(settings)],
         sorted(item for item in os.environ.items() if item[0].startswith("PAGED_JAX_")),
-        structure,
+        program_key,
         call.name,
         sorted(call.static.items()),
         tree,

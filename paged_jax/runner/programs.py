@@ -4,23 +4,34 @@ The state, a `DecodeState`, is donated. The weights come as a flat list of array
 flattening a Flax module, or hashing its graph, would cost more than a small model's step each time.
 """
 
+import concurrent.futures
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, write_blocks
+from paged_jax.kernels import Pools
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.compiler import compiler_options
-from paged_jax.runner.placement import OF_HEADS, WHOLE, Division
-from paged_jax.runner.sizes import Sizes
-from paged_jax.runner.weights import Graph
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.sizes import (
+    PUBLISH_WIDTH,
+    Sizes,
+    chunk_buckets,
+    no_slots,
+    prefill_rows,
+    row_buckets,
+)
+from paged_jax.runner.weights import OF_HEADS, WHOLE, Division, Graph
 from paged_jax.sampling.sample import ranks, top_logprobs
 from paged_jax.short_repr import short_repr
 
@@ -122,11 +133,11 @@ class Programs(NamedTuple):
     write_blocks: Program
 
 
-class Structure(NamedTuple):
+class ProgramKey(NamedTuple):
     """What a program depends on besides the shapes of its arguments.
 
     Attributes:
-      graphdef, treedef: the structure of the model's module, see `Graph.key`, and that of its
+      graphdef, treedef: the key of the model's module, see `Graph.key`, and that of its
         weights.
       cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
       backend: the backend of the attention, see `paged_attention`.
@@ -149,19 +160,17 @@ class Structure(NamedTuple):
         return Graph.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
-def list_programs(
-    structure: Structure, sizes: Sizes, num_top: int, *, num_groups: int = 1
-) -> Programs:
-    """The programs of an engine, shared with all engines that have the same structure.
+def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: int = 1) -> Programs:
+    """The programs of an engine, shared with all engines that have the same key.
 
     Args:
-      structure: structure that the programs of a model depend on besides shapes.
+      key: key that the programs of a model depend on besides shapes.
       sizes: sizes that shape the programs of this engine.
       num_top: number of most probable tokens that are reported where a request asks for them.
       num_groups: groups of layers that keep the same tokens; blocks of each are moved apart.
     """
     blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
-    jit = functools.partial(_jit, structure)
+    jit = functools.partial(_jit, key)
     steps, top = {"max_steps": sizes.dispatch_capacity}, {"num_top": num_top}
     width = {"width": sizes.swap_width}
     return Programs(
@@ -186,16 +195,16 @@ def list_programs(
 # Room for the programs of 16 models.
 @functools.lru_cache(maxsize=16 * len(Programs._fields))
 def _jit(
-    structure: Structure,
+    key: ProgramKey,
     function: Callable[..., Any],
     *,
     last: PartitionSpec = WHOLE,
     result: PartitionSpec = WHOLE,
 ) -> Any:
-    division = structure.division
+    division = key.division
 
     def program(weights, state, *args, **static):
-        run = functools.partial(function, structure, **static)
+        run = functools.partial(function, key, **static)
         if division is not None:
             run = division.divide(run, last=last, result=result)
         return run(weights, state, *args)
@@ -205,21 +214,21 @@ def _jit(
         program,
         donate_argnums=1,
         static_argnames=("max_steps", "num_top", "width", "group"),
-        compiler_options=compiler_options(structure.platform, is_unrolled=not structure.is_scanned),
+        compiler_options=compiler_options(key.platform, is_unrolled=not key.is_scanned),
     )
 
 
-def _prefill(structure, weights, state, token_ids, slots, num_tokens):
+def _prefill(key, weights, state, token_ids, slots, num_tokens):
     # The logits are not used, so that the compiled program has no output head.
-    _, cache, ok = structure.model(weights).prefill(
-        state.cache, token_ids, slots, num_tokens, backend=structure.backend
+    _, cache, ok = key.model(weights).prefill(
+        state.cache, token_ids, slots, num_tokens, backend=key.backend
     )
     return replace(state, cache=cache), ok
 
 
-def _score(structure, weights, state, token_ids, slots, num_tokens, targets, *, num_top):
-    logits, cache, ok = structure.model(weights).score(
-        state.cache, token_ids, slots, num_tokens, backend=structure.backend
+def _score(key, weights, state, token_ids, slots, num_tokens, targets, *, num_top):
+    logits, cache, ok = key.model(weights).score(
+        state.cache, token_ids, slots, num_tokens, backend=key.backend
     )
     return replace(state, cache=cache), (_scores(logits[0], targets, num_top), ok)
 
@@ -236,28 +245,26 @@ def _scores(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
     )
 
 
-def _decode(
-    structure, weights, state, slots, num_steps, leave_on_stop, with_top, *, max_steps, num_top
-):
+def _decode(key, weights, state, slots, num_steps, leave_on_stop, with_top, *, max_steps, num_top):
     tokens, state = decoding.decode_steps(
-        structure.model(weights), state, slots, num_steps, leave_on_stop, with_top,
-        max_steps=max_steps, num_top=num_top, cascade=structure.cascade, backend=structure.backend,
+        key.model(weights), state, slots, num_steps, leave_on_stop, with_top,
+        max_steps=max_steps, num_top=num_top, cascade=key.cascade, backend=key.backend,
     )  # fmt: skip
     return state, tokens
 
 
-def _verify(structure, weights, state, drafts, num_drafts, slots, with_top, *, num_top):
+def _verify(key, weights, state, drafts, num_drafts, slots, with_top, *, num_top):
     tokens, state = decoding.verify_steps(
-        structure.model(weights), state, drafts, num_drafts, slots, with_top,
-        num_top=num_top, backend=structure.backend,
+        key.model(weights), state, drafts, num_drafts, slots, with_top,
+        num_top=num_top, backend=key.backend,
     )  # fmt: skip
     return state, tokens
 
 
-def _beam(structure, weights, state, parents, token_ids, slots, bias_ids, bias_values, *, num_top):
+def _beam(key, weights, state, parents, token_ids, slots, bias_ids, bias_values, *, num_top):
     cache, are_slots = paged_cache.reorder(state.cache, parents)
-    logits, cache, ok = structure.model(weights).decode(
-        cache, token_ids, slots, cascade=structure.cascade, backend=structure.backend
+    logits, cache, ok = key.model(weights).decode(
+        cache, token_ids, slots, cascade=key.cascade, backend=key.backend
     )
     bias = (bias_ids, bias_values) if bias_ids.size else None
     logprobs_of_top, top_ids = top_logprobs(logits, num_top, bias)
@@ -267,42 +274,144 @@ def _beam(structure, weights, state, parents, token_ids, slots, bias_ids, bias_v
     return replace(state, cache=cache), tokens
 
 
-def _fork(structure, weights, state, parents):
+def _fork(key, weights, state, parents):
     cache, ok = paged_cache.fork(state.cache, parents)
     return replace(state, cache=cache), ok
 
 
-def _release(structure, weights, state, mask):
+def _release(key, weights, state, mask):
     return replace(state, cache=paged_cache.release(state.cache, mask)), None
 
 
-def _reserve(structure, weights, state, num_tokens):
+def _reserve(key, weights, state, num_tokens):
     cache = state.cache
     capacity = cache.tables.max_blocks_per_slot * cache.block_size
-    cache, ok = paged_cache.restore(
-        cache, num_tokens, max_tokens=capacity, backend=structure.backend
-    )
+    cache, ok = paged_cache.restore(cache, num_tokens, max_tokens=capacity, backend=key.backend)
     return replace(state, cache=cache), ok
 
 
-def _attach(structure, weights, state, slot, digests, token_ids, num_blocks):
+def _attach(key, weights, state, slot, digests, token_ids, num_blocks):
     cache, num_found = paged_cache.attach(state.cache, slot, digests, token_ids, num_blocks)
     return replace(state, cache=cache), num_found
 
 
-def _publish(structure, weights, state, slots, columns, digests, token_ids):
+def _publish(key, weights, state, slots, columns, digests, token_ids):
     cache = paged_cache.publish(state.cache, slots, columns, digests, token_ids)
     return replace(state, cache=cache), None
 
 
-def _forget(structure, weights, state):
+def _forget(key, weights, state):
     return replace(state, cache=paged_cache.forget(state.cache)), None
 
 
-def _read_blocks(structure, weights, state, slot, first, *, width, group):
+def _read_blocks(key, weights, state, slot, first, *, width, group):
     return state, read_blocks(state.cache, slot, first, width=width, group=group)
 
 
-def _write_blocks(structure, weights, state, slot, first, values, *, group):
+def _write_blocks(key, weights, state, slot, first, values, *, group):
     cache = write_blocks(state.cache, slot, first, values, group=group)
     return replace(state, cache=cache), None
+
+
+_MAX_COMPILERS = 8
+
+
+def list_calls(
+    programs: Programs, sizes: Sizes, pools: Sequence[Pools], *, has_swap: bool = True
+) -> list[Call]:
+    """Each program once, in a call that leaves every row out and changes nothing.
+
+    Args:
+      programs: the programs of the engine.
+      sizes: sizes that shape the programs.
+      pools: the pools of each group of layers, for shapes and dtypes.
+      has_swap: whether blocks may be moved to the host.
+    """
+    S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
+    zero = np.int32(0)
+    return [
+        *_prefill_calls(programs, sizes),
+        programs.score.call(
+            _zeros(1, sizes.score_width), no_slots(1), _zeros(1), _zeros(sizes.score_width)
+        ),
+        *_decode_calls(programs, sizes),
+        programs.fork.call(no_slots(S)),
+        programs.release.call(np.zeros(S, bool)),
+        programs.reserve.call(_zeros(S)),
+        programs.attach.call(zero, np.zeros((M, 8), np.uint32), _zeros(M, C), zero),
+        programs.publish.call(no_slots(W), _zeros(W), np.zeros((W, 8), np.uint32), _zeros(W, C)),
+        programs.forget.call(),
+        *(_swap_calls(programs, sizes, pools) if has_swap else []),
+    ]
+
+
+def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
+    return [
+        programs.prefill.call(_zeros(B, T), no_slots(B), _zeros(B))
+        for T in chunk_buckets(sizes.max_chunk)
+        for B in prefill_rows(T, sizes.max_chunk, sizes.num_slots)
+    ]
+
+
+def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
+    calls, no = [], np.bool_(False)
+    for B in row_buckets(sizes.num_slots):
+        calls.append(programs.decode.call(no_slots(B), np.int32(0), no, no))
+        if T := sizes.num_drafts:
+            calls.append(programs.verify.call(_zeros(B, T), _zeros(B), no_slots(B), no))
+    return calls
+
+
+def _swap_calls(programs: Programs, sizes: Sizes, pools: Sequence[Pools]) -> list[Call]:
+    zero, width, calls = np.int32(0), sizes.swap_width, []
+    for group, pools_of in enumerate(pools):
+        piece = jax.tree.map(
+            lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools_of
+        )
+        calls.append(programs.read_blocks.call(zero, zero, group=group))
+        calls.append(programs.write_blocks.call(zero, zero, piece, group=group))
+    return calls
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+def shapes_of(state: DecodeState) -> Any:
+    """Return the shapes, dtypes and shardings of the state, to compile programs without it."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def compile_calls(
+    calls: list[Call],
+    weights: list[jax.Array],
+    state: DecodeState,
+    resolve: Callable[[Call, list[jax.Array], DecodeState], Call],
+    report: Callable[[int, int, str], None],
+) -> None:
+    """Compile programs, several at a time. The first call of each finds what was compiled.
+
+    Args:
+      calls: the programs and the shapes to compile them for.
+      weights: the arrays of the model.
+      state: the state; nothing runs on it here.
+      resolve: function that says which program a call is of, see `LoweredPrograms.resolve`.
+      report: function that is called with the number of programs done, their total, and the name
+        of the one just done.
+    """
+    # Compilers leave Python's lock alone, so that threads make use of several cores; each takes
+    # some 100 MB for a model of 30 layers.
+    num_threads = min(os.cpu_count() or 1, _MAX_COMPILERS)
+
+    def compile_call(call: Call) -> None:
+        call = resolve(call, weights, state)
+        # What is lowered from the same shapes later finds the executable that belongs to it.
+        call.program.lower(weights, state, *call.args, **call.static).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        compiling = {threads.submit(compile_call, call): call for call in calls}
+        for count, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+            future.result()
+            report(count, len(calls), compiling[future].name)

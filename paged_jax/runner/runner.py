@@ -13,15 +13,12 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.runner.bounds import find_bounds
-from paged_jax.runner.buckets import no_slots, pack, row_bucket
-from paged_jax.runner.channel import Channel
-from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decode_state import DecodeState, find_token_masks
 from paged_jax.runner.decoding import StepTokens
-from paged_jax.runner.executor import Executor, Pending, require_blocks
-from paged_jax.runner.leading import LeadingExecutor, follow
+from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
+from paged_jax.runner.processes import Channel, LeadingExecutor, follow
 from paged_jax.runner.programs import BeamTokens, Scores
-from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.sizes import Sizes, no_slots, pack, row_bucket
 from paged_jax.runner.slots import Slots, slot_of
 from paged_jax.runner.weights import Weights
 from paged_jax.sampling.params import NO_BIAS, TokenBias
@@ -187,7 +184,7 @@ class ModelRunner:
         leave_on_stop: bool,
         with_top: bool,
         is_ahead: bool = False,
-    ) -> Pending:
+    ) -> QueuedResult:
         """Draw up to `num_steps` tokens for each sequence, a row each; `read` brings them.
 
         Args:
@@ -204,7 +201,7 @@ class ModelRunner:
         self.slots.flush()
         return self._executor.queue(call)
 
-    def read(self, pending: Pending) -> StepTokens:
+    def read(self, pending: QueuedResult) -> StepTokens:
         """Wait for what `decode` draws, on the host."""
         return self._executor.read(pending)
 
@@ -256,9 +253,9 @@ class ModelRunner:
         """The slots of the sequences, padded with -1; the device knows how each one decodes."""
         self.slots.assign(sequences)
         vocab_size = self._executor.vocab_size
-        bounds = find_bounds(sequences, num_steps, self.sizes, vocab_size)
-        if bounds is not None:
-            self._executor.bind(bounds)
+        masks = find_token_masks(sequences, num_steps, self.sizes, vocab_size)
+        if masks is not None:
+            self._executor.write_token_masks(masks)
         slots = no_slots(row_bucket(len(sequences), self.sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

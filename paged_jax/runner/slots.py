@@ -13,11 +13,10 @@ import jax
 import numpy as np
 
 from paged_jax.cache.sequence_blocks import digest_words, num_kept_blocks
-from paged_jax.runner.buckets import no_slots
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
-from paged_jax.runner.sizes import PUBLISH_WIDTH
+from paged_jax.runner.sizes import PUBLISH_WIDTH, no_slots
 from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence

@@ -1,12 +1,17 @@
-"""`Executor`: how much is compiled for an engine that has yet to run anything."""
+"""The executor: what it compiles, its call thread, and freed memory of the C library."""
 
+import ctypes
 import gc
+import threading
+from pathlib import Path
 
 import jax
 import pytest
 
 from paged_jax import LLM, Engine, SamplingParams
 from paged_jax.models.llama import Llama
+from paged_jax.runner import executor as executor_module
+from paged_jax.runner.executor import CallThread
 
 
 def test_a_new_state_is_one_program_which_engines_of_the_same_sizes_share(
@@ -67,3 +72,77 @@ def test_warmup_compiles_for_gpus_while_the_memory_of_the_pool_is_free(
     assert not compiled
     assert after[0].outputs[0].token_ids == before[0].outputs[0].token_ids
     assert after[0].num_cached_tokens == 4
+
+
+def test_submit_calls_one_after_another_without_waiting() -> None:
+    caller, may_start, order = CallThread(), threading.Event(), []
+
+    def first() -> None:
+        assert may_start.wait(10)
+        order.append("first")
+
+    futures = [caller.submit(first), caller.submit(lambda: order.append("second"))]
+    assert not order and not futures[1].done()
+    may_start.set()
+    futures[1].result()
+    assert order == ["first", "second"]
+
+
+def test_submit_hands_on_an_exception() -> None:
+    with pytest.raises(ZeroDivisionError):
+        CallThread().submit(lambda: 1 // 0).result()
+
+
+def test_programs_are_those_of_the_thread_that_asks() -> None:
+    traced, caller = [], CallThread()
+
+    @jax.jit
+    def double(x: jax.Array) -> jax.Array:
+        traced.append((jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+        return 2 * x
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        double(1)
+        caller.submit(lambda: double(2)).result()
+        assert traced == [(True, "highest")]
+    double(1)
+    caller.submit(lambda: double(2)).result()
+    assert traced == [(True, "highest"), (jax.config.jax_enable_x64, None)]
+
+
+@pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
+def test_transfers_are_guarded_as_in_the_thread_that_asks(direction) -> None:
+    guard = f"jax_transfer_guard_{direction}"
+    with getattr(jax, f"transfer_guard_{direction}")("log_explicit"):
+        assert CallThread().submit(lambda: getattr(jax.config, guard)).result() == "log_explicit"
+
+
+PIECE, COUNT = 4000, 20_000  # below the size from which glibc takes pages for a piece of its own
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+
+@pytest.mark.skipif(
+    executor_module._malloc_trim() is None, reason="the C library has no malloc_trim"
+)
+def test_freed_pieces_go_back_to_the_system() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(PIECE) for _ in range(COUNT)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, PIECE)
+    *others, last = pieces  # which keeps the heap from shrinking by itself
+    for piece in others:
+        libc.free(piece)
+    before = resident_bytes()
+    executor_module.give_back_freed_memory()
+    assert before - resident_bytes() > PIECE * COUNT // 2
+    libc.free(last)
+
+
+def test_c_libraries_without_it_are_left_alone(monkeypatch) -> None:
+    monkeypatch.setattr(executor_module, "_malloc_trim", lambda: None)
+    executor_module.give_back_freed_memory()

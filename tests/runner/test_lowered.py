@@ -62,8 +62,8 @@ def release(executor: Executor) -> Call:
 
 
 def bind(executor: Executor, call: Call) -> Call:
-    programs = LoweredPrograms(executor._structure, executor.weights.layout_model)
-    return programs.bind(call, executor.weights.arrays, executor.state)
+    programs = LoweredPrograms(executor._program_key, executor.weights.layout_model)
+    return programs.resolve(call, executor.weights.arrays, executor.state)
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def test_a_disk_that_takes_nothing_changes_nothing(executor, folder, monkeypatch
 
 
 def keys(executor: Executor, call: Call | None = None, **changes: Any) -> str:
-    structure = executor._structure._replace(**changes)
+    key = executor._program_key._replace(**changes)
     arrays = executor.weights.arrays, executor.state
-    return lowered._key(structure, call or release(executor), *arrays)
+    return lowered._key(key, call or release(executor), *arrays)
 
 
 def test_what_a_program_depends_on_has_a_key_of_its_own(executor, monkeypatch) -> None:
@@ -156,7 +156,7 @@ def test_what_a_program_depends_on_has_a_key_of_its_own(executor, monkeypatch) -
     wide, other = np.zeros(8, bool), np.zeros(call.args[0].shape, np.int32)
     found = [
         keys(executor),
-        keys(executor, cascade=not executor._structure.cascade),
+        keys(executor, cascade=not executor._program_key.cascade),
         keys(executor, backend="xla"),
         keys(executor, call._replace(args=(wide,))),
         keys(executor, call._replace(args=(other,))),
@@ -179,7 +179,7 @@ def test_models_that_differ_in_a_number_have_keys_of_their_own(tiny_model, execu
         values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
         for name, value in {**values, field.name: "changed"}.items():
             object.__setattr__(changed, name, value)
-        text = repr(executor._structure)
+        text = repr(executor._program_key)
         assert repr(config) in text
         found.add(keys(executor, graphdef=text.replace(repr(config), repr(changed))))
     assert len(found) == 1 + len(dataclasses.fields(config))
@@ -227,10 +227,10 @@ class Outside(Llama):
 def test_modules_of_others_are_not_kept(executor, tiny_model, folder) -> None:
     call, model = release(executor), Outside(tiny_model.config, rngs=nnx.Rngs(0))
     arrays = executor.weights.arrays, executor.state
-    assert LoweredPrograms(executor._structure, model).bind(call, *arrays) is call
+    assert LoweredPrograms(executor._program_key, model).resolve(call, *arrays) is call
     for changes in ({"platform": "gpu"}, {"division": "any"}):
-        programs = LoweredPrograms(executor._structure._replace(**changes), tiny_model)
-        assert programs.bind(call, *arrays) is call
+        programs = LoweredPrograms(executor._program_key._replace(**changes), tiny_model)
+        assert programs.resolve(call, *arrays) is call
     assert not list(folder.glob("*"))
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from paged_jax.cache import PagedCache
-from paged_jax.runner.programs import Structure, list_programs
+from paged_jax.runner.programs import ProgramKey, list_calls, list_programs
 from paged_jax.runner.sizes import Sizes
-from paged_jax.runner.warmup import list_calls
 
 SIZES = Sizes(
     block_size=4,
@@ -18,13 +17,13 @@ SIZES = Sizes(
     max_logit_bias=4,
     max_stop_ids=4,
 )
-STRUCTURE = Structure(graphdef=None, treedef=None, cascade=False, backend=None)
+KEY = ProgramKey(graphdef=None, treedef=None, cascade=False, backend=None)
 
 
 @pytest.mark.parametrize(("max_steps", "is_shared"), [(1, True), (3, True), (8, True), (9, False)])
 def test_limits_of_decode_steps_share_a_program(max_steps, is_shared) -> None:
     one, other = (
-        list_programs(STRUCTURE, sizes, num_top=4)
+        list_programs(KEY, sizes, num_top=4)
         for sizes in (SIZES, SIZES._replace(max_steps=max_steps))
     )
     assert (one == other) is is_shared
@@ -33,8 +32,7 @@ def test_limits_of_decode_steps_share_a_program(max_steps, is_shared) -> None:
 
 def test_structures_share_no_program() -> None:
     one, other = (
-        list_programs(structure, SIZES, num_top=4)
-        for structure in (STRUCTURE, STRUCTURE._replace(backend="xla"))
+        list_programs(key, SIZES, num_top=4) for key in (KEY, KEY._replace(backend="xla"))
     )
     assert not {id(program.jitted) for program in one} & {id(program.jitted) for program in other}
 
@@ -46,7 +44,7 @@ def test_calls_name_each_program_once(num_drafts) -> None:
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=4, head_dim=8, num_slots=6,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
     )  # fmt: skip
-    calls = list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.group_pools)
+    calls = list_calls(list_programs(KEY, sizes, num_top=4), sizes, cache.group_pools)
     names = [call.name for call in calls]
     assert len(set(names)) == len(names)
     for kind, is_listed in (("decode", True), ("verification", num_drafts > 0)):
@@ -67,6 +65,4 @@ def test_default_sizes_have_at_most_24_programs() -> None:
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=16, head_dim=8, num_slots=16,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
     )  # fmt: skip
-    assert (
-        len(list_calls(list_programs(STRUCTURE, sizes, num_top=4), sizes, cache.group_pools)) <= 24
-    )
+    assert len(list_calls(list_programs(KEY, sizes, num_top=4), sizes, cache.group_pools)) <= 24

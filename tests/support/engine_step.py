@@ -16,9 +16,9 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names, widen_config
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.runner.placement import Division
-from paged_jax.runner.programs import Call, Structure, list_programs
+from paged_jax.runner.programs import Call, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.weights import Division
 from paged_jax.sampling.params import MAX_LOGPROBS
 from tests.support.kernel_cases import lowering_for
 
@@ -96,20 +96,20 @@ class EngineStep:
         if self.num_devices == 1:
             weights, treedef, graphdef = _split(self._model(self.config))
             place = SingleDeviceSharding(devices[0])
-            structure = Structure(graphdef, treedef, False, None, platform=options)
+            key = ProgramKey(graphdef, treedef, False, None, platform=options)
             places = place, place, place
         else:
             parallel = TensorParallel.create(
                 "EngineStep", Mesh(np.asarray(devices), "x"), self.config
             )
-            weights, structure = self._divided(parallel, options)
-            assert structure.division is not None
+            weights, key = self._divided(parallel, options)
+            assert key.division is not None
             places = (
-                [NamedSharding(parallel.mesh, spec) for spec in structure.division.weights],
-                structure.division.shardings(state),
+                [NamedSharding(parallel.mesh, spec) for spec in key.division.weights],
+                key.division.shardings(state),
                 NamedSharding(parallel.mesh, PartitionSpec()),
             )
-        call = self._call(structure)
+        call = self._call(key)
         shapes = map(_placed, (weights, state, call.args), places)
         weights, state, args = shapes
         with lowering_for(platform):
@@ -162,8 +162,8 @@ class EngineStep:
         )
         return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
-    def _divided(self, parallel: TensorParallel, platform: str) -> tuple[list[Any], Structure]:
-        """The weights of all devices together as programs read them, and the structure of those."""
+    def _divided(self, parallel: TensorParallel, platform: str) -> tuple[list[Any], ProgramKey]:
+        """The weights of all devices together as programs read them, and the key of those."""
         padded = parallel.device_config.vocab_size * self.num_devices
         whole = self._model(dataclasses.replace(parallel.wide_config, vocab_size=padded))
         weights, treedef, _ = _split(whole)
@@ -173,10 +173,10 @@ class EngineStep:
         )
         graphdef = nnx.graphdef(self._model(self.config).make_shard(parallel))
         division = Division(parallel.mesh, specs)
-        return weights, Structure(graphdef, treedef, False, None, division, platform)
+        return weights, ProgramKey(graphdef, treedef, False, None, division, platform)
 
-    def _call(self, structure: Structure) -> Call:
-        programs, sizes = list_programs(structure, self.sizes, MAX_LOGPROBS), self.sizes
+    def _call(self, key: ProgramKey) -> Call:
+        programs, sizes = list_programs(key, self.sizes, MAX_LOGPROBS), self.sizes
         slots = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         if self.program == "decode":
             flag = jax.ShapeDtypeStruct((), jnp.bool_)

@@ -10,7 +10,7 @@ from flax import nnx
 from paged_jax import Engine, SamplingParams
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.runner.warmup import list_calls
+from paged_jax.runner.programs import list_calls
 
 # Two KV heads, which 4 and 8 devices must share, and a vocabulary that neither divides.
 CONFIG = LlamaConfig(

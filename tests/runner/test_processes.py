@@ -7,7 +7,7 @@ import pytest
 from paged_jax import Engine, SamplingParams, StructuredOutputsParams
 from paged_jax.engine import core, loaded_model
 from paged_jax.models.text.generation_config import GenerationConfig
-from paged_jax.runner.channel import Message
+from paged_jax.runner.processes import Message
 from tests.support.structured import SIZES
 
 

@@ -1,0 +1,266 @@
+"""An engine over several processes: process 0 schedules, the others run the same programs.
+
+    process 0     requests -> scheduler -> LeadingExecutor -> programs -> results
+                                                  | Channel
+    process n                                     v follow -> Executor -> programs
+
+All that a program depends on is the state, which each process has its part of, and the arguments of
+the call, which process 0 sends. So clocks, requests and their order matter in process 0 alone.
+"""
+
+import atexit
+import dataclasses
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors.numpy import load, save
+
+from paged_jax.runner.decode_state import Assignment, TokenMasks
+from paged_jax.runner.executor import Executor
+from paged_jax.runner.programs import Call
+from paged_jax.sampling.params import SamplingParams, TokenBias
+
+# Messages of one folder of the store, which is deleted when all have received it: so many are kept
+# at most twice over.
+_FOLDER = 256
+# Between two looks for an interrupt, in ms; a message that comes meanwhile wakes its reader.
+_PATIENCE = 1000
+_HEADER = "header"
+
+
+class Message(NamedTuple):
+    """What the other processes are to do.
+
+    Attributes:
+      kind: name of what is to be done, see `paged_jax.runner.processes.follow`.
+      numbers: arguments that JSON can hold.
+      arrays: arguments that are numpy arrays, or numpy scalars.
+    """
+
+    kind: str
+    numbers: dict[str, Any]
+    arrays: tuple[Any, ...] = ()
+
+    def encode(self) -> bytes:
+        """The message as bytes.
+
+        Example:
+          >>> message = Message("call", {"n": 3}, (np.arange(2),))
+          >>> decoded = Message.decode(message.encode())
+          >>> decoded.kind, decoded.numbers, decoded.arrays
+          ('call', {'n': 3}, (array([0, 1]),))
+        """
+        header = np.frombuffer(json.dumps([self.kind, self.numbers]).encode(), np.uint8)
+        arrays = {f"{n}": np.asarray(array) for n, array in enumerate(self.arrays)}
+        return save({_HEADER: header} | arrays)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Message":
+        """The message that was encoded as these bytes."""
+        arrays = load(data)
+        kind, numbers = json.loads(arrays.pop(_HEADER).tobytes())
+        return cls(kind, numbers, tuple(arrays[f"{n}"] for n in range(len(arrays))))
+
+
+class Channel:
+    """Messages from process 0 to all others of `jax.distributed`.
+
+    Args:
+      name: name of the channel, the same in all processes and of no other channel.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._client = distributed_client()
+        self._count = 0
+
+    def send(self, message: Message) -> None:
+        """Send a message: about 0.3 ms on one host."""
+        self._client.key_value_set_bytes(self._next_key(), message.encode())
+
+    def receive(self) -> Message:
+        """Wait for the next message.
+
+        Raises:
+          JaxRuntimeError: process 0 is gone.
+        """
+        key = self._next_key()
+        while True:
+            try:
+                data = self._client.blocking_key_value_get_bytes(key, _PATIENCE)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        if self._count % _FOLDER == 0:
+            self._note_received(self._count // _FOLDER - 1)
+        return Message.decode(data)
+
+    def _next_key(self) -> str:
+        folder, number = divmod(self._count, _FOLDER)
+        self._count += 1
+        return f"{self._name}/{folder}/{number}"
+
+    def _note_received(self, folder: int) -> None:
+        """Delete a folder of the store, if this process is the last to have received it."""
+        receivers = self._client.key_value_increment(f"{self._name}/received/{folder}", 1)
+        if receivers == jax.process_count() - 1:
+            self._client.key_value_delete(f"{self._name}/{folder}/")
+            self._client.key_value_delete(f"{self._name}/received/{folder}")
+
+
+# Engines are made in the same order in all processes, so their numbers agree.
+_engine_numbers = itertools.count()
+
+
+def channel_between(devices: Iterable[Any]) -> Channel | None:
+    """A channel between the processes that have these `jax.Device`s; None if this one has all.
+
+    Raises:
+      ValueError: some processes have none of them.
+    """
+    processes = {device.process_index for device in devices}
+    if processes == {jax.process_index()}:
+        return None
+    if len(processes) < jax.process_count():
+        raise ValueError(
+            f"Engine: the devices must be of all {jax.process_count()} processes, or of this one "
+            f"alone, got those of {sorted(processes)}. Give a mesh of all devices."
+        )
+    return Channel(f"paged_jax/{next(_engine_numbers)}")
+
+
+def least_of_processes(number: int) -> int:
+    """The least of the numbers that all processes call this with."""
+    return int(np.min(multihost_utils.process_allgather(np.int64(number))))
+
+
+def distributed_client() -> Any:
+    """The client of JAX's coordination service.
+
+    Raises:
+      RuntimeError: `jax.distributed` is not initialized.
+    """
+    # JAX has no public name for it (0.12); Orbax and MaxText take it from here, too.
+    from jax._src import distributed
+
+    if distributed.global_state.client is None:
+        raise RuntimeError("jax.distributed must be initialized first.")
+    return distributed.global_state.client
+
+
+class LeadingExecutor(Executor):
+    """An `Executor` that has others do what it does, each before it does so itself.
+
+    Args:
+      arguments, options: see `Executor`.
+      channel: way to the others.
+    """
+
+    def __init__(self, *arguments: Any, channel: Channel, **options: Any):
+        self._channel: Channel | None = None  # they make their own first state
+        super().__init__(*arguments, **options)
+        self._channel = channel
+        # Once: when nobody has this executor any more or, before JAX shuts down, at exit.
+        atexit.register(weakref.finalize(self, channel.send, Message("end", {})))
+        self._names = {id(each.jitted): name for name, each in self.programs._asdict().items()}
+
+    def _tell(self, kind: str, numbers: dict[str, Any] | None = None, arrays: tuple = ()) -> None:
+        if self._channel is not None:
+            self._channel.send(Message(kind, numbers or {}, arrays))
+
+    def reset(self) -> None:
+        """See `Executor.reset`."""
+        self._settle()
+        self._tell("reset")
+        super().reset()
+
+    def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
+        """See `Executor.compile_all`. All processes compile at the same time."""
+        self._tell("compile_all")
+        return super().compile_all(report)
+
+    def _call(self, call: Call) -> Any:
+        self._tell("call", {"program": self._names[id(call.program)]} | call.static, call.args)
+        return super()._call(call)
+
+    def assign(self, assignments: list[Assignment]) -> None:
+        """See `Executor.assign`."""
+        self._join()
+        numbers = [_numbers(each) for each in assignments]
+        token_ids = tuple(np.asarray(each.token_ids, np.int32) for each in assignments)
+        self._tell("assign", {"assignments": numbers}, token_ids)
+        super().assign(assignments)
+
+    def write_token_masks(self, masks: TokenMasks) -> None:
+        """See `Executor.write_token_masks`."""
+        self._join()
+        self._tell("write_token_masks", arrays=tuple(masks))
+        super().write_token_masks(masks)
+
+
+def _numbers(assignment: Assignment) -> dict[str, Any]:
+    """What JSON can hold of an assignment: all but the tokens."""
+    numbers = assignment._asdict()
+    del numbers["token_ids"]
+    params = assignment.params
+    fields = dataclasses.asdict(dataclasses.replace(params, structured_outputs=None))
+    if params.logit_bias is not None:  # JSON makes strings of the keys
+        fields["logit_bias"] = list(params.logit_bias.items())
+    return numbers | {"params": fields}
+
+
+def follow(executor: Executor, channel: Channel) -> None:
+    """Do what the executor at the other end of a channel does, until it ends.
+
+    Args:
+      executor: made with the same arguments as that one.
+      channel: way from there.
+    """
+    while (message := channel.receive()).kind != "end":
+        _ACTIONS[message.kind](executor, message)
+
+
+def _reset(executor: Executor, message: Message) -> None:
+    executor.reset()
+
+
+def _compile_all(executor: Executor, message: Message) -> None:
+    executor.compile_all()
+
+
+def _call(executor: Executor, message: Message) -> None:
+    static = dict(message.numbers)
+    program = getattr(executor.programs, static.pop("program"))
+    executor.run(program.call(*message.arrays, **static))
+
+
+def _assign(executor: Executor, message: Message) -> None:
+    assignments = []
+    for numbers, token_ids in zip(message.numbers["assignments"], message.arrays, strict=True):
+        fields = dict(numbers["params"])
+        if fields["logit_bias"] is not None:
+            fields["logit_bias"] = dict(fields["logit_bias"])
+        changes = {"params": SamplingParams(**fields), "token_ids": token_ids}
+        changes["token_bias"] = TokenBias(*map(tuple, numbers["token_bias"]))
+        assignments.append(Assignment(**(numbers | changes)))
+    executor.assign(assignments)
+
+
+def _write_token_masks(executor: Executor, message: Message) -> None:
+    executor.write_token_masks(TokenMasks(*message.arrays))
+
+
+_ACTIONS: dict[str, Callable[[Executor, Message], None]] = {
+    "reset": _reset,
+    "compile_all": _compile_all,
+    "call": _call,
+    "assign": _assign,
+    "write_token_masks": _write_token_masks,
+}
