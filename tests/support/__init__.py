@@ -1,6 +1,6 @@
-"""What tests share: oracles, fakes, poisoned batches, a tiny model and its server."""
+"""Shared code of tests: oracles, fakes, poisoned batches, a tiny model and its server."""
 
 from pathlib import Path
 
-# Of the checkout.
+# Root of the checkout.
 ROOT = Path(__file__).resolve().parents[2]

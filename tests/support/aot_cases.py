@@ -1,4 +1,4 @@
-"""What is compiled ahead of time, by name: one list for the scripts and for their tests."""
+"""Cases to compile ahead of time, by name, for the scripts and their tests."""
 
 import dataclasses
 import importlib.util
@@ -33,7 +33,7 @@ _VARIANTS = {"sliding_window": 1024, "soft_cap": 30.0, "has_sinks": True}
 
 
 def _gpu(op: str, **changes) -> Case:
-    # Offsets in these pools do not fit 32 bits.
+    # Offsets in these pools exceed 32 bits.
     sizes = {"backend": "triton", "L": 32, "P": 8192}
     return dataclasses.replace(_LLAMA, op=op, **(sizes | changes))
 
@@ -46,7 +46,7 @@ GPU_DECODE: Mapping[str, Case] = {
     "decode, group of 1": _gpu("decode", G=1),
     "decode, group of 7": _gpu("decode", K=4, G=7),
     "decode, group of 12": _gpu("decode", G=12),
-    # Falcon 7B, and 256 sequences of Llama 3 8B over a prefix that they share.
+    # Falcon 7B, and 256 sequences of Llama 3 8B with a common prefix.
     "decode, group of 71": _gpu("decode", K=1, G=71, D=64, P=65536),
     "decode, group of 1024": _gpu("decode", B=1, G=1024),
     "decode, D 64": _gpu("decode", K=4, G=8, D=64),
@@ -76,7 +76,7 @@ GPU_PREFILL: Mapping[str, Case] = {
     "prefill, float32": _gpu("prefill", dtype="float32"),
 }
 
-# Of 64 sequences, in 2048 rows; `paged_prefill` reads the chunks, `paged_decode` the single tokens.
+# 64 sequences in 2048 rows. `paged_prefill` reads the chunks, `paged_decode` the single tokens.
 _SEEN = {"sliding_window": 1024, "soft_cap": 30.0}
 
 GPU_RAGGED: Mapping[str, Case] = {
@@ -93,7 +93,7 @@ GPU_RAGGED: Mapping[str, Case] = {
     "ragged, float32": _gpu("ragged", B=64, T=32, dtype="float32"),
 }
 
-# A model's products give float32.
+# The projections of a model return float32.
 _PROJECTION = {"dtype": "float32", "pool_dtype": "bfloat16"}
 
 GPU_UPDATES: Mapping[str, Case] = {
@@ -124,7 +124,7 @@ GPU_UPDATES: Mapping[str, Case] = {
     "copy_blocks, fp8": _gpu("copy_blocks", B=8, T=1, pool_dtype="float8_e4m3fn"),
 }
 
-# What is compiled for other GPUs: one call of each kind, and the heads that take most memory.
+# Calls to compile for other GPUs: one of each kind, and the heads with the largest memory use.
 GPU_OTHERS: Mapping[str, Case] = {
     name: cases[name]
     for cases, names in (
@@ -136,7 +136,7 @@ GPU_OTHERS: Mapping[str, Case] = {
     for name in names
 }
 
-# Calls of ``backend=None``, for GPUs without Triton.
+# Calls with ``backend=None``, for GPUs without Triton.
 GPU_XLA: Mapping[str, Case] = {
     "decode by XLA": _gpu("decode", backend=None, L=1),
     "prefill by XLA": _gpu("prefill", backend=None, L=1),
@@ -150,7 +150,7 @@ def _layers_of(
     config: LlamaConfig,
     step: type[_Step],
     *,
-    num_layers: int = 2,  # which have every kernel that all of them have
+    num_layers: int = 2,  # with every kernel of the complete models
     pool_gigabytes: float = 2,
     **changes,
 ) -> _Step:
@@ -160,7 +160,7 @@ def _layers_of(
 
 GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
-    # Of 141 GB, 3 of them weights.
+    # Bytes of the pools on a GPU with 141 GB, 3 GB of them weights.
     "engine with full pools": _layers_of(LLAMA_3_8B, EngineStep, num_layers=4, pool_gigabytes=110),
     "step, products undivided": _layers_of(LLAMA_3_8B, DecodeStep, num_layers=4),
     "step, int8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="int8"),
@@ -180,12 +180,13 @@ GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     ),
 }
 
-# Of one sequence, whose products XLA makes without tensor cores: a step that is launches alone.
+# A single sequence: XLA computes its matrix multiplications without tensor cores, so launches
+# dominate.
 GPU_SINGLE: Mapping[str, DecodeStep] = {
     "step of one sequence": _layers_of(SMOLLM2_135M, DecodeStep, num_layers=4, batch=1),
 }
 
-# Programs of several devices, whose pools are of each.
+# Programs of several devices; the size of the pools is per device.
 GPU_PARALLEL: Mapping[str, EngineStep] = {
     "parallel step of Llama 3 8B": EngineStep(
         dataclasses.replace(LLAMA_3_8B, num_hidden_layers=4),
@@ -196,7 +197,7 @@ GPU_PARALLEL: Mapping[str, EngineStep] = {
     ),
 }
 
-# Of gpt-oss, whose sizes are no multiples of 128, Qwen3-30B-A3B, and Mixtral.
+# gpt-oss, with sizes that are not multiples of 128, Qwen3-30B-A3B, and Mixtral.
 EXPERTS: Mapping[str, ExpertCase] = {
     **{
         f"experts of gpt-oss, {tokens} tokens": ExpertCase(tokens, 32, 4, 2880, 2880)
@@ -207,14 +208,15 @@ EXPERTS: Mapping[str, ExpertCase] = {
     "experts, float32": ExpertCase(8, 32, 4, 2048, 1024, dtype="float32"),
 }
 
-# Of engines whose pools fill a GPU: layers that keep all tokens, and layers that keep a window.
+# Engines with pools that fill a GPU: layers without and with a window.
 GPU_FAMILIES: Mapping[str, EngineStep] = {
     "families: Gemma 3 27B": EngineStep(with_one_of_each(GEMMA_3_27B), 110, max_model_len=32768),
     "families: gpt-oss 20B": EngineStep(with_one_of_each(GPT_OSS_20B), 110, max_model_len=32768),
 }
 
-# Without a GPU to time them on, XLA divides products of few rows into parts (split-K), whose sum is
-# one more kernel after each of them.
+# Without a GPU for autotuning, XLA splits matrix multiplications with few rows (split-K). Each
+# split adds a
+# kernel that sums the parts.
 GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
@@ -226,7 +228,7 @@ GPU_CASES: Mapping[str, Case | ExpertCase | DecodeStep | EngineStep] = {
 
 
 def _tpu(op: str, **changes) -> Case:
-    # Pools of 2.1 GB: a copy of one would be seen.
+    # Pools of 2.1 GB, so that a copy of a pool is visible.
     sizes = {"backend": "mosaic_tpu", "L": 8, "P": 4096}
     return dataclasses.replace(_LLAMA, op=op, **(sizes | changes))
 
@@ -273,7 +275,7 @@ TPU_RAGGED: Mapping[str, Case] = {
     ),
 }
 
-# XLA's scatters, which are in place on a TPU without a kernel.
+# XLA's scatters, which work in place on a TPU.
 TPU_UPDATES: Mapping[str, Case] = {
     "write of 64 tokens": _tpu("write", backend=None, B=64, T=1),
     "write of 2048 tokens": _tpu("write", backend=None, B=1, T=2048),
@@ -283,7 +285,7 @@ TPU_UPDATES: Mapping[str, Case] = {
     "copy_blocks, int8": _tpu("copy_blocks", backend=None, B=8, T=1, pool_dtype="int8"),
 }
 
-# Weights of 8B in bfloat16 fill the 16 GB of a v5e by themselves; a v6e has 32 GB.
+# The bfloat16 weights of 8B alone fill the 16 GB of a v5e; a v6e has 32 GB.
 TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
     "v5e": {
         "step of Qwen 3 1.7B": DecodeStep(QWEN_3_1B7, pool_gigabytes=8),
@@ -292,7 +294,7 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
             f"{name} of Qwen 3 1.7B, {kind}": step(
                 QWEN_3_1B7,
                 pool_gigabytes=8,
-                # The scales of fewer tokens fill no whole register, and XLA lays them out anew.
+                # With fewer tokens the scales do not fill a register, and XLA changes their layout.
                 block_size=128,
                 max_blocks_per_slot=64,
                 batch=batch,
@@ -305,8 +307,9 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
     "v6e": {"step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=12)},
 }
 
-# 70B in bfloat16 do not fit eight chips of 16 GB; sixteen are more than it has KV heads. Few
-# sequences, as to choose the tokens of 64 takes 242 MB on every chip (jax 0.12.0.1).
+# 70B in bfloat16 does not fit on eight chips of 16 GB, and sixteen are more than its KV heads. Few
+# sequences,
+# because sampling for 64 sequences takes 242 MB on every chip (jax 0.12.0.1).
 TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
     "v5e": {
         "parallel step of Llama 3 70B": EngineStep(
@@ -331,8 +334,9 @@ TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
     },
 }
 
-# One KV head a chip, and one that two chips have, whose head dimension fills half of the lanes. The
-# experts are divided among the chips.
+# One KV head per chip, and a KV head that two chips share, with a head dimension of half the lanes.
+# The chips
+# divide the experts.
 TPU_FAMILIES: Mapping[str, Mapping[str, EngineStep]] = {
     "v5e": {
         f"families: {name}": EngineStep(
@@ -361,7 +365,7 @@ _TPU_USUAL: Mapping[str, Case] = {
     "write of 64 tokens": TPU_UPDATES["write of 64 tokens"],
 }  # fmt: skip
 
-# What is compiled for other generations. A v4 has no kernel for attention over pools.
+# Calls to compile for other generations. A v4 has no kernel for attention over pools.
 TPU_OTHERS: Mapping[str, Mapping[str, Case | DecodeStep]] = {
     "v4": {
         "decode by XLA": _tpu("decode", backend=None, L=1),
@@ -369,7 +373,8 @@ TPU_OTHERS: Mapping[str, Mapping[str, Case | DecodeStep]] = {
         "write of 64 tokens": TPU_UPDATES["write of 64 tokens"],
     },
     "v5p": {**_TPU_USUAL, "step of Qwen 3 1.7B": DecodeStep(QWEN_3_1B7, pool_gigabytes=8)},
-    # The layers as they are loaded there: in a stack, all weights would be laid out anew.
+    # Unstacked layers, as they are loaded on this device; otherwise all weights would change their
+    # layout.
     "7x": {**_TPU_USUAL, "step of 4 layers": _layers_of(
         QWEN_3_1B7, DecodeStep, num_layers=4, pool_gigabytes=8
     )},
@@ -388,12 +393,12 @@ TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep
     for generation, steps in TPU_STEPS.items()
 } | TPU_OTHERS
 
-# What the names of this library's Triton kernels begin with. The others of a program are XLA's.
+# Prefixes of the names of this library's Triton kernels. XLA's kernels have other names.
 OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear")
 
 
 def count_collectives(text: str) -> dict[str, int]:
-    """How often each kind of exchange between devices stands in a compiled program."""
+    """Return the number of each kind of collective in a compiled program."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return Counter(re.findall(rf" = \S.*? ({kinds})(?:-start)?\(", text))
 
@@ -407,10 +412,11 @@ def has_gpu_compiler() -> bool:
 
 
 def parameters(cases: Mapping[str, Any]) -> list[Any]:
-    """Names of cases, as what a test is about.
+    """Return pytest parameters for the names of cases.
 
-    Calls that differ from others in the sizes of heads and blocks alone are slow: whether a version
-    of JAX compiles the kernels, in all types and variants, is seen without them.
+    Calls that differ from others only in the head dimension and block size are slow tests: the
+    quick tests show
+    whether a version of JAX compiles the kernels for all dtypes and variants.
     """
     sizes = (_LLAMA.C, _LLAMA.D, _LLAMA.G)
     return [
@@ -422,34 +428,34 @@ def parameters(cases: Mapping[str, Any]) -> list[Any]:
 
 
 def asked_for(request: pytest.FixtureRequest, what: str) -> set[str]:
-    """A parameter's values in the tests of a file that shall run: no others are compiled."""
+    """Return the values of a parameter in the selected tests of a file, to compile only these."""
     items = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec for item in items if hasattr(item, "callspec")]
     return {call.params[what] for call in calls if what in call.params}
 
 
 def chosen(cases: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
-    """The names that begin as one of the regular expressions that a script was given, or all."""
+    """Return the names that match one of the regular expressions of a script, or all names."""
     pattern = re.compile("|".join(arguments))
     return [name for name in cases if pattern.match(name)]
 
 
 def exactly(names: Iterable[str]) -> list[str]:
-    """What chooses these names alone, and none that begins as they do."""
+    """Return regular expressions that match exactly these names."""
     return [f"{re.escape(name)}$" for name in names]
 
 
 def run_script(script: str, *arguments: str) -> dict[str, Any]:
-    """What ``aot_gpu`` or ``aot_tpu`` says of each case, by name."""
+    """Return the output of ``aot_gpu`` or ``aot_tpu`` for each case, by name."""
     command = [sys.executable, "-m", f"tests.support.{script}", *arguments]
-    # Ten times what it takes on two cores, in case the compiler hangs.
+    # Ten times the usual duration on two cores, in case the compiler hangs.
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["cases"]
 
 
 def compiled(results: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a script says of a case that must have compiled."""
+    """Return the output of a script for a case, and check that it compiled."""
     if "error" in results[name]:
         pytest.fail(f"{name} does not compile:\n{results[name]['error']}")
     return results[name]

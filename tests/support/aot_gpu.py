@@ -1,15 +1,18 @@
-"""Compile for a GPU without one, and print as JSON what the compiled programs need.
+"""Compile for a GPU without a GPU, and print the resources of the compiled programs as JSON.
 
     python -m tests.support.aot_gpu                  # all cases, for an H200
-    python -m tests.support.aot_gpu decode step      # those whose names match from the beginning
-    python -m tests.support.aot_gpu --gpu l4 decode  # for another GPU, see `gpus`; ops alone
+    python -m tests.support.aot_gpu decode step      # cases with names that start with these words
+    python -m tests.support.aot_gpu --gpu l4 decode  # for another GPU, see `gpus`; only ops
 
-Needs the extra "aot". XLA compiles for a GPU that is described to it; ptxas, run once more on the
-PTX of our own kernels, tells registers and spills, and nvdisasm the instructions of loops. Nothing
-runs: this proves that programs compile and what they cost in registers, shared memory, copies,
-instructions and launches, not that they are right or fast.
+Requires the extra "aot". XLA compiles for the description of a GPU. ptxas, run again on the PTX of
+this
+library's kernels, reports registers and spills, and nvdisasm the instructions of loops. Nothing
+runs. This
+shows that programs compile and their registers, shared memory, copies, instructions and launches.
+It does
+not show correctness or speed.
 
-It is a script because JAX must find its settings in the environment when it is imported.
+It is a script because JAX reads its settings from the environment when it is imported.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from typing import Any
 _folder = tempfile.TemporaryDirectory(prefix="aot_gpu_")  # removed at exit
 DUMP = Path(_folder.name)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# What comes out of a cache dumps no PTX.
+# Programs from a cache would dump no PTX.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
@@ -53,7 +56,7 @@ from tests.support.kernel_cases import Case  # noqa: E402
 
 
 def find_tool(name: str) -> str:
-    """A tool of the CUDA toolkit: installed by pip, as what XLA uses, else one on the PATH."""
+    """Return the path of a CUDA tool that pip installed, as for XLA, or on the PATH."""
     site_packages = Path(jax.__file__).parent.parent
     installed = next(site_packages.glob(f"nvidia/*/bin/{name}"), None)
     found = installed or shutil.which(name)
@@ -65,7 +68,7 @@ def find_tool(name: str) -> str:
 
 
 def find_devices(shape: str, gpu: Gpu) -> Any:
-    """The devices to compile for, which are only descriptions."""
+    """Return the described devices to compile for."""
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", topology=shape, target_config=gpu.target_config
@@ -79,7 +82,7 @@ def find_devices(shape: str, gpu: Gpu) -> Any:
 
 
 def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
-    """Compile a case and say what it needs."""
+    """Compile a case and return its resources."""
     case = GPU_CASES[name]
     if isinstance(case, EngineStep):
         lowered = case.lower("cuda", find_devices(case.topology, gpu))
@@ -104,25 +107,26 @@ def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
 
 
 def read_launches() -> tuple[list[dict[str, Any]], int]:
-    """Everything that XLA starts on the GPU, in order; once what it starts in a loop.
+    """Return everything that XLA launches on the GPU, in order; launches in a loop count once.
 
-    Each with what it is part of, outermost first: the ``"body"`` or ``"condition"`` of a loop, a
-    branch of a conditional. And the number of conditionals.
+    Each launch comes with its surroundings, outermost first: the ``"body"`` or ``"condition"`` of a
+    loop, or a
+    branch of a conditional. Also returns the number of conditionals.
     """
     listings = list(DUMP.glob("*.thunk_sequence.txt"))
     if len(listings) != 1:
         raise RuntimeError(f"XLA was to dump one sequence of launches, got {listings}.")
     thunk = re.compile(r" *\d+: k(\w+) +\[[^]]*\] *(\w*)(.*)")
     launches, num_conditionals = [], 0
-    parts: list[tuple[int, str]] = []  # what the next line is in, and how far that is indented
+    parts: list[tuple[int, str]] = []  # the surroundings of the next line, and their indentation
     for line in listings[0].read_text().splitlines():
         indent, text = len(line) - len(line.lstrip()), line.strip().removeprefix("No thunks.")
         if text.endswith(":"):
             name = text.strip(" :")
-            if name == "body":  # its loop is the last one whose condition came before
+            if name == "body":  # its loop is the last loop with a preceding condition
                 loop = max(i for i, part in enumerate(parts) if part[1] == "condition")
                 indent = parts[loop][0]
-            elif name == "condition":  # directly behind its loop, and not always indented
+            elif name == "condition":  # directly after its loop, and not always indented
                 indent = parts[-1][0]
             parts = [part for part in parts if part[0] < indent] + [(indent, name)]
             continue
@@ -134,7 +138,7 @@ def read_launches() -> tuple[list[dict[str, Any]], int]:
             parts.append((indent + 1, "condition"))
         num_conditionals += kind == "Conditional"
         if kind in ("While", "Conditional", "Sequential", "CommandBuffer", "DynamicSliceFusion"):
-            continue  # what these start is listed below them
+            continue  # their contents are listed below them
         shared = re.search(r"shared_memory: (\d+) bytes", rest)
         launches.append(
             {
@@ -147,13 +151,13 @@ def read_launches() -> tuple[list[dict[str, Any]], int]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file of PTX holds a kernel of this library, not one of XLA's or constants."""
+    """Return whether a PTX file contains a kernel of this library."""
     entry = re.search(r"\.entry (\w+)", path.read_text())
     return entry is not None and entry[1].startswith(OUR_KERNELS)
 
 
 def examine_kernel(path: Path) -> dict[str, Any]:
-    """Count in the PTX of a kernel, and assemble it to see its registers and its loops."""
+    """Count instructions in the PTX of a kernel, and read registers and loops from its assembly."""
     ptx, cubin = path.read_text(), path.with_suffix(".cubin")
     target = find(r"\.target (\w+)", ptx)
     _, log = run("ptxas", "--verbose", f"--gpu-name={target}", str(path), f"--output-file={cubin}")
@@ -176,7 +180,7 @@ def examine_kernel(path: Path) -> dict[str, Any]:
 
 
 def run(tool: str, *arguments: str) -> tuple[str, str]:
-    """What a tool prints, to stdout and to stderr."""
+    """Run a tool and return its stdout and stderr."""
     done = subprocess.run([find_tool(tool), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{tool} {' '.join(arguments)}: {done.stderr}")
@@ -184,11 +188,11 @@ def run(tool: str, *arguments: str) -> tuple[str, str]:
 
 
 def find_loops(listing: str) -> list[list[str]]:
-    """The instructions of each loop of a disassembled kernel, from a label to a branch to it."""
+    """Return the instructions of each loop of a disassembled kernel."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops = []
-    # Behind the last exit is what threads that come apart do by themselves, and branch back.
+    # After the last exit is code of diverged threads, which branch back.
     for line in listing[: listing.rfind(" EXIT ")].splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
@@ -196,17 +200,17 @@ def find_loops(listing: str) -> list[list[str]]:
             instructions.append(line)
             back = re.search(r"\bBRA\b.*(\.L_x_\d+)", line)
             begin = labels.get(back[1]) if back else None
-            # A branch to itself only keeps a program from running on behind its end.
+            # A branch to itself only stops execution after the end of the kernel.
             if begin is not None and begin < len(instructions) - 1:
                 loops.append(instructions[begin:])
     return loops
 
 
 def find_counting(listing: str) -> list[str]:
-    """What a kernel does around an atomic addition, from the last store before it to the next load.
+    """Return the memory-ordering instructions around an atomic addition, without repetitions.
 
-    Instructions that order accesses to the memory of the device, each once in a row; none if it
-    counts nothing.
+    The range is from the last store before the addition to the next load. Empty if there is no
+    addition.
     """
     pattern = r"\b(STG|LDG|BAR\.SYNC|MEMBAR[.\w]*|ATOMG[.\w]*|CCTL\.IVALL)\b"
     names = [name for name, _ in itertools.groupby(re.findall(pattern, listing))]
@@ -237,7 +241,7 @@ def waits_first(ptx: str) -> bool | None:
 
 
 def find(pattern: str, text: str) -> str:
-    """The group of a pattern in what a tool wrote, where it must be."""
+    """Return the group of a pattern that must occur in the output of a tool."""
     match = re.search(pattern, text)
     if match is None:
         raise RuntimeError(f"no {pattern!r} in what the compiler wrote: {text[:1000]}")
@@ -254,7 +258,7 @@ def main() -> None:
         try:
             results[name] = compile_case(name, GPUS[args.gpu])
         except Exception:
-            # One case that does not compile must not hide the others.
+            # A case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}
     json.dump({"jax": jax.__version__, "cases": results}, sys.stdout, indent=1)
 

@@ -1,14 +1,17 @@
-"""Compile an engine's program for several devices that are not here, and say what it needs.
+"""Compile an engine's program for several described devices, and print its resources.
 
     python -m tests.support.aot_parallel v5e:4x4 70B          # 16 chips of TPU v5e
     python -m tests.support.aot_parallel h200:8 405B          # 8 H200s
     python -m tests.support.aot_parallel v6e:2x4 70B --program prefill
 
-Needs the extra "aot". The pool has the blocks that `paged_jax.plan` finds room for, so a compiler
-that enforces the memory of its device, as that of TPUs does, checks the plan as well. Nothing runs:
-this proves that programs compile, what they allocate and what devices send each other, no more.
+Requires the extra "aot". The pool has the number of blocks that `paged_jax.plan` computes, so a
+compiler
+that enforces the memory limit of its device, as the TPU compiler does, also checks the plan.
+Nothing runs.
+This shows that programs compile, their memory and their communication.
 
-It is a script because JAX and libtpu must find their settings in the environment when imported.
+It is a script because JAX and libtpu read their settings from the environment when they are
+imported.
 """
 
 import argparse
@@ -44,7 +47,7 @@ MODELS = {
 
 
 def find_devices(device: str, shape: str) -> list[Any]:
-    """Devices to compile for, which are only descriptions."""
+    """Return the described devices to compile for."""
     if DEVICES[device].platform == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{device}:{shape}")
     else:
@@ -55,7 +58,7 @@ def find_devices(device: str, shape: str) -> list[Any]:
 
 
 def describe(plan: MemoryPlan, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """What a program needs of each device, beside what was planned."""
+    """Return the resources of a program on each device, next to the planned values."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pool = plan.footprint.pool_bytes(plan.num_engine_blocks)
     return {
@@ -69,7 +72,7 @@ def describe(plan: MemoryPlan, compiled: jax.stages.Compiled) -> dict[str, Any]:
         "argument_bytes": memory.argument_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
-        # Of a loop once, whatever it does.
+        # Counts a loop once.
         "collectives": count_collectives(text),
         "kernels": len(re.findall(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla)', text)),
     }

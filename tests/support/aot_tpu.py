@@ -1,13 +1,16 @@
-"""Compile for TPUs without one, and print as JSON what the compiled programs need.
+"""Compile for TPUs without a TPU, and print the resources of the compiled programs as JSON.
 
     python -m tests.support.aot_tpu v5e              # all cases for this generation
-    python -m tests.support.aot_tpu v6e decode       # those whose names match from the beginning
+    python -m tests.support.aot_tpu v6e decode       # cases with names that start with this word
 
-Needs the extra "aot". The compiler in libtpu enforces the limits of the chip that it compiles for:
-alignment of tiles, what fits in VMEM and HBM, which operations there are. Nothing runs: this proves
-that programs compile and what they allocate, not that they are right or fast.
+Requires the extra "aot". The compiler in libtpu enforces the limits of the chip: alignment of
+tiles, the sizes
+of VMEM and HBM, supported operations. Nothing runs. This shows that programs compile and their
+memory. It does
+not show correctness or speed.
 
-It is a script because JAX and libtpu must find their settings in the environment when imported.
+It is a script because JAX and libtpu read their settings from the environment when they are
+imported.
 """
 
 import base64
@@ -30,7 +33,8 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from tests.support.aot_cases import TPU_CASES, chosen, count_collectives  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402
 
-# The smallest topology of each generation that libtpu describes; one of its chips is compiled for.
+# The smallest topology of each generation that libtpu describes. The script compiles for one of its
+# chips.
 TOPOLOGIES = {
     "v4": "v4:2x2x1",
     "v5e": "v5e:2x2",
@@ -41,7 +45,7 @@ TOPOLOGIES = {
 
 
 def find_devices(name: str) -> Any:
-    """The devices of a topology to compile for, which are only descriptions."""
+    """Return the described devices of a topology to compile for."""
     try:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:
@@ -53,7 +57,7 @@ def find_devices(name: str) -> Any:
 
 
 def compile_case(name: str, generation: str) -> dict[str, Any]:
-    """Compile a case and say what it needs."""
+    """Compile a case and return its resources."""
     case = TPU_CASES[generation][name]
     if isinstance(case, EngineStep):
         compiled = case.lower("tpu", find_devices(case.topology)).compile()
@@ -72,7 +76,7 @@ def compile_case(name: str, generation: str) -> dict[str, Any]:
 
 
 def multiplied_types(text: str) -> list[str]:
-    """The types that kernels in a compiled program multiply on the matrix unit, by MLIR's names."""
+    """Return the dtypes that kernels multiply on the matrix unit, as MLIR names."""
     types = set()
     for body in re.findall(r'"body":"([^"]+)"', text):
         with ir.Context() as context:
@@ -95,7 +99,7 @@ def main() -> None:
         try:
             results[name] = compile_case(name, generation)
         except Exception:
-            # One case that does not compile must not hide the others.
+            # A case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}
     json.dump({"jax": jax.__version__, "cases": results}, sys.stdout, indent=1)
 

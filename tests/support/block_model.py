@@ -1,7 +1,8 @@
-"""The block allocator in plain Python: slots served one by one, with lists and a queue.
+"""Block allocator in plain Python: it serves slots one at a time, with lists and a queue.
 
-The oracle of `tests/cache/test_blocks.py`. It also keeps the content of every slot as a list
-of tokens, which is what a sequence holds no matter how its blocks are shared or copied.
+The oracle of `tests/cache/test_blocks.py`. It also keeps the content of every slot as a list of
+tokens,
+independent of shared and copied blocks.
 """
 
 import copy
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """What is known of a cached block."""
+    """Content of a cached block."""
 
     digest: tuple[int, ...]
     token_ids: list[int]
@@ -32,7 +33,7 @@ class BlockModel:
     def reserve(
         self, new_tokens: list[list[int]], max_tokens: int
     ) -> tuple[bool, list[tuple[int, int] | None]]:
-        """Append tokens to slots; return ok, and for each slot the copy on write as a pair."""
+        """Append tokens to slots. Return ok, and for each slot the copy-on-write pair or None."""
         no_copies: list[tuple[int, int] | None] = [None] * len(self.blocks)
         capacity = self.max_blocks_per_slot * self.block_size
         for tokens, new in zip(self.tokens, new_tokens, strict=True):
@@ -59,7 +60,7 @@ class BlockModel:
                 row[-1] = target
                 copied = (source, target)
             else:
-                self.cached.pop(row[-1], None)  # what is written over cannot be found any more
+                self.cached.pop(row[-1], None)  # overwritten blocks can no longer be found
         while len(row) * self.block_size < length + num_new:
             row.append(self._take())
         return copied
@@ -82,7 +83,7 @@ class BlockModel:
                 self.free.appendleft(block)
 
     def fork(self, parents: list[int]) -> bool:
-        """Make slots into copies of others; -1 leaves a slot alone."""
+        """Make slots copies of other slots; -1 leaves a slot unchanged."""
         children = [slot for slot, parent in enumerate(parents) if parent != -1]
         for child in children:
             parent = parents[child]
@@ -91,7 +92,7 @@ class BlockModel:
         return self.reorder(parents)
 
     def reorder(self, parents: list[int]) -> bool:
-        """Make slots into what others were, all at once; -1 leaves a slot alone."""
+        """Replace slots by the previous state of other slots; -1 leaves a slot unchanged."""
         if not all(-1 <= parent < len(parents) for parent in parents):
             return False
         changed = [slot for slot, parent in enumerate(parents) if parent not in (-1, slot)]
@@ -107,11 +108,11 @@ class BlockModel:
         return True
 
     def release(self, mask: list[bool]) -> None:
-        """Empty slots, the last block of each first."""
+        """Empty slots, starting with the last block of each."""
         self.truncate([0 if is_released else 2**30 for is_released in mask], 2**30)
 
     def truncate(self, lengths: list[int], max_tokens: int) -> None:
-        """Shorten slots to `lengths`, by at most `max_tokens`, the last block of each first."""
+        """Shorten slots to `lengths`, by at most `max_tokens`, from the last block."""
         for slot, length in enumerate(lengths):
             tokens, row = self.tokens[slot], self.blocks[slot]
             del tokens[max(length, len(tokens) - max_tokens, 0) :]
@@ -119,7 +120,7 @@ class BlockModel:
                 self._give_back(row.pop())
 
     def attach(self, slot: int, contents: list[Content]) -> int:
-        """Start an empty slot with the cached ones of the first `contents`; return how many."""
+        """Start an empty slot with cached blocks of the first `contents`; return their number."""
         if not 0 <= slot < len(self.blocks) or self.tokens[slot]:
             return 0
         for content in contents:
@@ -135,7 +136,7 @@ class BlockModel:
         return len(self.blocks[slot])
 
     def publish(self, entries: list[tuple[int, int, Content]]) -> None:
-        """Cache the blocks at some slots and columns."""
+        """Publish the blocks at some slots and columns."""
         for slot, column, content in entries:
             if not 0 <= slot < len(self.blocks):
                 continue
@@ -147,5 +148,5 @@ class BlockModel:
                 self.cached[block] = content
 
     def forget(self) -> None:
-        """Let no block be found any more."""
+        """Remove all blocks from the prefix cache."""
         self.cached.clear()

@@ -1,8 +1,8 @@
-"""Covering arrays: few rows in which every pair of values of every two factors occurs.
+"""Covering arrays: few rows that contain every pair of values of every two factors.
 
-What breaks a kernel is nearly always one size, type or variant, or two of them that meet (Kuhn et
-al., 2004, "Software Fault Interactions"). All pairs take tens of rows where all combinations
-take thousands.
+Nearly all defects of a kernel depend on a single size, dtype or variant, or on two of them (Kuhn et
+al.,
+2004, "Software Fault Interactions"). All pairs need tens of rows, and all combinations thousands.
 """
 
 import itertools
@@ -12,13 +12,13 @@ Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
 
 
 def all_pairs(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashable]]:
-    """Choose rows greedily, until every pair of values of two factors occurs in one of them.
+    """Choose rows greedily, until every pair of values of two factors occurs in a row.
 
     Args:
       factors: the values of each factor, by its name.
 
     Returns:
-      The rows, each with a value of every factor. The same factors give the same rows.
+      The rows, each with a value of every factor. Equal factors give equal rows.
 
     Example:
       >>> len(all_pairs({"a": [1, 2], "b": "xy", "c": [True, False]}))
@@ -47,7 +47,7 @@ def all_pairs(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hasha
 def take_turns(
     rows: Sequence[Mapping[str, tuple[Hashable, ...]]],
 ) -> list[dict[str, Hashable]]:
-    """Rows of values from rows of alternatives: values that stand in for one another, in turn.
+    """Replace the alternatives in each row by their values, cycling through equal alternatives.
 
     Example:
       >>> take_turns([{"a": (1, 2)}, {"a": (3,)}, {"a": (1, 2)}])
@@ -63,7 +63,7 @@ def _num_covered(
     factors: Mapping[str, Sequence[Hashable]],
     uncovered: Mapping[Pair, None],
 ) -> int:
-    """How many pairs that occur nowhere yet a value of one more factor brings to a row."""
+    """Return the number of new pairs that a value of another factor adds to a row."""
     names = list(factors)
     pairs = (sorted((item, known), key=lambda pair: names.index(pair[0])) for known in row.items())
     return sum(tuple(pair) in uncovered for pair in pairs)

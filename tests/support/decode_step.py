@@ -1,4 +1,4 @@
-"""Donated steps of a whole model as shapes alone: lowered or compiled, never run."""
+"""Donated steps of a whole model as shapes, to lower or compile without running them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class DecodeStep:
     batch: int = 64
     max_blocks_per_slot: int = 512
     scan_layers: bool = True
-    dtype: str = "bfloat16"  # of the weights
+    dtype: str = "bfloat16"  # dtype of the weights
     pool_dtype: str = "bfloat16"
 
     @property
@@ -86,7 +86,7 @@ class DecodeStep:
         return int(self.pool_gigabytes * 10**9) // block_bytes
 
     def function(self) -> Callable[..., Any]:
-        """The step, to be jitted with its second argument donated."""
+        """Return the step, to be jitted with its second argument donated."""
 
         def decode_step(model: Llama, cache: PagedCache, token_ids: jax.Array, slots: jax.Array):
             return Llama.decode(model, cache, token_ids, slots)
@@ -94,13 +94,13 @@ class DecodeStep:
         return decode_step
 
     def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
-        """Model, cache, tokens and slots as `jax.ShapeDtypeStruct`."""
+        """Return model, cache, tokens and slots as `jax.ShapeDtypeStruct`."""
         model, cache = self._model(), self._cache()
         rows = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return _placed((model, cache, rows, rows), sharding)
 
     def lower(self, platform: str, sharding: Any = None) -> jax.stages.Lowered:
-        """The step for ``"cuda"`` or ``"tpu"``, with its cache or state donated."""
+        """Lower the step for ``"cuda"`` or ``"tpu"``, with its cache or state donated."""
         shapes = self.shapes(sharding)
         return lower(self.function(), *shapes, platform=platform, donate_argnums=1)
 
@@ -133,7 +133,7 @@ class PrefillStep(DecodeStep):
     chunk: int = 2048
 
     def function(self) -> Callable[..., Any]:
-        """The step, to be jitted with its second argument donated."""
+        """Return the step, to be jitted with its second argument donated."""
 
         def prefill_step(
             model: Llama,
@@ -147,7 +147,7 @@ class PrefillStep(DecodeStep):
         return prefill_step
 
     def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
-        """Model, cache, tokens, slots and their numbers as `jax.ShapeDtypeStruct`."""
+        """Return model, cache, tokens, slots and their numbers as `jax.ShapeDtypeStruct`."""
         token_ids = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
         rows = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return _placed((self._model(), self._cache(), token_ids, rows, rows), sharding)
@@ -155,12 +155,12 @@ class PrefillStep(DecodeStep):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLoop(DecodeStep):
-    """`decode_steps`: up to `max_steps` of these steps, with the choice of tokens."""
+    """`decode_steps`: up to `max_steps` of these steps, with sampling."""
 
     max_steps: int = 8
 
     def function(self) -> Callable[..., Any]:
-        """The loop, to be jitted with its second argument donated."""
+        """Return the loop, to be jitted with its second argument donated."""
         max_steps = self.max_steps
 
         def decode_loop(model: Llama, state: DecodeState, slots: jax.Array, num_steps: jax.Array):
@@ -169,7 +169,7 @@ class DecodeLoop(DecodeStep):
         return decode_loop
 
     def shapes(self, sharding: Any = None) -> tuple[Any, ...]:
-        """Model, state, slots and number of steps as `jax.ShapeDtypeStruct`."""
+        """Return model, state, slots and number of steps as `jax.ShapeDtypeStruct`."""
         cache, vocab_size = self._cache(), self.config.vocab_size
         state = jax.eval_shape(lambda cache: DecodeState.create(cache, vocab_size), cache)
         slots = jax.ShapeDtypeStruct((self.batch,), jnp.int32)

@@ -1,9 +1,12 @@
-"""What each file of tests costs: recorded by pytest, kept in tests/README.md, and held to a budget.
+"""Cost of each test file: recorded by pytest, stored in tests/README.md, and limited by a budget.
 
-A plugin of pytest. `--durations-json FILE` records a run; `python -m tests.support.durations FILE`
-writes what was recorded into the table; `--check-durations` fails a run of which a file costs much
-more than its line. CPU-seconds are those of the process of the tests and of the processes that they
-started and waited for, so that a busy machine changes them little.
+This is a pytest plugin. `--durations-json FILE` records a run. `python -m tests.support.durations
+FILE`
+writes the recorded costs to the table. `--check-durations` fails a run if a file costs much more
+than its
+line. CPU-seconds count the test process and the child processes that it waited for, so other load
+has
+little influence.
 """
 
 import json
@@ -23,15 +26,16 @@ README = ROOT / "tests" / "README.md"
 _ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \| (?P<now>\S+) \|$")
 _MARK = "<!-- durations -->\n"
 
-# A file may cost this many times its line and as many CPU-seconds more: programs that files share
-# are compiled by the first that needs them. Those of one engine take about 30.
+# A file may cost this factor times its line plus these CPU-seconds. The first file that needs a
+# program pays
+# for it; the programs of an engine take about 30 CPU-seconds.
 _FACTOR, _SLACK = 1.5, 40.0
-# Lines from which on the speed of the machine is told, in CPU-seconds.
+# Minimum CPU-seconds of lines that determine the speed of the machine.
 _LONG = 2.0
 
 
 class Cost(NamedTuple):
-    """Of the tests of one file, with their fixtures."""
+    """Cost of the tests of a file, with their fixtures."""
 
     num_tests: int = 0
     wall_seconds: float = 0.0
@@ -39,10 +43,10 @@ class Cost(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One of the table.
+    """A line of the table.
 
     Fields:
-      before: what the file cost before programs were shared, as it is written.
+      before: cost before files shared programs, as text.
       now: CPU-seconds.
     """
 
@@ -54,10 +58,11 @@ class Line(NamedTuple):
 def over_budget(
     costs: Mapping[str, Cost], table: Mapping[str, Line], *, slack: float = _SLACK
 ) -> list[str]:
-    """One message for each file that costs too much or has no line.
+    """Return a message for each file that costs too much or has no line.
 
-    Where most files cost more than their lines, the machine is slower than the one of the table,
-    and all lines are lengthened by the median.
+    If most files cost more than their lines, the machine is slower than the machine of the table,
+    and all
+    lines are scaled by the median ratio.
     """
     lines = {file: line.now for file, line in table.items()}
     ratios = [
@@ -80,13 +85,13 @@ def over_budget(
 
 
 def read_table(text: str) -> dict[str, Line]:
-    """The lines of the table by file; the text around it is passed over."""
+    """Return the lines of the table by file."""
     rows = filter(None, map(_ROW.match, text.splitlines()))
     return {row["file"]: Line(int(row["tests"]), row["before"], float(row["now"])) for row in rows}
 
 
 def write_table(text: str, costs: Mapping[str, Cost]) -> str:
-    """``text`` with a table of ``costs``, dearest first; what files cost before is kept."""
+    """Return ``text`` with a table of ``costs`` in descending order, keeping "Before"."""
     before, _, after = text.partition(_MARK)
     old = read_table(after)
     lines = {
@@ -108,18 +113,18 @@ def write_table(text: str, costs: Mapping[str, Cost]) -> str:
 
 
 def dearest_first(files: Sequence[str], table: Mapping[str, Line]) -> list[int]:
-    """The order of ``files``, one for each test, that leaves no long file to the end."""
+    """Return an order of ``files``, one entry per test, with the most expensive first."""
 
     def cost(index: int) -> float:
         line = table.get(_row_of(files[index]))
-        # What has no line may be long.
+        # A file without a line may be expensive.
         return float("inf") if line is None else line.now
 
     return sorted(range(len(files)), key=lambda index: -cost(index))
 
 
 def _add_to_json(path: Path, costs: Mapping[str, Cost]) -> None:
-    """Two runs, each of a part of the tests, make one record."""
+    """Add the costs of a run to a record of other runs, each of a part of the tests."""
     total = read_json(path) if path.exists() else {}
     for file, cost in costs.items():
         total[file] = Cost(*map(sum, zip(total.get(file, Cost()), cost, strict=True)))
@@ -128,12 +133,12 @@ def _add_to_json(path: Path, costs: Mapping[str, Cost]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Cost]:
-    """What ``--durations-json`` recorded."""
+    """Return the costs that ``--durations-json`` recorded."""
     return {file: Cost(**cost) for file, cost in json.loads(path.read_text()).items()}
 
 
 def _row_of(file: str) -> str:
-    """Which line a file belongs to: its own, or that of all examples in docstrings."""
+    """Return the line of a file: its own, or the line of all examples in docstrings."""
     return "paged_jax/" if file.startswith("paged_jax/") else file
 
 
@@ -141,7 +146,7 @@ def _row_of(file: str) -> str:
 
 
 class _Recorder:
-    """Adds up what the processes of the tests report, in the process that reports to the user."""
+    """Adds up the reports of test processes, in the process that reports to the user."""
 
     def __init__(self) -> None:
         self.costs: dict[str, Cost] = {}
@@ -175,7 +180,7 @@ class _Recorder:
 
 
 class _Meter:
-    """Measures in the process that runs the tests, between one report and the next."""
+    """Measures CPU time between reports, in the process that runs the tests."""
 
     def __init__(self) -> None:
         self._last = self._cpu_seconds()
@@ -219,14 +224,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where files are divided among processes, begin with the dearest."""
+    """Sort the tests so that the most expensive files start first, if files are distributed."""
     if hasattr(config, "workerinput"):
         files = [item.nodeid.partition("::")[0] for item in items]
         items[:] = [items[i] for i in dearest_first(files, read_table(README.read_text()))]
 
 
 def main(path: str) -> None:
-    """Write into the table what ``--durations-json`` recorded."""
+    """Write the costs that ``--durations-json`` recorded to the table."""
     README.write_text(write_table(README.read_text(), read_json(Path(path))))
 
 

@@ -1,4 +1,4 @@
-"""Programs of an engine for devices that need only be described, from shapes alone."""
+"""Programs of an engine for described devices, made from shapes."""
 
 import dataclasses
 import functools
@@ -25,18 +25,19 @@ from tests.support.kernel_cases import lowering_for
 
 @dataclasses.dataclass(frozen=True)
 class EngineStep:
-    """A program that an engine runs on one device or several, its compiler's options included.
+    """A program that an engine runs on one or several devices, with its compiler options.
 
     Attributes:
       config: configuration of the whole model.
-      pool_gigabytes: about what each device has of K and V.
+      pool_gigabytes: approximate size of K and V on each device.
       block_size: C.
-      batch: S, slots, all of which decode.
-      max_model_len: most tokens of a slot.
+      batch: S, number of slots, all of which decode.
+      max_model_len: maximum number of tokens of a slot.
       scan_layers: whether layers are stacked.
-      dtype, pool_dtype: types of the weights, and of K and V.
+      dtype: dtype of the weights.
+      pool_dtype: dtype of K and V.
       num_devices: N.
-      topology: how they are connected, by the name that XLA has for that.
+      topology: XLA's name of the topology.
       program: ``"decode"`` of all slots, or ``"prefill"`` of one chunk.
     """
 
@@ -54,15 +55,15 @@ class EngineStep:
 
     @classmethod
     def of_plan(cls, plan: MemoryPlan, **changes: Any) -> "EngineStep":
-        """The program of the engine that was planned, with all blocks that it would have."""
+        """Return the program of the planned engine, with the planned number of blocks."""
         return cls(
             plan.config,
-            # A hundred bytes more, whatever the rounding.
+            # A hundred bytes more, to allow for rounding.
             (plan.footprint.pool_bytes(plan.num_engine_blocks) + 100) / 1e9,
             block_size=plan.sizes.block_size,
             batch=plan.sizes.num_slots,
             max_model_len=plan.sizes.max_model_len,
-            scan_layers=plan.platform == "tpu",  # as the engine has them there
+            scan_layers=plan.platform == "tpu",  # as in an engine on these devices
             dtype=plan.dtype,
             pool_dtype=plan.kv_dtype,
             num_devices=plan.num_devices,
@@ -71,7 +72,7 @@ class EngineStep:
 
     @property
     def sizes(self) -> Sizes:
-        """What shapes the program, besides the number of blocks."""
+        """Sizes that determine the program, besides the number of blocks."""
         return Sizes(
             block_size=self.block_size,
             num_slots=self.batch,
@@ -85,11 +86,11 @@ class EngineStep:
 
     @property
     def wide(self) -> LlamaConfig:
-        """The configuration with at least as many KV heads as devices."""
+        """Configuration with at least as many KV heads as devices."""
         return widen_config(self.config, self.num_devices)
 
     def lower(self, platform: str, devices: Any) -> jax.stages.Lowered:
-        """The program for ``"cuda"`` or ``"tpu"``, with its state donated."""
+        """Lower the program for ``"cuda"`` or ``"tpu"``, with its state donated."""
         devices, state = list(devices), self._state(platform)
         assert len(devices) == self.num_devices, len(devices)
         options = "gpu" if platform == "cuda" else platform
@@ -117,7 +118,7 @@ class EngineStep:
             return traced.lower(lowering_platforms=(platform,))
 
     def num_blocks(self, platform: str) -> int:
-        """P, blocks of the pools that take so many bytes of each device."""
+        """P, the number of blocks of pools with this size on each device."""
         low, high = 1, 2
         while self._pool_bytes(high, platform) <= self.pool_gigabytes * 10**9:
             low, high = high, 2 * high
@@ -163,7 +164,7 @@ class EngineStep:
         return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
     def _divided(self, parallel: TensorParallel, platform: str) -> tuple[list[Any], ProgramKey]:
-        """The weights of all devices together as programs read them, and the key of those."""
+        """Return the weights of all devices, as programs read them, and their key."""
         padded = parallel.device_config.vocab_size * self.num_devices
         whole = self._model(dataclasses.replace(parallel.wide_config, vocab_size=padded))
         weights, treedef, _ = _split(whole)

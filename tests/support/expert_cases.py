@@ -1,4 +1,4 @@
-"""The experts of one layer as shapes alone: lowered or compiled, never run."""
+"""Experts of a layer as shapes, to lower or compile without running them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,9 +19,11 @@ class ExpertCase:
 
     Attributes:
       num_tokens: N.
-      num_experts, num_chosen: X and k.
-      hidden_size, intermediate_size: E and F.
-      dtype: of the weights.
+      num_experts: X.
+      num_chosen: k.
+      hidden_size: E.
+      intermediate_size: F.
+      dtype: dtype of the weights.
     """
 
     num_tokens: int
@@ -33,23 +35,23 @@ class ExpertCase:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the smaller of the two weights of all experts."""
+        """Bytes of the smaller of the two weight arrays of all experts."""
         sizes = self.num_experts * self.hidden_size * self.intermediate_size
         return sizes * jnp.dtype(self.dtype).itemsize
 
     @property
     def num_products(self) -> int:
-        """Products of two numbers, of a token with each expert that it chose."""
+        """Number of multiplications of all tokens with their chosen experts."""
         return self.num_tokens * self.num_chosen * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def activation_bytes(self) -> int:
-        """Of what goes in and out of the experts, of each token for each that it chose."""
+        """Bytes of inputs and outputs of the experts, for each token and chosen expert."""
         row = 2 * self.hidden_size + 3 * self.intermediate_size
         return 4 * self.num_tokens * self.num_chosen * row
 
     def function(self) -> Callable[..., jax.Array]:
-        """What a layer does with the logits of its router."""
+        """Return the function that a layer applies to the logits of its router."""
 
         def experts(x: jax.Array, logits: jax.Array, gate_up: jax.Array, down: jax.Array):
             routes = route(logits, self.num_chosen, renormalise=True)
@@ -59,7 +61,7 @@ class ExpertCase:
         return experts
 
     def lower(self, platform: str, sharding: Any = None, gpu: Device = H200) -> jax.stages.Lowered:
-        """The experts for ``"cuda"`` or ``"tpu"``."""
+        """Lower the experts for ``"cuda"`` or ``"tpu"``."""
         N, X, E, F = (
             self.num_tokens, self.num_experts, self.hidden_size, self.intermediate_size,
         )  # fmt: skip

@@ -1,7 +1,8 @@
-"""A cache of KV blocks in plain Python, and a runner of plans: to test scheduling without arrays.
+"""Cache of KV blocks in plain Python, and a runner of plans, to test the scheduler without arrays.
 
-Blocks hold tokens in place of K and V. The runner draws each next token from what it reads there,
-so a sequence that was given wrong blocks goes wrong visibly; `expected_tokens` says what is right.
+Blocks contain tokens instead of K and V. The runner computes each next token from the tokens that
+it reads
+there, so wrong blocks lead to wrong tokens. `expected_tokens` returns the right tokens.
 """
 
 import collections
@@ -34,7 +35,7 @@ def make_request(
     request_id: str | None = None,
     history: RequestHistory | None = None,
 ) -> Request:
-    """A request that arrives as the one of this number, with a sequence for each sample."""
+    """Create a request that arrives with this number, with a sequence for each sample."""
     params = SamplingParams(n=num_samples)
     request = Request(
         request_id=str(number) if request_id is None else request_id,
@@ -62,15 +63,14 @@ def make_request(
 
 
 def append(sequence: Sequence, token_ids: list[int]) -> None:
-    """Append tokens that decode has drawn."""
+    """Append generated tokens."""
     sequence.token_ids += token_ids
     sequence.advance(len(token_ids))
     assert not sequence.num_prefill, "only a sequence with a computed prefix decodes"
 
 
 def draw(token_ids: list[int], index: int, window: int | None = None) -> int:
-    """The token after `token_ids`; it depends on all of them, or the last ones, and on which sample
-    it is."""
+    """Return the next token, which depends on all tokens (or the last ones) and on the sample."""
     first = 0 if window is None else max(0, len(token_ids) - window)
     total = sum((position + 1) * token for position, token in enumerate(token_ids[first:], first))
     return (total + 7 * index + len(token_ids)) % VOCABULARY
@@ -88,13 +88,13 @@ def expected_tokens(
 
 
 class FakeMemory:
-    """Blocks with reference counts, slots, and a prefix cache with the least recently used first.
+    """Blocks with reference counts, slots, and a prefix cache with LRU eviction.
 
     Attributes:
-      tables: for each slot the blocks that it holds, after `NO_BLOCK` for those given back.
+      tables: for each slot its blocks, with `NO_BLOCK` for freed blocks at the beginning.
       lengths: for each slot the number of its tokens.
-      content: for each block the tokens in it.
-      num_attempts: calls of `attach`.
+      content: for each block its tokens.
+      num_attempts: number of calls of `attach`.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, block_size: int, window: int | None = None):
@@ -109,7 +109,7 @@ class FakeMemory:
         self.lengths = [0] * num_slots
         self.num_attempts = 0
 
-    # What the scheduler asks for
+    # Interface for the scheduler
 
     @property
     def num_free(self) -> int:
@@ -156,7 +156,7 @@ class FakeMemory:
         self.write(slot, start, sequence.host_blocks[start:])
         sequence.host_blocks = None
 
-    # What the device does
+    # Operations of the device
 
     def publish(self, sequence: Sequence) -> None:
         slot = self._slot(sequence)
@@ -180,9 +180,9 @@ class FakeMemory:
         self.lengths[child] = self.lengths[parent]
 
     def reserve(self, num_tokens: dict[int, int], *, gives_back: bool = True) -> bool:
-        """Make room for tokens in slots, all or nothing, copying shared blocks that get written.
+        """Make room for tokens in slots, with copy-on-write. Succeed or change nothing.
 
-        First, as a program begins, what has left the window is given back.
+        Like a program, it first frees blocks outside the window.
         """
         if gives_back:
             for slot in num_tokens:
@@ -202,7 +202,7 @@ class FakeMemory:
         return True
 
     def read(self, slot: int) -> list[int]:
-        """The tokens of a slot; for those that were given back, what nobody can count with."""
+        """Return the tokens of a slot; tokens in freed blocks are invalid values."""
         lost = [None] * self.block_size
         blocks = (lost if b == NO_BLOCK else self.content[b] for b in self.tables[slot])
         return [token for block in blocks for token in block][: self.lengths[slot]]
@@ -241,7 +241,7 @@ class FakeMemory:
         return -(-(self.lengths[slot] + num_tokens) // self.block_size) - len(self.tables[slot])
 
     def _copies(self, writers: list[int]) -> list[int]:
-        """The writers that copy their last block; the last holder left keeps it."""
+        """Return the writers that copy their last block; the last holder keeps the original."""
         copies, refs = [], list(self.refs)
         for slot in writers:
             if self.lengths[slot] % self.block_size and refs[self.tables[slot][-1]] > 1:
@@ -272,7 +272,7 @@ class FakeMemory:
 
 
 class FakeEngine:
-    """Runs what the scheduler plans, and checks every plan against its rules."""
+    """Runs the plans of the scheduler, and checks every plan against its rules."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class FakeEngine:
         self.window = window
         self.memory = FakeMemory(num_slots, scheduler.num_blocks, scheduler.block_size, window)
         self.finished: list[Sequence] = []
-        self.finished_requests: set[Request] = set()  # which the scheduler keeps no longer
+        self.finished_requests: set[Request] = set()  # tokens that the scheduler has dropped
         self.num_prefilled = 0
         self.num_steps = 0
 
@@ -308,7 +308,7 @@ class FakeEngine:
         return plan
 
     def run(self, most_steps: int = 1000) -> None:
-        """Until all are finished."""
+        """Run until all requests are finished."""
         while self.scheduler.has_unfinished:
             self.step()
             assert self.num_steps <= most_steps, "it should have finished by now"
@@ -328,7 +328,7 @@ class FakeEngine:
         self.finished.append(sequence)
 
     def decode(self, plan: StepPlan) -> None:
-        """As the loop on the device: it leaves early where blocks run out or a row stops."""
+        """Decode like the loop on the device, which ends early if blocks run out or a row stops."""
         running = list(plan.decodes)
         drawn: dict[Sequence, list[int]] = {sequence: [] for sequence in plan.decodes}
         for step in range(plan.num_steps):
@@ -347,7 +347,7 @@ class FakeEngine:
                 self.end(sequence)
 
     def draw(self, sequence: Sequence, drawn: list[int]) -> bool:
-        """Draw one token, from what is in the blocks; whether the sequence is complete then."""
+        """Append one token computed from the blocks; return whether the sequence is complete."""
         known, slot = sequence.token_ids + drawn, _slot(sequence)
         self.memory.write(slot, len(known) - 1, known[-1:])
         drawn.append(draw(self.memory.read(slot), sequence.index, self.window))
@@ -357,7 +357,7 @@ class FakeEngine:
         return token_ids[-1] == self.eos or len(token_ids) >= sequence.max_length
 
     def check(self, plan: StepPlan) -> None:
-        """The rules that hold for every plan."""
+        """Check the rules for every plan."""
         scheduler, memory = self.scheduler, self.memory
         memory.check()
         running = scheduler.running
@@ -391,7 +391,7 @@ class FakeEngine:
         self.check_blocks(plan)
 
     def check_blocks(self, plan: StepPlan) -> None:
-        """Nobody shares a block that it will write, but for the forks of this plan."""
+        """Check that no shared block will be written, except by the forks of this plan."""
         forked = {s for parent, children in plan.forks for s in (parent, *children)}
         for sequence in set(plan.decodes) - forked:
             table = self.memory.tables[_slot(sequence)]

@@ -1,8 +1,10 @@
-"""Tiny checkpoints of every family, as transformers makes and saves them.
+"""Tiny checkpoints of every family, created and saved by transformers.
 
-A family is tested by an entry of `CASES`: its logits, and what engines of two backends give. Each
-has a layer of each kind, and a window that is shorter than its sequences; every weight is random,
-norms and biases too.
+An entry of `CASES` tests a family: its logits, and the output of engines with two backends. Each
+case has a
+layer of each kind, and a window that is shorter than its sequences. All weights are random,
+including norms
+and biases.
 """
 
 import dataclasses
@@ -38,8 +40,8 @@ class Case:
     """A model of a family.
 
     Attributes:
-      model_type: as transformers names it.
-      changes: of its config, beside the sizes that all have.
+      model_type: name in transformers.
+      changes: config entries in addition to the common sizes.
     """
 
     model_type: str
@@ -76,8 +78,8 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
-    # All sequences are longer than the original context, so that transformers rotates by the long
-    # factors, too.
+    # All sequences are longer than the original context, so that transformers uses the long
+    # factors.
     "phi3 with longrope of half a head, and a window": Case(
         "phi3",
         {
@@ -161,7 +163,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
-# What a config.json of these families may ask otherwise.
+# Other options of a config.json of these families.
 VARIANTS = {
     "llama with a head a query": Case("llama", {"num_key_value_heads": 4}),
     "llama tied, with llama3 rope": Case(
@@ -273,24 +275,24 @@ VARIANTS = {
 }
 
 
-# Imported by the tests that need them, and not where tests are only collected: that takes seconds.
+# Imported by the tests that need them and not during collection, because the import takes seconds.
 def torch() -> Any:
-    """The package, or the test is skipped."""
+    """Return the package, or skip the test."""
     return pytest.importorskip("torch")
 
 
 def transformers() -> Any:
-    """The package, or the test is skipped."""
+    """Return the package, or skip the test."""
     return pytest.importorskip("transformers")
 
 
 def changed(case: Case, **changes: Any) -> Case:
-    """A case with other sizes or switches."""
+    """Return a case with other sizes or options."""
     return Case(case.model_type, {**case.changes, **changes})
 
 
 def reference(case: Case) -> Any:
-    """A transformers model of a case in which every weight is random."""
+    """Return a transformers model of a case with random weights."""
     config = transformers().AutoConfig.for_model(
         case.model_type, attn_implementation="eager", **{**_SIZES, **case.changes}
     )
@@ -298,7 +300,7 @@ def reference(case: Case) -> Any:
 
 
 def reference_with_images(case: Case) -> Any:
-    """A transformers model that sees images, whose text model is of a case, and Gemma 3."""
+    """Return a transformers model for images, with the text model of a case, and Gemma 3."""
     kinds = transformers()
     vision = {
         "hidden_size": 16,
@@ -321,39 +323,39 @@ def reference_with_images(case: Case) -> Any:
 
 def _randomised(make: Callable[[Any], Any], config: Any) -> Any:
     torch().manual_seed(0)
-    # Transformers says that tokens of a family are not in this vocabulary.
+    # transformers logs that special tokens of a family are not in this vocabulary
     transformers().logging.set_verbosity_error()
     model = make(config).eval()
     with torch().no_grad():
         for name, parameter in model.named_parameters():
             offset = parameter.mean() if "norm" in name else 0.0  # 1, or Gemma's 0
-            # Small embeddings keep a tied model from repeating its last token for ever.
+            # Small embeddings keep a tied model from repeating its last token.
             std = 0.3 if parameter.ndim == 1 else 0.05 if "embed" in name else 0.2
             parameter.normal_(std=std).add_(offset)
     return model
 
 
 def logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    """Those of a transformers model, float32 ``[B, T, V]``, for tokens ``[B, T]``."""
+    """Return the logits of a transformers model, float32 ``[B, T, V]``, for tokens ``[B, T]``."""
     with torch().no_grad():
         return model(torch().from_numpy(np.asarray(token_ids)).long()).logits.numpy()
 
 
 def embeddings(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    """What the first layer of a transformers model is given, float32 ``[B, T, E]``."""
+    """Return the input of the first layer of a transformers model, float32 ``[B, T, E]``."""
     with torch().no_grad():
         rows = model.model.embed_tokens(torch().from_numpy(np.asarray(token_ids)).long())
         return rows.float().numpy()
 
 
 def load(folder: Path, **options: Any) -> Any:
-    """What transformers makes of a folder."""
+    """Load a folder with transformers."""
     auto = transformers().AutoModelForCausalLM
     return auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
 
 
 class InterpretedTriton(Triton):
-    """The kernels for GPUs, interpreted, as a backend that runs anywhere."""
+    """The interpreted GPU kernels as a backend for any platform."""
 
     platform = None
 

@@ -1,4 +1,4 @@
-"""GPUs that are not here, described to XLA so that it compiles for them."""
+"""Descriptions of GPUs for XLA to compile for."""
 
 from typing import NamedTuple
 
@@ -6,19 +6,19 @@ from paged_jax.kernels.triton.tuning import Device
 
 
 class Gpu(NamedTuple):
-    """A GPU, by the figures that XLA asks for.
+    """Description of a GPU for XLA.
 
-    Limits are those of its compute capability in the CUDA C++ Programming Guide, "Technical
-    Specifications per Compute Capability"; the others are from NVIDIA's white papers and data
-    sheets.
+    Limits come from the CUDA C++ Programming Guide, "Technical Specifications per Compute
+    Capability". The other
+    figures come from NVIDIA's white papers and data sheets.
 
     Attributes:
-      device: what kernels are shaped for.
-      shared_memory: bytes of a multiprocessor; a block may have 1 KB less.
-      threads: of a multiprocessor.
+      device: the device for which kernels choose their launch parameters.
+      shared_memory: bytes per SM; a thread block may use 1 KB less.
+      threads: number of threads per SM.
       l2_cache: bytes.
       memory: bytes.
-      bandwidth: bytes a second.
+      bandwidth: bytes per second.
     """
 
     device: Device
@@ -30,9 +30,9 @@ class Gpu(NamedTuple):
 
     @property
     def target_config(self) -> str:
-        """The description that XLA reads (xla/stream_executor/device_description.proto).
+        """Return the description that XLA reads (xla/stream_executor/device_description.proto).
 
-        XLA wants to know of a cuDNN too, which nothing here uses.
+        XLA requires the version of a cuDNN, which these programs do not use.
         """
         kind, num_cores, (major, minor) = self.device
         return f"""
@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
 
     @property
     def block_memory(self) -> int:
-        """Bytes of shared memory that one thread block may have."""
+        """Maximum bytes of shared memory of a thread block."""
         return self.shared_memory - 1024
 
 

@@ -1,4 +1,4 @@
-"""Calls of the ops as shapes alone, for programs that are lowered or compiled and never run."""
+"""Calls of the ops as shapes, for programs that are lowered or compiled but never run."""
 
 import contextlib
 import dataclasses
@@ -31,13 +31,13 @@ H200 = tuning.Device("NVIDIA H200", 132)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call, by the letters of `paged_jax.dims` and the variants of the op.
+    """One call, described by the letters of `paged_jax.dims` and the variants of the op.
 
     Attributes:
       op: ``"decode"``, ``"prefill"``, ``"ragged"``, ``"write"``, ``"rope_write"`` or
         ``"copy_blocks"``.
       backend: as for `paged_jax.paged_attention`.
-      dtype: of queries, of new keys and values, of a projection; of the pools too unless
+      dtype: dtype of queries, of new keys and values, of a projection; also of the pools unless
         `pool_dtype` is given.
       lanes: last dimension of the pools, D if None.
     """
@@ -62,7 +62,7 @@ class Case:
     has_norms: bool = False
 
     def __str__(self) -> str:
-        """The op and what differs from the defaults, as ``"decode C=64 D=80"``."""
+        """Return the op and the differences from the defaults, such as ``"decode C=64 D=80"``."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """N: the tokens of a write or of a ragged batch, the pairs of a copy."""
+        """N: the number of tokens of a write or of a ragged batch, or of pairs of a copy."""
         return self.B * self.T
 
     @property
@@ -84,10 +84,10 @@ class Case:
         return sum(array.size * array.dtype.itemsize for array in arrays)
 
     def function(self) -> Callable[..., Any]:
-        """The op, for the arrays of `shapes`.
+        """Return the op for the arrays of `shapes`.
 
         Raises:
-          NotImplementedError: the backend refuses the case.
+          NotImplementedError: the backend does not support the case.
         """
         options = RaggedOptions(
             scale=self.D**-0.5, sliding_window=self.sliding_window, soft_cap=self.soft_cap
@@ -98,7 +98,7 @@ class Case:
         problem = Problem.of(self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks)
         ops = Dispatch(self.op, problem, self.backend)
 
-        # Named for what it is in the compiled program.
+        # The name of the function appears in the compiled program.
         def op(*arrays: Any) -> Any:
             if self.op == "write":
                 return ops.write(WriteArgs(*arrays))
@@ -116,7 +116,7 @@ class Case:
     def shapes(
         self, sharding: Any = None
     ) -> AttentionArgs | RaggedArgs | WriteArgs | RopeWriteArgs | CopyArgs:
-        """What `function` takes, as `jax.ShapeDtypeStruct`, on a device where one is given."""
+        """Return the arguments of `function` as `jax.ShapeDtypeStruct`, on `device` if given."""
 
         def array(*shape: int, dtype: Any = jnp.int32) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -147,16 +147,16 @@ class Case:
     def lower(
         self, platform: str, sharding: Any = None, gpu: tuning.Device = H200
     ) -> jax.stages.Lowered:
-        """The op for ``"cuda"`` or ``"tpu"``, with the pools donated where it writes to them."""
+        """Lower the op for ``"cuda"`` or ``"tpu"``, with the pools donated if it writes to them."""
         donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
         shapes = self.shapes(sharding)
         if platform == "tpu" and (sharding or self.op == "ragged"):
-            # The kernels ask which TPU they are for, of the mesh if there is none here.
+            # The kernels read the TPU generation from the mesh if there is no TPU.
             kind = next(iter(sharding.device_set)).device_kind if sharding else "TPU v5e"
             tpu = AbstractDevice(kind, 1, "tpu")
             with use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
                 return lower(self.function(), *shapes, platform=platform, donate_argnums=donated)
-        with lowering_for(platform, gpu):  # what the kernels refuse is asked when it is made
+        with lowering_for(platform, gpu):  # unsupported calls are checked when the op is created
             function = self.function()
         return lower(function, *shapes, platform=platform, gpu=gpu, donate_argnums=donated)
 
@@ -187,17 +187,17 @@ def lower(
 
 @contextlib.contextmanager
 def lowering_for(platform: str, gpu: tuning.Device = H200) -> Iterator[None]:
-    """A context for tracing and lowering for a device that may not be here.
+    """Return a context for tracing and lowering for a device that may not exist here.
 
     Args:
-      platform: ``"cuda"`` or another one.
-      gpu: the device, where the platform is ``"cuda"``.
+      platform: ``"cuda"`` or another platform.
+      gpu: the GPU, if the platform is ``"cuda"``.
     """
     if platform != "cuda":
         yield
         return
     with tuning.assume(gpu), warnings.catch_warnings():
-        # jax 0.11 and later announce the end of Pallas' Triton backend, which they still have.
+        # jax 0.11 and later warn that Pallas' Triton backend is deprecated.
         warnings.filterwarnings(
             "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning
         )
@@ -205,7 +205,7 @@ def lowering_for(platform: str, gpu: tuning.Device = H200) -> Iterator[None]:
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """All operations of a jaxpr, those of its loops, branches and kernels too."""
+    """Return all equations of a jaxpr, including those in loops, branches and kernels."""
     for equation in program.eqns:
         yield equation
         for part in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):

@@ -1,4 +1,4 @@
-"""A server on a port of its own, in a thread: what its clients see is what anybody would."""
+"""Server in a thread with its own port, for tests with real clients."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from paged_jax.server.http_server import Server
 
 
 class LiveServer:
-    """Serves an engine on 127.0.0.1 until it is left."""
+    """Serves an engine on 127.0.0.1 as a context manager."""
 
     def __init__(
         self, engine: Engine, settings: Settings, *, drain_timeout: float = 5.0, **options: Any
@@ -27,7 +27,7 @@ class LiveServer:
         self.engine = engine
         self.service = Service(engine, settings)
         self._startup = Startup(lambda note: self.service)
-        # Logs go to where pytest looks.
+        # Send logs to pytest's handlers.
         self.server = Server(
             self._startup,
             settings.limits,
@@ -37,7 +37,7 @@ class LiveServer:
             **options,
         )
         self._socket = socket.create_server(("127.0.0.1", 0))
-        # The kernel must not take long answers whole: clients that do not read are to be noticed.
+        # Small socket buffers, so that the server notices clients that do not read.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -58,7 +58,7 @@ class LiveServer:
         return self.server.started and self._startup.service is not None
 
     def signal(self) -> None:
-        """What SIGTERM does."""
+        """Act as on SIGTERM."""
         self.server.handle_exit(0, None)
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class LiveServer:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     def send(self, data: bytes) -> tuple[int, bytes]:
-        """What bytes are answered on a connection of their own, status and body; 0: nothing."""
+        """Send bytes on a new connection; return status (0 without an answer) and body."""
         with self.connect() as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(data)
@@ -88,18 +88,18 @@ class LiveServer:
 
     @property
     def num_tasks(self) -> int:
-        """In the server's event loop."""
+        """Number of tasks in the server's event loop."""
         assert self.service._loop is not None
         return len(asyncio.all_tasks(self.service._loop))
 
     def wait_until_idle(self) -> None:
-        """Nobody is served, and all blocks have come home."""
+        """Wait until no request runs and all blocks are free."""
         wait_until(lambda: self.service.num_active == 0)
         wait_until(lambda: self.get("/health").json()["blocks"]["used"] == 0)
 
 
 def read_answer(connection: socket.socket, method: str = "POST") -> tuple[int, bytes]:
-    """Status and body of the next answer on a connection; 0 if it is closed without one."""
+    """Return status (0 without an answer) and body of the next answer on a connection."""
     response = http.client.HTTPResponse(connection, method=method)
     try:
         response.begin()
@@ -109,7 +109,7 @@ def read_answer(connection: socket.socket, method: str = "POST") -> tuple[int, b
 
 
 def check_error(status: int, content: bytes, expected: Iterable[int]) -> dict[str, Any]:
-    """The error in an answer, which must have OpenAI's shape and not echo all that was sent."""
+    """Return the error in an answer. Check its form, and that it does not echo all input."""
     assert status in expected, (status, content[:200])
     error = json.loads(content)["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["message"]
@@ -125,7 +125,7 @@ def wait_until(condition, seconds: float = 30) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on 127.0.0.1 that nobody listens on."""
+    """Return unused ports on 127.0.0.1."""
     with contextlib.ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

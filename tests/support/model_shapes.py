@@ -1,4 +1,4 @@
-"""Models of which layers differ, by what their config.json says, without weights."""
+"""Models with different kinds of layers, from their config.json, without weights."""
 
 import dataclasses
 
@@ -45,12 +45,12 @@ GPT_OSS_20B = LlamaConfig.from_dict(
 
 
 def with_layers(config: LlamaConfig, num_layers: int) -> LlamaConfig:
-    """The first layers of a model."""
+    """Return the first layers of a model."""
     kinds = config.layer_types[:num_layers]
     return dataclasses.replace(config, num_hidden_layers=num_layers, layer_types=kinds)
 
 
 def with_one_of_each(config: LlamaConfig) -> LlamaConfig:
-    """A model with one layer of each kind, which has every kernel that all of them have."""
+    """Return a model with one layer of each kind, which has every kernel of the whole model."""
     kinds = tuple(sorted(set(config.layer_types)))
     return dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)

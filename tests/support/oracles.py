@@ -1,4 +1,4 @@
-"""Plain numpy in float64: what attention over a sequence means, without any blocks."""
+"""Attention over a sequence in NumPy and float64, without blocks."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def attention_and_lse(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last T tokens of one sequence of N attend causally.
+    """Compute causal attention of the last T tokens of a sequence of N tokens.
 
     Args:
       q: ``[T, H, D]``; k, v: ``[N, K, D]``; sinks: ``[H]``.
@@ -42,7 +42,7 @@ def attention_and_lse(
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> np.ndarray:
-    """As `attention_and_lse`, without the log-sum-exp."""
+    """Compute `attention_and_lse` without the log-sum-exp."""
     return attention_and_lse(q, k, v, **options)[0]
 
 
@@ -58,7 +58,7 @@ def attention_gradients(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of ``sum(out * out_bar) + sum(lse * lse_bar)`` of `attention_and_lse`, by hand.
+    """Compute gradients of ``sum(out * out_bar) + sum(lse * lse_bar)`` of `attention_and_lse`.
 
     Args:
       q, k, v, sinks: as for `attention_and_lse`.

@@ -1,4 +1,4 @@
-"""What sampling means, one row at a time, in float64 and with plain sorting."""
+"""Sampling of one row at a time, in float64, with plain sorting."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def penalised_logits(
     frequency_penalty=0.0,
     repetition_penalty=1.0,
 ):
-    """Bias, then the three penalties, of one row [V]."""
+    """Apply bias, then the three penalties, to a row [V]."""
     z = np.asarray(logits, np.float64).copy()
     for token, value in (bias or {}).items():
         z[token] += value
@@ -27,11 +27,11 @@ def penalised_logits(
 
 
 def kept_probabilities(logits, *, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
-    """The distribution after all filters, f64[V]; 0 for tokens that are dropped."""
+    """Return the distribution after all filters, f64[V], with 0 for removed tokens."""
     z = np.asarray(logits, np.float64)
     weights = np.exp((z - z.max()) / temperature)
     kept = (weights >= min_p) & np.isfinite(z)
-    # Largest first; equal ones by id. Stable, so lexsort's last key decides first.
+    # In descending order, ties by id. lexsort sorts by its last key first.
     order = np.lexsort((np.arange(len(z)), -z))
     order = order[kept[order]]
     if top_k > 0:
@@ -46,7 +46,7 @@ def kept_probabilities(logits, *, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0
 
 
 def log_softmax(logits):
-    """Of one row [V]."""
+    """Compute the log-softmax of a row [V]."""
     z = np.asarray(logits, np.float64)
     shifted = z - z.max()
     return shifted - np.log(np.exp(shifted).sum())

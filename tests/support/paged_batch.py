@@ -1,7 +1,8 @@
-"""Sequences of random keys and values, laid out in a poisoned pool, and what attention gives.
+"""Sequences of random keys and values in a poisoned pool, and the expected attention.
 
-All but the op itself is numpy, which compiles nothing, and the op is compiled once for all batches
-of the same shapes and options.
+Everything except the op is NumPy, which compiles nothing. The op is compiled once for all batches
+with the same
+shapes and options.
 """
 
 import dataclasses
@@ -20,8 +21,9 @@ from tests.support import oracles
 OUT_OF_RANGE = 10**6
 LAYER = 1
 
-# Each backend of attention, and what it needs to run here: kernels for GPUs and TPUs run on them
-# where there are any, else in Pallas' interpreter.
+# Backends of attention with their arguments on this machine: kernels for GPUs and TPUs run on them
+# if there are
+# any, otherwise in Pallas' interpreter.
 BACKENDS: dict[str, dict[str, Any]] = {
     "cpu": {"backend": "cpu"},
     "reference": {"backend": "reference"},
@@ -32,19 +34,20 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def lanes_for(backend: dict[str, Any], D: int) -> int:
-    """TPU kernels take pools whose last axis is padded to whole registers."""
+    """Return the last dimension of the pools; TPU kernels pad it to whole registers."""
     return -(-D // 128) * 128 if backend["backend"] == "mosaic_tpu" else D
 
 
 @dataclasses.dataclass
 class PagedBatch:
-    """Sequences of given lengths in a pool of two layers, of which only `LAYER` holds them.
+    """Sequences of given lengths in a pool of two layers; only `LAYER` contains them.
 
-    Tables are shuffled, entries past a sequence's end are out of range, and every byte of the pool
-    that belongs to no token is NaN, or the largest integer beside a scale of NaN.
+    Tables are shuffled, entries after the end of a sequence are out of range, and every value of
+    the pool outside the
+    tokens is NaN, or the largest integer with a scale of NaN.
     """
 
-    k: list[np.ndarray]  # each [length, K, D], the values that the pools really hold
+    k: list[np.ndarray]  # each [length, K, D], the values after rounding to the dtype of the pool
     v: list[np.ndarray]
     pools: Pools
     block_tables: np.ndarray
@@ -63,14 +66,14 @@ class PagedBatch:
         lanes: int | None = None,
         seed: int = 0,
     ) -> "PagedBatch":
-        """Lay out sequences; `lanes` pads the pools' last axis beyond D."""
+        """Lay out random sequences. `lanes` pads the last dimension of the pools beyond D."""
         rng = np.random.default_rng(seed)
         lengths = np.asarray(lengths, np.int32)
         counts = -(-lengths // C)
         P = int(counts.sum()) + 5
         M = max(int(counts.max()), 1) + extra_width
         tables = np.full((len(lengths), M), OUT_OF_RANGE, np.int32)
-        # Nobody has the first and the last, to which entries out of range may be clipped.
+        # No sequence has the first or last block, because clipped entries would point there.
         free = 1 + rng.permutation(P - 2)
         for b, first in enumerate(np.cumsum(counts) - counts):
             tables[b, : counts[b]] = free[first : first + counts[b]]
@@ -93,7 +96,7 @@ class PagedBatch:
         return cls(*values, Pools(k, v, k_scale, v_scale), tables, lengths)
 
     def rows(self, rows: np.ndarray) -> "PagedBatch":
-        """Some of the sequences, in the same pool."""
+        """Return some of the sequences, in the same pool."""
         return dataclasses.replace(
             self,
             k=[self.k[row] for row in rows],
@@ -103,7 +106,7 @@ class PagedBatch:
         )
 
     def sharing(self, num_blocks: int) -> "PagedBatch":
-        """All sequences that are not empty begin with these blocks of the longest one."""
+        """Return a batch with a common prefix: the first blocks of the longest sequence."""
         tables, n = self.block_tables.copy(), num_blocks * self.pools.k.shape[3]
         first = int(np.argmax(self.lengths))
         used = np.flatnonzero(self.lengths)
@@ -116,9 +119,9 @@ class PagedBatch:
         return dataclasses.replace(self, k=k, v=v, block_tables=tables)
 
     def slid(self, window: int | None, query_lens: Any = 1) -> "PagedBatch":
-        """The batch without the blocks of which no query sees a token: given back, and spoilt.
+        """Return the batch with the blocks outside the windows of all queries freed and poisoned.
 
-        Their entries in the tables are out of range, as a cache has them that keeps a window alone.
+        Their table entries are out of range, as in a cache that keeps only a window.
         """
         if window is None:
             return self
@@ -139,15 +142,15 @@ class PagedBatch:
         return dataclasses.replace(self, pools=pools, block_tables=tables)
 
     def decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
-        """Run `paged_attention` on ``q [B, H, D]``, ``(out, lse)``."""
+        """Run `paged_attention` on ``q [B, H, D]``, and return ``(out, lse)``."""
         return self._run(_decode, q, (), **options)
 
     def prefill(self, q: np.ndarray, query_lens, **options) -> tuple[np.ndarray, np.ndarray]:
-        """Run `paged_prefill_attention` on ``q [B, T, H, D]``, ``(out, lse)``."""
+        """Run `paged_prefill_attention` on ``q [B, T, H, D]``, and return ``(out, lse)``."""
         return self._run(_prefill, q, (np.asarray(query_lens, np.int32),), **options)
 
     def attend(self, q: np.ndarray, query_lens, **options):
-        """Run `decode` with the first queries, and `prefill`, in one program: both results."""
+        """Run `decode` with the first queries and `prefill` in one program; return both results."""
         return self._run(_attend, q, (np.asarray(query_lens, np.int32),), **options)
 
     def _run(self, function: Callable[..., Any], q, query_lens, layer=LAYER, sinks=None, **static):
@@ -157,7 +160,7 @@ class PagedBatch:
         return jax.tree.map(np.asarray, run(q, *arrays, np.int32(layer), sinks, **static))
 
     def expected_decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
-        """What `decode` must return, in float64."""
+        """Return the expected result of `decode`, in float64."""
         out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
         for b, n in enumerate(self.lengths):
             if n:
@@ -170,7 +173,7 @@ class PagedBatch:
         return out, lse
 
     def expected_prefill(self, q: np.ndarray, query_lens, **options):
-        """What `prefill` must return, in float64."""
+        """Return the expected result of `prefill`, in float64."""
         out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
         for b, n in enumerate(query_lens):
             if n:
@@ -180,7 +183,7 @@ class PagedBatch:
         return out, lse
 
     def expected(self, q: np.ndarray, query_lens, **options):
-        """What `attend` must return, in float64."""
+        """Return the expected result of `attend`, in float64."""
         return (
             self.expected_decode(q[:, 0], **options),
             self.expected_prefill(q, query_lens, **options),
@@ -215,7 +218,7 @@ def _program(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def queries(shape, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
-    """Random queries."""
+    """Return random queries."""
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
@@ -227,7 +230,7 @@ def _poisoned(shape, dtype) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _stored(tokens: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """``[N, K, D]`` as the pool holds it, and the scales ``[N, K]``."""
+    """Return ``[N, K, D]`` as the pool stores it, and the scales ``[N, K]``."""
     if not is_quantised(dtype):
         return tokens.astype(dtype), np.ones(tokens.shape[:2], np.float32)
     largest = QUANTISED[jnp.dtype(dtype)]

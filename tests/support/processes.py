@@ -1,4 +1,4 @@
-"""Programs that run in processes of their own."""
+"""Programs in separate processes."""
 
 import os
 import subprocess
@@ -7,11 +7,11 @@ import textwrap
 
 
 def run_on_devices(program: str, *arguments: object, num_devices: int = 4) -> str:
-    """What a program prints, run on devices that are parts of this CPU.
+    """Run a program on simulated devices of this CPU, and return its output.
 
-    A process of its own, because JAX counts the devices when it starts.
+    It needs a new process, because JAX counts the devices when it starts.
     """
-    # After what a run of tests asks for, as "--unoptimised" does.
+    # Added to the flags of the test run, such as those of "--unoptimised".
     asked = os.environ.get("XLA_FLAGS", "")
     flags = f"{asked} --xla_force_host_platform_device_count={num_devices}"
     return subprocess.run(

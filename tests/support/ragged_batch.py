@@ -1,4 +1,4 @@
-"""A ragged batch over interleaved pages that are poisoned, and what attention over it gives."""
+"""Ragged batch over poisoned interleaved pages, and the expected attention."""
 
 import dataclasses
 import functools
@@ -21,10 +21,11 @@ attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 
 @dataclasses.dataclass
 class RaggedBatch:
-    """Sequences in shuffled pages, with rows behind them that are none.
+    """Sequences in shuffled pages, followed by rows without a sequence.
 
-    Entries past a sequence's end are out of range, what says how long rows are that are no sequence
-    is nonsense, their queries are NaN, and so is all of the pages that is no token, or 99.
+    Table entries after the end of a sequence are out of range, lengths of rows without a sequence
+    are invalid, and
+    their queries are NaN. All values of the pages outside the tokens are NaN, or 99.
     """
 
     q: np.ndarray
@@ -37,7 +38,7 @@ class RaggedBatch:
     @classmethod
     def random(
         cls,
-        lengths,  # of each sequence: queries, tokens
+        lengths,  # for each sequence: number of queries, number of tokens
         *,
         K: int = 2,
         G: int = 3,
@@ -50,7 +51,7 @@ class RaggedBatch:
         extra_sequences: int = 2,
         seed: int = 0,
     ) -> "RaggedBatch":
-        """Random sequences, then rows of q and sequences that are none."""
+        """Create random sequences, followed by rows of q and sequences without content."""
         rng = np.random.default_rng(seed)
         num_rows = sum(queries for queries, _ in lengths)
         q = rng.normal(size=(num_rows + extra_rows, K * G, D)).astype(q_dtype)
@@ -61,7 +62,7 @@ class RaggedBatch:
         pages = np.full((P, C, 2 * K, D), 99 if is_integer else np.nan, dtype)
         tables = np.full((S, max(counts) + extra_width), OUT_OF_RANGE, np.int32)
         kv_lens, cu_q_lens = np.full(S, 2**31 - 1, np.int32), np.full(S + 1, -7, np.int32)
-        # Nobody has the first and the last, to which entries out of range may be clipped.
+        # No sequence has the first or last page, because clipped entries would point there.
         cu_q_lens[0], free = 0, 1 + rng.permutation(P - 2)
         for s, (queries, tokens) in enumerate(lengths):
             mine, free = free[: counts[s]], free[counts[s] :]
@@ -80,16 +81,16 @@ class RaggedBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of sequences."""
+        """Number of rows of sequences."""
         return int(self.cu_q_lens[self.num_seqs[0]])
 
     def attend(self, **options) -> Any:
-        """The op: its result, or its results with ``return_lse``, as numpy arrays."""
+        """Run the op, and return its results as NumPy arrays."""
         batch = self.slid(options.get("sliding_window"))
         return jax.tree.map(np.asarray, attend(*batch.arrays, **options))
 
     def slid(self, window: int | None) -> "RaggedBatch":
-        """The batch without the pages of which no query sees a token, see `PagedBatch.slid`."""
+        """Return the batch with the pages outside the windows poisoned, see `PagedBatch.slid`."""
         if window is None:
             return self
         pages, tables, C = self.kv_pages.copy(), self.page_indices.copy(), self.kv_pages.shape[1]
@@ -101,7 +102,7 @@ class RaggedBatch:
         return dataclasses.replace(self, kv_pages=pages, page_indices=tables)
 
     def sequence(self, s: int) -> tuple[slice, np.ndarray, np.ndarray]:
-        """Rows of the queries of a sequence that are tokens, and its keys and values, float64."""
+        """Return the query rows of a sequence, and its keys and values, in float64."""
         end, tokens = int(self.cu_q_lens[s + 1]), int(self.kv_lens[s])
         rows = slice(end - min(end - int(self.cu_q_lens[s]), tokens), end)
         places, C = np.arange(tokens), self.kv_pages.shape[1]

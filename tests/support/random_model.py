@@ -1,4 +1,4 @@
-"""Models with random weights that numpy draws: JAX would compile a program for every shape."""
+"""Models with random weights from NumPy, because JAX would compile a program for every shape."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ from paged_jax.models.matrices import SCALE
 
 
 def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> Llama:
-    """A model with random norms and biases too: at one and zero they would hide.
+    """Create a model with random weights, including norms and biases (1 and 0 would hide errors).
 
     Args:
-      config: sizes and switches.
-      scale: standard deviation of the weights; at 0.4 the next token depends on all before it.
-      options: those of `Llama`, without `rngs`.
+      config: configuration of the model.
+      scale: standard deviation of the weights; with 0.4 the next token depends on all previous
+        tokens.
+      options: options of `Llama`, without `rngs`.
     """
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), **options))
     graphdef, state = nnx.split(abstract)

@@ -1,4 +1,4 @@
-"""``python -m paged_jax.serve`` in a process of its own, which signals may reach."""
+"""``python -m paged_jax.serve`` in a separate process, which can receive signals."""
 
 import re
 import signal
@@ -12,7 +12,7 @@ from tests.support.live_server import check_error, wait_until
 
 
 class ServerProcess:
-    """``python -m paged_jax.serve`` on a port of its own."""
+    """``python -m paged_jax.serve`` on an unused port."""
 
     def __init__(self, *arguments: str):
         command = [sys.executable, "-m", "paged_jax.serve", "--port", "0", *arguments]
@@ -37,7 +37,7 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """The exit code."""
+        """Wait for the end of the process, and return the exit code."""
         code = self.process.wait(60)
         self._reader.join()
         assert "Traceback" not in self.log
@@ -49,7 +49,7 @@ class ServerProcess:
         self._reader.join()
 
     def is_closed_to(self, client) -> bool:
-        """Whether a request is refused: with 503, or for lack of a listener."""
+        """Return whether the server rejects a request, with 503 or because no socket listens."""
         try:
             response = client.get(f"{self.url}/v1/models")
         except httpx.TransportError:

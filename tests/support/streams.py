@@ -1,4 +1,4 @@
-"""An answer that is streamed to a client, and may be cut off."""
+"""Client of a streamed answer that may be cut off."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +8,7 @@ from tests.support.live_server import wait_until
 
 
 class Stream:
-    """A streamed answer, read in a thread of a pool; it has begun, or ended, once it is made."""
+    """A streamed answer, read in a thread. The stream has started, or ended, after construction."""
 
     def __init__(self, pool: ThreadPoolExecutor, url: str, body: dict):
         self.headers = httpx.Headers()
@@ -29,9 +29,9 @@ class Stream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Return whether the stream has ended."""
         return self._done.done()
 
     def is_whole(self) -> bool:
-        """Wait for the end: whether it was that of the answer, and not of the connection."""
+        """Wait for the end, and return whether the answer is complete."""
         return self._done.result(120)

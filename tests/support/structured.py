@@ -1,4 +1,4 @@
-"""An engine's sizes for texts of a form, and JSON schemas whose texts are soon complete."""
+"""Engine sizes for structured outputs, and JSON schemas with short texts."""
 
 import asyncio
 from typing import Any
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 Schema = dict[str, Any]
 
-# Of engines with the bundled model, which can write JSON: what the tests share, so that they share
-# compiled programs too.
+# Sizes of engines with the bundled model, which can write JSON. Tests share them, and so the
+# compiled programs.
 SIZES = {"block_size": 8, "num_blocks": 20, "max_num_seqs": 4, "max_chunk": 16}
 PERSON: Schema = {
     "type": "object",
@@ -69,7 +69,7 @@ def _arrays(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
         count = len(items)
         return {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
     low = draw(st.integers(0, 1))
-    # Of leaves only: arrays of arrays are soon longer than a context.
+    # Only leaves, because arrays of arrays soon exceed the context.
     return {"type": "array", "items": draw(_LEAVES), "minItems": low, "maxItems": low + 1}
 
 
@@ -79,7 +79,7 @@ def _nested(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
 
 
 def _named(schema: Schema) -> Schema:
-    """A pair of what a name stands for."""
+    """Return a pair of a name and its schema."""
     reference = {"$ref": "#/$defs/it"}
     return {
         "type": "array",
@@ -94,7 +94,7 @@ def schemas() -> st.SearchStrategy[Schema]:
     return st.recursive(_LEAVES, _nested, max_leaves=4) | st.builds(_named, _LEAVES)
 
 
-# Tools, and chat templates with them as models of two families have them.
+# Tools, and chat templates with tools like those of two families.
 TOOLS = [
     {
         "type": "function",
@@ -136,7 +136,7 @@ LLAMA3_TEMPLATE = (
 
 
 def ask_pydantic_ai(url: str, output_type: Any, question: str) -> Any:
-    """What an agent of Pydantic AI gets from the bundled model of a server."""
+    """Run an agent of Pydantic AI with the bundled model of a server, and return its result."""
     pydantic_ai = pytest.importorskip("pydantic_ai")
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider

@@ -1,4 +1,4 @@
-"""What tests of several devices run, in a process that has them; see `processes.run_on_devices`."""
+"""Code for tests with several devices, run in a separate process by `processes.run_on_devices`."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.runner.programs import list_calls
 
-# Two KV heads, which 4 and 8 devices must share, and a vocabulary that neither divides.
+# Two KV heads, which 4 and 8 devices must share, and a vocabulary that neither number divides.
 CONFIG = LlamaConfig(
     vocab_size=46,
     hidden_size=32,
@@ -28,12 +28,12 @@ CONFIG = LlamaConfig(
 SIZES = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 4, "max_chunk": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 PAIR = SamplingParams(temperature=1, seed=3, n=2, max_tokens=14, ignore_eos=True)
-# The first two begin alike.
+# The first two prompts have the same beginning.
 PROMPTS = [[0, *range(5, 22)], [0, *range(5, 15), 7, 8]]
 
 
 def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> Llama:
-    """A model whose next token depends on all that came before."""
+    """Create a model with next tokens that depend on all previous tokens."""
     config = dataclasses.replace(CONFIG, **changes)
     model = Llama(config, scan_layers=scan_layers, rngs=nnx.Rngs(0))
     leaves, treedef = jax.tree.flatten(nnx.state(model))
@@ -45,7 +45,7 @@ def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> L
 
 
 def generate(engine: Engine) -> list[list[list[int]]]:
-    """The tokens of each sample of greedy requests and of pairs, which share what they can."""
+    """Return the tokens of each sample of greedy requests and of pairs with shared blocks."""
     ids = [
         engine.add_request({"prompt_token_ids": prompt}, params)
         for prompt in PROMPTS
@@ -56,7 +56,7 @@ def generate(engine: Engine) -> list[list[list[int]]]:
 
 
 def run(engine: Engine) -> dict[str, Any]:
-    """Run an engine until it is idle: the outputs of all requests."""
+    """Run an engine until it is idle, and return the outputs of all requests."""
     outputs = {}
     while engine.has_unfinished:
         outputs |= {output.request_id: output for output in engine.step()}
@@ -73,7 +73,7 @@ def compile_call(engine: Engine, name: str) -> jax.stages.Compiled:
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """How often each kind of exchange between devices stands in a program, zeros left out."""
+    """Return the number of each kind of collective in a program, without zeros."""
     names = re.findall(
         r" = \S.*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
         r"(?:-start)?\(",

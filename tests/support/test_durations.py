@@ -1,4 +1,4 @@
-"""The budget of the files of tests: what fails, what does not, and the table that keeps it."""
+"""Tests of the budget for test files and of its table."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A random two-layer Llama and a tokenizer of letters, quick to compile and with varied output."""
+"""Random two-layer Llama and a tokenizer of letters: quick to compile, with varied output."""
 
 import functools
 import json
@@ -19,8 +19,9 @@ _MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), (" ", "s"), ("o", "u
 _VOCAB = ["<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,:!?'\n"]
 _VOCAB += [left + right for left, right in _MERGES]
 
-# What all engines of the tests share, so that they share compiled programs too: fewer blocks than
-# the slots could use.
+# Common sizes of all test engines, so that they share compiled programs, with fewer blocks than the
+# slots could
+# use.
 SIZES = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 4, "max_chunk": 16}
 
 CONFIG = LlamaConfig(
@@ -41,8 +42,8 @@ def save_tiny_model(
 ) -> Path:
     """Write a Hugging Face folder without sampling defaults, and return it.
 
-    For what cannot share the fixture `tiny_folder`: another chat template, a context that takes
-    longer to fill, or files that change.
+    For tests that cannot use the fixture `tiny_folder`: another chat template, a longer context, or
+    modified files.
     """
     _model().save_pretrained(folder)
     if context is not None:
@@ -58,7 +59,7 @@ def save_tiny_model(
 
 
 def save_tokenizer_for_forms(tiny_folder: Path, folder: Path) -> Path:
-    """Copy the folder of the tiny model, with a decoder that llguidance knows; the same result."""
+    """Copy the folder of the tiny model, with an equivalent decoder that llguidance supports."""
     shutil.copytree(tiny_folder, folder)
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
@@ -69,7 +70,7 @@ def save_tokenizer_for_forms(tiny_folder: Path, folder: Path) -> Path:
 @functools.cache
 def _model() -> Llama:
     model = Llama(CONFIG, rngs=nnx.Rngs(0))
-    # Far from zero, so that the next token depends on all that came before.
+    # Far from zero, so that the next token depends on all previous tokens.
     leaves, treedef = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     leaves = [

@@ -1,7 +1,4 @@
-"""Layers of several windows in plain Python: block tables of which the beginnings are given back.
-
-The oracle of `tests/cache/test_grouped_cache.py`, over that of blocks without a window.
-"""
+"""Block tables of layers with windows in plain Python, with freed blocks at the beginning."""
 
 import copy
 from collections import deque
@@ -10,22 +7,23 @@ from tests.support.block_model import BlockModel, Content
 
 
 class WindowModel(BlockModel):
-    """As `BlockModel`; None stands in a row for a block that was given back."""
+    """`BlockModel` with a window; None in a row means a freed block."""
 
     def __init__(self, *sizes: int, window: int | None):
         super().__init__(*sizes)
         self.window = window
 
     def first_kept(self, num_tokens: int) -> int:
-        """The first column that a slot with so many tokens still needs."""
+        """Return the first column that a slot of this length needs."""
         if self.window is None:
             return 0
-        begin = num_tokens // self.block_size * self.block_size  # of the block of the next token
+        # column of the block of the next token
+        begin = num_tokens // self.block_size * self.block_size
         first_seen = max(begin - (self.window - 1), 0)
         return first_seen // self.block_size
 
     def slide(self, slots: list[int]) -> None:
-        """Give back what has left the windows of these slots, the last block of each first."""
+        """Free the blocks outside the windows of these slots, from the last block."""
         for slot in slots:
             row = self.blocks[slot]
             for column in reversed(range(self.first_kept(len(self.tokens[slot])))):
@@ -42,7 +40,7 @@ class WindowModel(BlockModel):
             super()._hold(block)
 
     def publish_alike(self, entries: list[tuple[int, int, Content]], news: list[bool]) -> None:
-        """Cache what the first group has cached; in place of others, if it is new there."""
+        """Publish the blocks that the first group has published, replacing older blocks."""
         held = [self.blocks[slot][column] for slot, column, _ in entries]
         for block, (_, _, content), is_new in zip(held, entries, news, strict=True):
             if is_new:
@@ -52,17 +50,17 @@ class WindowModel(BlockModel):
         for block, (_, _, content) in zip(held, entries, strict=True):
             if block is not None and content not in self.cached.values():
                 self.cached.setdefault(block, content)
-        # What cannot be found any more is taken before what can.
+        # Blocks that cannot be found are reused before blocks that can.
         self.free = deque(sorted(self.free, key=lambda block: block in self.cached))
 
     def shortest(self, slot: int) -> int:
-        """The least tokens to which a slot can be cut."""
+        """Return the minimum length to which a slot can be cut."""
         first = self.blocks[slot].count(None)
         lengths = range(len(self.tokens[slot]) + 1)
         return next(n for n in lengths if self.first_kept(n) >= first)
 
     def restore(self, new_tokens: list[list[int]], max_tokens: int) -> bool:
-        """Give empty slots tokens, and blocks for what is kept of them."""
+        """Give empty slots tokens, and blocks for the tokens that are kept."""
         before = copy.deepcopy((self.blocks, self.tokens))
         if any(new and tokens for new, tokens in zip(new_tokens, self.tokens, strict=True)):
             return False
@@ -81,7 +79,7 @@ class WindowModel(BlockModel):
 
 
 class GroupsModel:
-    """Models of several windows over the same slots: an operation is done in all, or in none."""
+    """Models of several windows over the same slots. An operation changes all models or none."""
 
     def __init__(self, windows: list[int | None], num_blocks: list[int], *sizes: int):
         self.models = [
@@ -92,11 +90,11 @@ class GroupsModel:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """The tokens of each slot, the same in all models."""
+        """The tokens of each slot, equal in all models."""
         return self.first.tokens
 
     def _all(self, operation) -> tuple[bool, list[bool]]:
-        """Do it in all models if all can: whether they could, and which of them."""
+        """Apply an operation to all models if possible. Return whether it was, and the results."""
         saved = [copy.deepcopy(model.__dict__) for model in self.models]
         results = [operation(model) for model in self.models]
         if not all(results):
@@ -105,7 +103,7 @@ class GroupsModel:
         return all(results), results
 
     def reserve(self, new_tokens: list[list[int]], max_tokens: int) -> tuple[bool, list[bool]]:
-        """Give back what has left the windows, then append; see `BlockModel.reserve`."""
+        """Free blocks outside the windows, then append; see `BlockModel.reserve`."""
         for model in self.models:
             model.slide([slot for slot, new in enumerate(new_tokens) if new])
         return self._all(lambda model: model.reserve(new_tokens, max_tokens)[0])
@@ -128,13 +126,13 @@ class GroupsModel:
             model.release(mask)
 
     def truncate(self, lengths: list[int], max_tokens: int) -> None:
-        """To no less than all models can, see `BlockModel.truncate`."""
+        """Truncate to at least the minimum length of all models, see `BlockModel.truncate`."""
         least = [max(m.shortest(slot) for m in self.models) for slot in range(len(lengths))]
         for model in self.models:
             model.truncate([max(pair) for pair in zip(lengths, least, strict=True)], max_tokens)
 
     def attach(self, slot: int, contents: list[Content]) -> int:
-        """Start an empty slot with the longest prefix of which each model has what it keeps."""
+        """Start an empty slot with the longest prefix that all models have."""
         if not 0 <= slot < len(self.tokens) or self.tokens[slot]:
             return 0
         size = self.first.block_size
@@ -153,7 +151,7 @@ class GroupsModel:
         return best
 
     def publish(self, entries: list[tuple[int, int, Content]]) -> None:
-        """Cache blocks: in the others those alone that are the cached ones of the first."""
+        """Publish blocks; in other models only the blocks that match the first model."""
         before = set(self.first.cached)
         self.first.publish(entries)
         taken, news = [], []

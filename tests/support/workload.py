@@ -1,4 +1,4 @@
-"""Requests that arrive, and are aborted, at given steps of an engine: what several tests play."""
+"""Requests that arrive, and are aborted, at given steps of an engine."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ from paged_jax.cache.paged_cache import PagedCache
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A request, when it comes, and when its caller loses patience.
+    """A request with the step of its arrival and of its abort.
 
     Attributes:
       name: its request_id.
@@ -33,11 +33,11 @@ class Job:
 def play(
     engine: Engine, jobs: Iterable[Job], *, on_step: Callable[[int], None] | None = None
 ) -> dict[str, RequestOutput]:
-    """Run jobs to their ends; each must end once.
+    """Run jobs to their ends; each must end exactly once.
 
     Args:
-      engine: one that is empty.
-      jobs: in any order; those of one step are added in theirs.
+      engine: an engine without requests.
+      jobs: in any order; jobs of the same step are added in this order.
       on_step: called after each step with the number of steps so far.
     """
     jobs = sorted(jobs, key=lambda job: job.at)
@@ -79,7 +79,7 @@ def play(
 
 
 def finish(engine: Engine) -> dict[str, list[int]]:
-    """Run to the end; the tokens of each request's first sample."""
+    """Run to the end, and return the tokens of each request's first sample."""
     tokens = {}
     while engine.has_unfinished:
         for output in engine.step():
@@ -91,7 +91,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 
 
 def check_groups(cache: PagedCache) -> None:
-    """No block of any group is lost, and no group uses more blocks than the first."""
+    """Check that no group loses blocks, and that no group uses more blocks than the first."""
     num_used = []
     for group in cache.groups:
         check_invariants(group.tables)
@@ -100,7 +100,7 @@ def check_groups(cache: PagedCache) -> None:
 
 
 def check_empty(engine: Engine) -> None:
-    """Nothing is left of requests that have ended, on the device or on the host."""
+    """Check that nothing is left of finished requests, on the device and on the host."""
     check_groups(engine.cache)
     assert engine.cache.groups[0].num_blocks == engine.num_blocks
     for group in engine.cache.groups:
