@@ -133,7 +133,7 @@ def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert "custom_call" not in run_fresh(23)
     [record] = caplog.records
-    assert "is left to XLA: its self-test failed: it is off by " in record.getMessage()
+    assert "are replaced by XLA: its self-test failed: it is off by " in record.getMessage()
     assert not list(fresh.glob("paged_jax/kernels/*")), "it is not kept"
 
 
@@ -200,7 +200,7 @@ def test_load_tests_a_kept_kernel_in_each_process(fresh, compiled, monkeypatch) 
     """An undamaged file may compute wrong results on another machine or with another XLA."""
     assert library.load(LINEAR).target
     library._load.cache_clear()
-    monkeypatch.setattr(library.self_test, "failure", lambda *args: "it is off by 7")
+    monkeypatch.setattr(library, "_find_failure", lambda *args: "it is off by 7")
     assert library.load(LINEAR).why_not == "it is off by 7" and len(compiled) == 1
 
 
@@ -264,7 +264,7 @@ def test_load_of_another_interface_leaves_the_work_to_xla(
         assert "custom_call" not in run_fresh(30)
         library.load(library.Kernel("decode", F32))
     [record] = caplog.records
-    assert "XLA does not take it: " in record.getMessage() and "0.99" in record.getMessage()
+    assert "XLA does not accept it: " in record.getMessage() and "0.99" in record.getMessage()
     assert not kept_files(fresh)
 
 

@@ -1,8 +1,9 @@
-"""Compilation, cache and loading of the C++ kernels for CPUs.
+"""Compilation, cache, loading and self-test of the C++ kernels for CPUs.
 
 There is one shared library for each kernel and dtype. It is compiled when a program first needs it,
 in about two seconds, for the processor of this machine and with the headers of the installed
-jaxlib. The user's cache folder keeps it under a name with two digests:
+jaxlib. It must solve a small problem before programs call it. The user's cache folder keeps it
+under a name with two digests:
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'
@@ -32,19 +33,20 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
 
 from paged_jax import user_cache
-from paged_jax.kernels.cpu import self_test
+from paged_jax.kernels.backend import Options
 
 _logger = logging.getLogger(__name__)
 
-# Set to 0, programs are left to XLA.
+# Environment variable. If it is 0, programs do not call the kernels.
 SWITCH = "PAGED_JAX_CPU_KERNELS"
 
 _SOURCE = Path(__file__).parent / "source"
-_TIMEOUT = 120.0  # seconds that a compiler may take
+_TIMEOUT = 120.0  # maximum seconds for a run of the compiler
 
-# Names of the types in the sources. A vector of weights or of a pool is read as one of them.
+# Dtypes of weights and pools, each with the name of its type in the C++ sources.
 ELEMENTS: dict[Any, str] = {
     jnp.dtype(jnp.float32): "Float32",
     jnp.dtype(jnp.bfloat16): "Bfloat16",
@@ -54,27 +56,27 @@ ELEMENTS: dict[Any, str] = {
 }
 
 
-Op = Literal["decode", "prefill", "linear", "grouped_linear"]
+KernelOp = Literal["decode", "prefill", "linear", "grouped_linear"]
 
 
 class Kernel(NamedTuple):
-    """One kernel.
+    """A kernel for a dtype.
 
     Attributes:
-      op: what it computes, the name of its source.
-      dtype: type of the numbers that it reads: of the pools, or of the weights.
+      op: the op, which is also the name of the C++ source.
+      dtype: dtype of the pools or of the weights.
     """
 
-    op: Op
+    op: KernelOp
     dtype: Any
 
 
 class Loaded(NamedTuple):
-    """A kernel in this process, or why there is none.
+    """Result of loading a kernel.
 
     Attributes:
-      target: the name by which programs call it; None if there is none.
-      why_not: the reason, a phrase; None if there is one.
+      target: the FFI target by which programs call the kernel; None if it is unavailable.
+      why_not: why it is unavailable; None if it is available.
     """
 
     target: str | None
@@ -82,11 +84,11 @@ class Loaded(NamedTuple):
 
 
 class _Unavailable(Exception):
-    """There is no such kernel in this process; the text says why."""
+    """A kernel cannot be compiled, loaded or used. The text says why."""
 
 
 def load(kernel: Kernel) -> Loaded:
-    """Make a kernel known to XLA, once for a process, and compile it if need be."""
+    """Register a kernel with XLA, once per process. Compile it if the cache does not have it."""
     with _LOCK:
         return _load(kernel)
 
@@ -100,21 +102,21 @@ def targets() -> list[str]:
 
 
 def find_targets(program: bytes) -> set[str]:
-    """The names by which a serialised program calls kernels, of this machine or another."""
-    name = rb"paged_jax_(?:" + "|".join(get_args(Op)).encode() + rb")_\w+?_[0-9a-f]{16}\b"
+    """Return the FFI targets of kernels in a serialised program, of this machine or another."""
+    name = rb"paged_jax_(?:" + "|".join(get_args(KernelOp)).encode() + rb")_\w+?_[0-9a-f]{16}\b"
     return {target.decode() for target in re.findall(name, program)}
 
 
 def is_any_missing() -> bool:
-    """Whether a kernel that a program of this process would call could not be had."""
+    """Return whether a kernel that a program of this process would call is unavailable."""
     return bool(_MISSING)
 
 
 def load_target(target: str) -> bool:
-    """Make a kernel known to XLA by the target that it had in another process, if it has it here.
+    """Load the kernel that has a target; return whether this machine has such a kernel.
 
-    Returns:
-      Whether it has: its source, the compiler's options, the processor and jaxlib are the same.
+    It has if the source, the compiler's options, the processor and jaxlib are the same as in the
+    process that the target comes from.
     """
     asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
@@ -131,7 +133,7 @@ def load_called(program: bytes) -> str | None:
 
 
 def _kernels() -> list[Kernel]:
-    return [Kernel(op, dtype) for op in get_args(Op) for dtype in ELEMENTS]
+    return [Kernel(op, dtype) for op in get_args(KernelOp) for dtype in ELEMENTS]
 
 
 def _prefix(kernel: Kernel) -> str:
@@ -139,8 +141,8 @@ def _prefix(kernel: Kernel) -> str:
 
 
 _LOCK = threading.Lock()
-_REGISTERED: set[str] = set()  # targets, which XLA never forgets
-_MISSING: set[Kernel] = set()  # that a program would call if they were there
+_REGISTERED: set[str] = set()  # targets known to XLA, which cannot be removed
+_MISSING: set[Kernel] = set()  # unavailable kernels that programs would call
 
 
 @functools.cache
@@ -160,7 +162,7 @@ def _load(kernel: Kernel) -> Loaded:
 @functools.cache
 def _warn(reason: str) -> None:
     """Warn once per reason, even if it applies to several kernels."""
-    _logger.warning("What kernels for CPUs would do is left to XLA: %s.", reason)
+    _logger.warning("The kernels for CPUs are replaced by XLA: %s.", reason)
 
 
 def _find_or_compile(kernel: Kernel) -> str:
@@ -239,16 +241,15 @@ def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | 
 
 
 def _check(kernel: Kernel, target: str) -> None:
-    test = functools.partial(self_test.failure, kernel.op, kernel.dtype, target)
-    if (failure := _in_a_thread(test)) is not None:
+    if (failure := _in_a_thread(functools.partial(_find_failure, kernel, target))) is not None:
         raise _Unavailable(failure)
 
 
 def _command(kernel: Kernel) -> list[str]:
-    """What the compiler is told, without its own name and the file to write."""
+    """Return the arguments of the compiler, except for the output file."""
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    # GCC would gather the addresses of a block's rows in vectors, only to take them out again: a
-    # quarter of the time of products. What is worth a vector is written as one.
+    # GCC would pack the row addresses of a block into vectors and extract them again, which takes a
+    # quarter of the time of a matmul. The sources write vectors explicitly where they help.
     own = "-fno-tree-slp-vectorize"
     return [
         "-std=c++17", "-O2", native, "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti", own,
@@ -258,14 +259,14 @@ def _command(kernel: Kernel) -> list[str]:
 
 
 def _digest(command: list[str]) -> str:
-    """A name for all that machine code depends on: sources, options, jaxlib and processor."""
+    """Return a digest of sources, compiler options, jaxlib and processor."""
     parts = [path.read_bytes() for path in sorted(_SOURCE.iterdir())]
     parts += [text.encode() for text in (*command, jaxlib.version.__version__, _processor())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """The processor and its instructions, as the system describes them."""
+    """Return the operating system's description of the processor and its instruction sets."""
     lines = [platform.machine(), platform.processor()]
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
@@ -290,7 +291,7 @@ def _compiler() -> list[str]:
 
 def _compile(command: list[str], path: Path) -> None:
     if sys.platform == "win32":
-        raise _Unavailable("they are not built on Windows")
+        raise _Unavailable("Windows is not supported")
     compiler = _compiler()
     try:
         subprocess.run(
@@ -302,7 +303,7 @@ def _compile(command: list[str], path: Path) -> None:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
         said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
         text = said[0] if said else f"exit status {error.returncode}"
-        # Without file names the reason is the same for all kernels, and is logged once.
+        # Without file names the reason is the same for all kernels, so it is logged once.
         text = text.replace(str(path), "the file").replace(command[-2], "the source")
         raise _Unavailable(f"{compiler[0]} says: {text}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -321,16 +322,117 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         raise _Unavailable(f"it could not be loaded: {text}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
-    except Exception as error:  # another version of the interface, for example
+    except Exception as error:  # for example another version of the interface
         text = str(error).replace(target, "it")
-        raise _Unavailable(f"XLA does not take it: {text}") from error
+        raise _Unavailable(f"XLA does not accept it: {text}") from error
     _REGISTERED.add(target)
 
 
 def _in_a_thread(function: Any) -> Any:
-    """Call a function outside of all of JAX's contexts, which are those of a thread."""
+    """Call a function in a new thread, where the JAX contexts of the caller do not apply."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join()
     return results[0]
+
+
+def _find_failure(kernel: Kernel, target: str) -> str | None:
+    """Solve a small problem with a kernel on a CPU device; return what is wrong, or None."""
+    try:
+        device = jax.devices("cpu")[0]
+    except RuntimeError:
+        return "there is no CPU device to test it on"
+    try:
+        with jax.default_device(device):
+            got, want = _SELF_TESTS[kernel.op](target, kernel.dtype)
+    except Exception as error:  # XLA replaces the kernel, whatever the error is
+        return f"its self-test failed: {error}"
+    if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
+        return f"its self-test failed: it is off by {np.abs(got - want).max():.2g}"
+    return None
+
+
+def _test_linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 13, 77)))
+    scales = rng.integers(1, 8, (2, 13)).astype(np.float32)
+    operands = [x / 8, w.astype(dtype), np.int32(1)] + [scales] * (dtype == jnp.int8)
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
+    want = x / 8 @ w[1].T
+    got = np.asarray(jax.jit(call)(*operands))
+    return got, want * scales[1] if dtype == jnp.int8 else want
+
+
+def _test_grouped_linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
+    sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
+    got = np.asarray(jax.jit(call)(x / 8, w.astype(dtype), sizes, np.int32(1)))
+    want = [x[:1] / 8 @ w[1, 0].T, x[1:6] / 8 @ w[1, 2].T, np.zeros((1, 13))]
+    return got, np.concatenate(want)
+
+
+def _test_decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    got, want = _test_attention(target, dtype, num_queries=None)
+    return got, want[:, -1]
+
+
+def _test_prefill(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    return _test_attention(target, dtype, num_queries=7)
+
+
+def _test_attention(
+    target: str, dtype: jnp.dtype, num_queries: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attend with the last queries of a sequence; if `num_queries` is None, decode."""
+    rng = np.random.default_rng(0)
+    P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, num_queries or 1
+    q = rng.normal(size=(1, T, H, D)).astype(np.float32)
+    k, v = (rng.integers(-7, 8, (1, P, K, C, D)).astype(np.float32) for _ in range(2))
+    table, scales = np.array([[2, 0, 3]], np.int32), np.full((1, P, K, C), 0.25, np.float32)
+    is_quantised = dtype.itemsize == 1
+    queries = q[:, 0] if num_queries is None else q
+    operands = [queries, k.astype(dtype), v.astype(dtype), table]
+    operands += [np.array([length], np.int32), np.int32(0)]
+    operands += [scales, scales] * is_quantised
+    operands += [np.array([T], np.int32)] * (num_queries is not None)
+    shapes = queries.shape, queries.shape[:-1]
+    call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x, q.dtype) for x in shapes])
+    attributes = attention_attributes(Options(0.1), is_quantised, False, False)
+    got = np.asarray(jax.jit(lambda *args: call(*args, **attributes)[0])(*operands))
+
+    factor = 0.25 if is_quantised else 1.0
+    keys, values = (
+        factor * pool[0, table[0]].transpose(1, 0, 2, 3).reshape(K, -1, D)[:, :length]
+        for pool in (k, v)
+    )
+    scores = 0.1 * np.einsum("tkgd,knd->tkgn", q.reshape(T, K, H // K, D), keys)
+    is_later = np.arange(length) > length - T + np.arange(T)[:, None]
+    scores = np.where(is_later[:, None, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return got, np.einsum("tkgn,knd->tkgd", weights, values).reshape(1, T, H, D)
+
+
+_SELF_TESTS = {
+    "decode": _test_decode,
+    "prefill": _test_prefill,
+    "linear": _test_linear,
+    "grouped_linear": _test_grouped_linear,
+}
+
+
+def attention_attributes(
+    options: Options, has_scales: bool, has_sinks: bool, is_interleaved: bool
+) -> dict[str, np.generic]:
+    """Return the static parameters of the attention kernels."""
+    return {
+        "scale": np.float32(options.scale),
+        "sliding_window": np.int32(options.sliding_window or 0),
+        "soft_cap": np.float32(options.soft_cap or 0),
+        "has_scales": np.int32(has_scales),
+        "has_sinks": np.int32(has_sinks),
+        "is_interleaved": np.int32(is_interleaved),
+    }
