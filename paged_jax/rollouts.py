@@ -27,7 +27,7 @@ from paged_jax.cache.sequence_blocks import (
     num_cached_tokens_at,
 )
 from paged_jax.dims import bind
-from paged_jax.models.arguments import check_token_ids
+from paged_jax.models.batch_places import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps

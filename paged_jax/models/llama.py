@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.arguments import names_arguments
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.models.arguments import as_tokens
+from paged_jax.models.batch_places import as_token_ids
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import (
     Attend,
@@ -115,7 +115,7 @@ class Llama(PagedModel):
           ValueError: `token_ids` has another shape or dtype or, outside of `jit`, contains a token
             that is not in the vocabulary.
         """
-        token_ids = as_tokens("Llama", self.config.vocab_size, token_ids)
+        token_ids = as_token_ids("Llama", self.config.vocab_size, token_ids)
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x = self._scale_embeddings(look_up_differentiably(self._table("embed_tokens"), token_ids))

@@ -1,6 +1,6 @@
-"""What an engine runs: a model whose attention is handed to it, and so may read a paged cache.
+"""Models with a paged KV cache: the base class that `Engine`, `LLM` and `rollout` run.
 
-A subclass says what its layers compute, and leaves attention to a function that it is given::
+A subclass defines the computation of its layers, and calls a function for attention::
 
     PagedModel   prefill, score, decode     reserve blocks, find places, choose the attention
                      |
@@ -9,12 +9,9 @@ A subclass says what its layers compute, and leaves attention to a function that
                      |
                  logits(hidden)
 
-Keys and values reach the cache, and attention reads them there, inside `attend`: the model sees
-neither blocks nor lengths. `Llama` is one such model; `examples/other_models.py` has another one,
-of somebody else's.
+`attend` writes keys and values into the cache and reads them there. The model itself does not see
+blocks or lengths. `Llama` is one such model, `examples/other_models.py` shows another one.
 """
-
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,36 +23,35 @@ from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
-from paged_jax.kernels import Pools, padded_head_dim
-from paged_jax.models.arguments import Rows, as_rows
+from paged_jax.kernels import padded_head_dim
+from paged_jax.models.batch_places import (
+    BatchPlaces,
+    GroupPools,
+    StepArrays,
+    as_step_arrays,
+    check_layers,
+    decode_attention,
+    prefill_attention,
+    reserve_places,
+)
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Attend, Carry
-from paged_jax.models.paged_rows import (
-    PagedRows,
-    append_rows,
-    check_layers,
-    chunk_attention,
-    decode_attention,
-)
-
-# Pools of a cache, or of each of its groups.
-CachePools = TypeVar("CachePools", Pools, tuple[Pools, ...])
 
 
 class PagedModel(nnx.Module):
-    """A decoder over a paged KV cache: what `Engine`, `LLM` and `rollout` run.
+    """A decoder with a paged KV cache.
 
-    Subclasses set `config` and define `hidden_states` and `logits`; the rest follows.
+    Subclasses set `config` and define `hidden_states` and `logits`.
 
     Attributes:
-      config: sizes of the model. Those of the cache are layers, KV heads, head dimension and
-        vocabulary; `max_position_embeddings` bounds sequences, `eos_token_ids` end them,
-        `windows` are those of the layers, and hidden sizes are what memory is planned by. How
-        the model computes is its own business.
+      config: sizes of the model. The cache uses the number of layers, KV heads, head dimension,
+        sliding windows and vocabulary size. `max_position_embeddings` limits sequences,
+        `eos_token_ids` end them, and memory planning uses the hidden sizes. The other fields matter
+        only to the subclass.
 
     Example:
       >>> from paged_jax import Heads, LlamaConfig
-      >>> class Counter(PagedModel):              # what follows is the number of tokens so far
+      >>> class Counter(PagedModel):              # predicts the number of tokens so far
       ...     def __init__(self):
       ...         self.config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8,
       ...             num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
@@ -85,35 +81,35 @@ class PagedModel(nnx.Module):
         carry: Carry,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
-        """Run the layers over tokens, whatever sequences they belong to.
+        """Run the layers over tokens of any sequences.
 
         Args:
-          token_ids: i32 ``[N]``; some may be padding, and belong to no sequence.
-          positions: i32 ``[N]``, of each in its sequence; -1 for padding.
-          attend: function of a layer's number, `Heads` and the carry to attention's output
-            ``[N, H, D]`` in any floating type, and the carry. Each layer calls it once, in order;
-            the number may be traced, in a scan, where all layers have the same window.
-          carry: what the first call of `attend` is given. In `jit` it holds the cache's pools: hand
-            it on as a scan's carry.
-          backend: backend that was asked for; None for the best one.
+          token_ids: i32 ``[N]``. Some rows may be padding.
+          positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
+          attend: attention. A function of the layer's index, `Heads` ``[N, ...]`` and the carry,
+            which returns the output ``[N, H, D]`` and the new carry. Each layer calls it once, in
+            order. In a scan the index may be traced, if all layers have the same window.
+          carry: argument of the first call of `attend`. It holds the cache's pools: pass it on as
+            the carry of a scan.
+          backend: backend that the user asked for; None for the best one.
 
         Returns:
-          What `logits` takes, ``[N, E]``, and the last carry.
+          The input of `logits`, ``[N, E]``, and the last carry.
         """
         raise NotImplementedError
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        """Score what follows: float32 ``[..., V]`` from rows of the hidden states ``[..., E]``."""
+        """Return the logits float32 ``[..., V]`` for rows of hidden states ``[..., E]``."""
         raise NotImplementedError
 
     @property
     def float_dtype(self) -> np.dtype:
-        """The type of the model's floats, in which K and V are kept by default."""
+        """Dtype of the floating-point parameters, and by default of K and V."""
         return self.weight_dtype
 
     @property
     def weight_dtype(self) -> np.dtype:
-        """The type of the model's matrices: that of its largest array."""
+        """Dtype of the matrices: the dtype of the largest parameter."""
         arrays = jax.tree.leaves(nnx.state(self))
         return max(arrays, key=lambda array: array.size).dtype
 
@@ -164,29 +160,31 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """Append a chunk of prompt to each of some slots and score what follows it.
+        """Append a chunk of a prompt to each of several slots, and return the next-token logits.
 
-        Pure: jit it with the cache donated. Blocks are reserved here; where they do not suffice,
-        or a slot does not exist, nothing changes and ``ok`` is false.
+        The function is pure. Call it in `jit` and donate the cache. It reserves the blocks that it
+        needs. If there are not enough, or a slot does not exist, it changes nothing and ``ok`` is
+        false.
 
         Args:
-          cache: the cache; whatever the slots already hold is context.
-          token_ids: i32 ``[B, T]``, each row padded at its end.
-          slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
-          num_tokens: i32 ``[B]``, tokens in each row, 1 to T.
-          backend: backend of the attention, see `paged_attention`, and of what else the model does.
+          cache: the cache. Tokens that the slots already hold are context.
+          token_ids: i32 ``[B, T]``, each row padded at the end.
+          slots: i32 ``[B]``, slots of the rows, distinct; rows with a negative slot are left out.
+          num_tokens: i32 ``[B]``, number of tokens in each row, 1 to T.
+          backend: backend of the attention, see `paged_attention`, and of other ops of the model.
 
         Returns:
-          float32 logits ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
+          Logits float32 ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
           bool ``[]``.
 
         Raises:
-          ValueError: shapes or types do not fit together or, outside of `jit`, a slot appears twice
-            or a token is outside of the vocabulary. Inside, rows with the same slot spoil each
-            other's tokens, and such a token is taken for the first or the last of the vocabulary.
+          ValueError: shapes or dtypes do not fit together or, outside of `jit`, a slot appears
+            twice or a token is not in the vocabulary. Inside `jit`, rows with the same slot
+            overwrite each other's tokens, and tokens are clamped to the vocabulary.
         """
-        rows = as_rows(self._name("prefill"), self.config.vocab_size, token_ids, slots, num_tokens)
-        x, cache, ok, num_tokens = self._run_chunks(cache, rows, backend)
+        vocab_size = self.config.vocab_size
+        step = as_step_arrays(self._name("prefill"), vocab_size, token_ids, slots, num_tokens)
+        x, cache, ok, num_tokens = self._run_chunks(cache, step, backend)
         last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
         logits = self.logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
         return logits, cache, ok
@@ -200,21 +198,21 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """As `prefill`, but score what follows each token of the chunks and not only the last.
+        """Append chunks as `prefill`, and return the logits after every token of the chunks.
 
         Args:
-          cache, slots, num_tokens, backend: see `prefill`.
-          token_ids: i32 ``[B, T]``, each row padded at its end.
+          cache, token_ids, slots, num_tokens, backend: see `prefill`.
 
         Returns:
-          float32 logits ``[B, T, V]`` (of no meaning in the padding), the new cache, and ``ok``,
-          bool ``[]``.
+          Logits float32 ``[B, T, V]`` (arbitrary in the padding), the new cache, and ``ok``, bool
+          ``[]``.
 
         Raises:
           ValueError: see `prefill`.
         """
-        rows = as_rows(self._name("score"), self.config.vocab_size, token_ids, slots, num_tokens)
-        x, cache, ok, _ = self._run_chunks(cache, rows, backend)
+        vocab_size = self.config.vocab_size
+        step = as_step_arrays(self._name("score"), vocab_size, token_ids, slots, num_tokens)
+        x, cache, ok, _ = self._run_chunks(cache, step, backend)
         return self.logits(x, backend), cache, ok
 
     @names_arguments
@@ -227,27 +225,26 @@ class PagedModel(nnx.Module):
         cascade: bool = False,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """Append one token to each of some slots and score what follows it.
+        """Append one token to each of several slots, and return the next-token logits.
 
-        Pure: jit it with the cache donated. A block is taken where a slot crosses a boundary or
-        writes into a shared block; where blocks do not suffice nothing changes and ``ok`` is
-        false.
+        The function is pure. Call it in `jit` and donate the cache. It reserves a block for a slot
+        that starts a new block or writes into a shared one. If there are not enough blocks, it
+        changes nothing and ``ok`` is false.
 
         Args:
           cache: the cache.
           token_ids: i32 ``[B]``.
-          slots: i32 ``[B]``, the distinct slots of the rows; a negative one leaves its row out.
-          cascade: whether blocks that all slots begin with are read once for all of them, in layers
-            without a sliding window, see `cascade_attention` (static).
-          backend: backend of the attention, see `paged_attention`, and of what else the model does.
+          slots: i32 ``[B]``, slots of the rows, distinct; rows with a negative slot are left out.
+          cascade: whether to read the blocks at the beginning that all slots share only once, in
+            layers without a sliding window, see `cascade_attention` (static).
+          backend: backend of the attention, see `paged_attention`, and of other ops of the model.
 
         Returns:
-          float32 logits ``[B, V]`` (of no meaning in rows left out), the new cache, and ``ok``,
-          bool ``[]``.
+          Logits float32 ``[B, V]`` (arbitrary in rows left out), the new cache, and ``ok``, bool
+          ``[]``.
 
         Raises:
-          ValueError: see `prefill`; or all layers have a sliding window, with which there is no
-            `cascade`.
+          ValueError: see `prefill`; or `cascade` is true, and all layers have a sliding window.
 
         Example:
           >>> from paged_jax import Llama
@@ -262,64 +259,70 @@ class PagedModel(nnx.Module):
           >>> logits.shape, bool(ok), cache.lengths.tolist()
           ((2, 32), True, [1, 1])
         """
-        token_ids, slots, num_tokens = as_rows(
-            self._name("decode"), self.config.vocab_size, token_ids, slots
+        vocab_size = self.config.vocab_size
+        token_ids, slots, num_tokens = as_step_arrays(
+            self._name("decode"), vocab_size, token_ids, slots
         )
-        cache, ok, rows = append_rows(cache, slots, num_tokens, 1, backend)
-        logits, pools = self.decode_rows(
-            cache.group_pools, token_ids, rows, cascade=cascade, backend=backend
+        cache, ok, places = reserve_places(cache, slots, num_tokens, 1, backend)
+        logits, pools = self.decode_at(
+            cache.group_pools, token_ids, places, cascade=cascade, backend=backend
         )
         return logits, cache.replace_group_pools(pools), ok
 
-    def decode_rows(
+    def decode_at(
         self,
-        pools: CachePools,
+        pools: GroupPools,
         token_ids: jax.Array,
-        rows: PagedRows,
+        places: BatchPlaces,
         *,
         cascade: bool = False,
         backend: str | None = None,
-    ) -> tuple[jax.Array, CachePools]:
-        """As `decode`, of tokens whose places are known: blocks were reserved for them before.
+    ) -> tuple[jax.Array, GroupPools]:
+        """Decode as `decode`, for tokens whose blocks are already reserved.
 
         Args:
           pools: the pools of each group of the cache; donate them.
           token_ids: i32 ``[B]``.
-          rows: places of these tokens, one a row, see `paged_rows.next_rows`.
+          places: places of these tokens, see `batch_places.next_places`.
           cascade, backend: see `decode`.
 
         Returns:
-          float32 logits ``[B, V]`` (of no meaning in rows left out), and the new pools.
+          Logits float32 ``[B, V]`` (arbitrary in rows left out), and the new pools.
 
         Raises:
-          ValueError: all layers have a sliding window, with which there is no `cascade`; or the
-            cache is for other layers.
+          ValueError: `cascade` is true, and all layers have a sliding window; or the cache does not
+            fit the layers.
         """
-        windows = self.config.sliding_windows
-        if cascade and None not in windows:
+        sliding_windows = self.config.sliding_windows
+        if cascade and None not in sliding_windows:
             raise ValueError(
                 f"{self._name('decode')}: cascade must be False where all layers have a sliding "
                 "window."
             )
-        check_layers(self._name("decode"), rows, windows)
-        attend = decode_attention(rows, windows, cascade=cascade, backend=backend)
-        x, pools = self.hidden_states(token_ids, rows.positions, attend, pools, backend)
+        check_layers(self._name("decode"), places, sliding_windows)
+        attend = decode_attention(places, sliding_windows, cascade=cascade, backend=backend)
+        x, pools = self.hidden_states(token_ids, places.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
     def _name(self, method: str) -> str:
-        """What messages begin with."""
+        """Return the name of a method for error messages."""
         return f"{type(self).__name__}.{method}"
 
     def _run_chunks(
-        self, cache: PagedCache, rows: Rows, backend: str | None
+        self, cache: PagedCache, step: StepArrays, backend: str | None
     ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
-        """Append chunks: what the last layer gives for each token ``[B, T, E]``, the cache, ``ok``,
-        and how many tokens of each row were taken ``[B]``."""
-        token_ids, slots, num_tokens = rows
+        """Append chunks.
+
+        Returns:
+          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the number of tokens that were
+          appended to each row, i32 ``[B]``.
+        """
+        token_ids, slots, num_tokens = step
         B, T = token_ids.shape
-        cache, ok, places = append_rows(cache, slots, num_tokens, T, backend)
-        check_layers(self._name("prefill"), places, self.config.sliding_windows)
-        attend = chunk_attention(places, B, T, self.config.sliding_windows, backend=backend)
+        cache, ok, places = reserve_places(cache, slots, num_tokens, T, backend)
+        sliding_windows = self.config.sliding_windows
+        check_layers(self._name("prefill"), places, sliding_windows)
+        attend = prefill_attention(places, B, T, sliding_windows, backend)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
         )
@@ -337,24 +340,25 @@ def create_cache(
     dtype: DTypeLike = jnp.float32,
     platform: str | None = None,
 ) -> PagedCache:
-    """Return an empty cache for models of a config.
+    """Return an empty cache for models with a config.
 
     Layers with the same sliding window form a group of the cache. They keep only the window of a
     sequence, and the tokens that were appended last.
 
     Args:
       config: configuration of the model.
-      num_slots: S, sequences that it holds at once.
-      max_length: most tokens of a sequence.
-      num_blocks: P, which all slots share, of the layers that keep most; by default enough for all
-        slots at full length. Layers with a shorter window have as many, or fewer that are enough
-        for all slots.
-      block_size: C, tokens in a block.
-      max_tokens: most tokens that one program appends to a slot; by default `max_length`, with
-        which windows save no memory. More than that fit just where other slots hold less.
-      dtype: type of K and V; int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
-      platform: where it will be used, by default `jax.default_backend()`. On a TPU the last axis of
-        the pools is padded, see `kernels.padded_head_dim`.
+      num_slots: number of slots (S), sequences that the cache holds at once.
+      max_length: maximum number of tokens of a sequence.
+      num_blocks: number of blocks (P) of the group that keeps most tokens, shared by all slots;
+        None for enough blocks for all slots at full length. Other groups have the same number, or
+        fewer if that is enough for all slots.
+      block_size: tokens per block (C).
+      max_tokens: maximum number of tokens that one program appends to a slot; None for
+        `max_length`, with which windows save no memory. A program may append more if other slots
+        hold less.
+      dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
+      platform: platform of the cache; None for `jax.default_backend()`. On TPUs the last dimension
+        of the pools is padded, see `kernels.padded_head_dim`.
 
     Raises:
       ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
@@ -377,8 +381,8 @@ def create_cache(
     )
     width = num_blocks_needed(max_length, block_size)
     groups: list[CacheGroup] = []
-    for window, layers in config.layer_groups:
-        most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
+    for sliding_window, layers in config.layer_groups:
+        most = num_slots * max_blocks_in_slot(sliding_window, max_length, max_tokens, block_size)
         if groups:
             num_blocks = min(groups[0].num_blocks, most)
         elif num_blocks is None:
@@ -393,7 +397,7 @@ def create_cache(
                 num_slots=num_slots,
                 max_blocks_per_slot=width,
                 dtype=dtype,
-                window=window,
+                window=sliding_window,
             )
         )
     places = {

@@ -5,7 +5,7 @@ step, which draws the token after it. `decode_steps` repeats that, for a batch o
 
     plan the places of the tokens of all steps, copying shared blocks          (PagedCache)
     while decode steps are left and rows are running:
-        logits = model.decode_rows(...)
+        logits = model.decode_at(...)
         draw, note the tokens, and let the rows stop that have to              (sampling)
     take the blocks of the places that were used                               (PagedCache)
 
@@ -28,9 +28,8 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
-from paged_jax.models.arguments import check_distinct
+from paged_jax.models.batch_places import check_distinct_slots, next_places
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.models.paged_rows import next_rows
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.sample import Draws, rows_of, sample
@@ -175,9 +174,9 @@ def decode_steps(
         # The barrier ties the weights to this decode step. Else XLA moves what it does to them out
         # of the loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
         weights, active = lax.optimization_barrier((model, batch.is_running))
-        rows = next_rows(cache, block_tables, batch.lengths, active)
-        logits, pools = weights.decode_rows(
-            pools, batch.token_ids, rows, cascade=cascade, backend=backend
+        places = next_places(cache, block_tables, batch.lengths, active)
+        logits, pools = weights.decode_at(
+            pools, batch.token_ids, places, cascade=cascade, backend=backend
         )
         batch = batch.draw(logits, with_top)
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
@@ -366,5 +365,5 @@ def _as_slots(function: str, slots: jax.Array) -> jax.Array:
     bind(function, slots=(rows, "B"))
     if rows.dtype != jnp.int32:
         raise ValueError(f"{function}: slots must be int32, got {rows.dtype}. Cast it.")
-    check_distinct(function, slots)
+    check_distinct_slots(function, slots)
     return rows

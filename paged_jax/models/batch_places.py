@@ -1,0 +1,438 @@
+"""Places of a step's tokens in a paged cache, and attention over the cache.
+
+A step appends up to T tokens to each of B sequences, N = B * T rows in all. `BatchPlaces` says in
+which blocks their keys and values are written, and what their attention reads. `decode_attention`
+and `prefill_attention` make the function that a model calls in each layer::
+
+    layer i:    output, carry = attend(i, heads, carry)
+
+    attend      write K and V of the new tokens into the pools of the layer's group
+                attend to the blocks in the block tables
+
+The carry is the tuple of pools, one for each group of layers.
+
+Arguments are checked for shapes and dtypes always, and for values outside of `jit`. Inside `jit`
+values are unknown. There, a token id outside of the vocabulary is clamped, and rows with the same
+slot overwrite each other's tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from paged_jax.cache import paged_cache
+from paged_jax.cache.groups import CacheGroup
+from paged_jax.cache.paged_cache import LayerPlaces, PagedCache, find_layer
+from paged_jax.dims import bind
+from paged_jax.kernels import (
+    Pools,
+    backend_for,
+    cascade_attention,
+    num_shared_blocks,
+    paged_attention,
+    paged_prefill_attention,
+    paged_rope_write,
+    paged_write,
+)
+from paged_jax.kernels.cascade import is_sharing_possible
+from paged_jax.kernels.checks import as_arrays, as_int32
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
+from paged_jax.kernels.pool_format import query_dtype
+from paged_jax.models.layer import Attend, Heads, Projection, sliding_window_of
+from paged_jax.short_repr import short_repr
+
+# Pools of each group of layers.
+GroupPools = tuple[Pools, ...]
+# Token ids i32 [B, T] or [B], slots i32 [B], number of tokens i32 [B].
+StepArrays = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class GroupPlaces(NamedTuple):
+    """Places of a step's tokens in one group of layers.
+
+    Attributes:
+      block_tables: i32 ``[B, M]``, block tables of the rows.
+      blocks: i32 ``[N]``, block of each token; P for rows that write nothing.
+      window: number of last tokens that the cache keeps, or None for all.
+    """
+
+    block_tables: jax.Array
+    blocks: jax.Array
+    window: int | None
+
+
+@short_repr
+@dataclass(frozen=True)
+class BatchPlaces:
+    """Places of a step's tokens in the cache.
+
+    Attributes:
+      lengths: i32 ``[B]``, sequence lengths with the new tokens; 0 in rows left out.
+      num_tokens: i32 ``[B]``, number of new tokens; 0 in rows left out.
+      positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
+      offsets: i32 ``[N]``, offset of each token in its block.
+      groups: places in each group of layers.
+      layers: group of each layer, see `PagedCache`.
+      block_size: tokens per block (C).
+    """
+
+    lengths: jax.Array
+    num_tokens: jax.Array
+    positions: jax.Array
+    offsets: jax.Array
+    groups: tuple[GroupPlaces, ...]
+    layers: LayerPlaces
+    block_size: int
+
+    def write(
+        self,
+        group: int,
+        pools: Pools,
+        heads: Projection | Heads,
+        layer: int | jax.Array,
+        backend: str | None,
+    ) -> tuple[jax.Array, Pools]:
+        """Write keys and values of the new tokens into the pools of a group.
+
+        Args:
+          group: index of the group.
+          pools: pools of the group.
+          heads: queries, keys and values. A `Projection` is normalised and rotated first, in the
+            same kernel launch if the backend can.
+          layer: index of the layer in the group.
+          backend: backend of the attention, see `paged_attention`.
+
+        Returns:
+          Queries ``[N, H, D]`` ready for attention, and the new pools.
+        """
+        blocks = self.groups[group].blocks
+        options: dict[str, Any] = {
+            "layer": layer,
+            "k_scale": pools.k_scale,
+            "v_scale": pools.v_scale,
+        }
+        if isinstance(heads, Heads):
+            pools = paged_write(
+                pools.k,
+                pools.v,
+                heads.k,
+                heads.v,
+                blocks,
+                self.offsets,
+                backend=backend_for("write", backend),
+                **options,
+            )
+            return heads.q.astype(query_dtype(pools.k.dtype)), pools
+        q_norm, k_norm = heads.norms or (None, None)
+        return paged_rope_write(
+            pools.k,
+            pools.v,
+            heads.qkv,
+            heads.cos,
+            heads.sin,
+            blocks,
+            self.offsets,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=heads.norm_eps,
+            backend=backend_for("rope_write", backend),
+            **options,
+        )
+
+
+def reserve_places(
+    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
+) -> tuple[PagedCache, jax.Array, BatchPlaces]:
+    """Reserve blocks for new tokens, and return the cache, ``ok`` and their places.
+
+    Args:
+      cache: the cache.
+      slots: i32 ``[B]``, distinct; rows with a negative slot are left out.
+      num_tokens: i32 ``[B]``, number of new tokens, at most T.
+      T: maximum number of new tokens per row.
+      backend: see `paged_cache.reserve`.
+    """
+    num_slots, lengths = cache.num_slots, cache.lengths
+    is_row = slots >= 0
+    # A negative index would mean the last slots, so use an index past the end, which is dropped.
+    rows = jnp.where(is_row, slots, num_slots)
+    starts = take_or_fill(lengths, rows)
+    requested = jnp.zeros(num_slots, jnp.int32)
+    requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
+    # A slot that does not exist makes the whole step fail, as a negative number of tokens does.
+    requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
+    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
+    num_tokens = jnp.where(is_row & ok, num_tokens, 0)
+
+    steps = jnp.arange(T, dtype=jnp.int32)[None]
+    positions = (starts[:, None] + steps).reshape(-1)
+    owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
+    located = [paged_cache.locate(group.tables, owners, positions) for group in cache.groups]
+    groups = [
+        GroupPlaces(
+            take_or_fill(group.block_tables, rows, fill_value=group.num_blocks),
+            blocks,
+            group.tables.window,
+        )
+        for group, (blocks, _) in zip(cache.groups, located, strict=True)
+    ]
+    places = BatchPlaces(
+        lengths=jnp.where(num_tokens > 0, starts + num_tokens, 0),
+        num_tokens=num_tokens,
+        positions=jnp.where(owners < 0, -1, positions),
+        offsets=located[0][1],
+        groups=tuple(groups),
+        layers=cache.layers,
+        block_size=cache.block_size,
+    )
+    return cache, ok, places
+
+
+def next_places(
+    cache: PagedCache, block_tables: Sequence[jax.Array], lengths: jax.Array, active: jax.Array
+) -> BatchPlaces:
+    """Return the places of each active row's next token, whose blocks are already reserved.
+
+    Args:
+      cache: the cache that has these blocks.
+      block_tables: i32 ``[B, M]``, block tables of the rows, for each group of the cache.
+      lengths: i32 ``[B]``, sequence lengths without the next token.
+      active: bool ``[B]``.
+    """
+    block_size = cache.block_size
+    column = (lengths // block_size)[:, None]
+
+    def find(group: CacheGroup, tables: jax.Array) -> GroupPlaces:
+        blocks = jnp.take_along_axis(tables, column, axis=1, mode="clip")[:, 0]
+        return GroupPlaces(tables, jnp.where(active, blocks, group.num_blocks), group.tables.window)
+
+    return BatchPlaces(
+        lengths=jnp.where(active, lengths + 1, 0),
+        num_tokens=active.astype(jnp.int32),
+        positions=jnp.where(active, lengths, -1),
+        offsets=lengths % block_size,
+        groups=tuple(
+            find(group, tables) for group, tables in zip(cache.groups, block_tables, strict=True)
+        ),
+        layers=cache.layers,
+        block_size=block_size,
+    )
+
+
+def check_layers(function: str, places: BatchPlaces, sliding_windows: Sequence[int | None]) -> None:
+    """Check that the cache keeps the tokens that the layers attend to.
+
+    Args:
+      function: function name for error messages.
+      places: places in the cache.
+      sliding_windows: sliding window of each layer of the model.
+
+    Raises:
+      ValueError: the number of layers differs, or the cache keeps too few tokens for a layer.
+    """
+    num_layers = len(sliding_windows)
+    if len(places.layers) != num_layers:
+        raise ValueError(
+            f"{function}: cache must be for {num_layers} layers, got {len(places.layers)}. "
+            "Make it with create_cache."
+        )
+    for layer, sliding_window in enumerate(sliding_windows):
+        kept = places.groups[find_layer(places.layers, layer)[0]].window
+        if kept is not None and (sliding_window is None or sliding_window > kept):
+            needed = "all" if sliding_window is None else sliding_window
+            raise ValueError(
+                f"{function}: cache must keep {needed} tokens for layer {layer}, got a window of "
+                f"{kept}. Make it with create_cache."
+            )
+
+
+def decode_attention(
+    places: BatchPlaces,
+    sliding_windows: Sequence[int | None],
+    *,
+    cascade: bool,
+    backend: str | None,
+) -> Attend[GroupPools]:
+    """Return attention of one new token per row. See `PagedModel.decode`.
+
+    Args:
+      places: places of the tokens.
+      sliding_windows: sliding window of each layer of the model.
+      cascade: whether to read blocks that all sequences share only once.
+      backend: backend of the attention, see `paged_attention`.
+    """
+    # Shared blocks are counted once per group, not in each layer.
+    num_shared: dict[int, jax.Array] = {}
+    if cascade:
+        full_layers = [layer for layer, window in enumerate(sliding_windows) if window is None]
+        for group in {find_layer(places.layers, layer)[0]: None for layer in full_layers}:
+            tables = places.groups[group].block_tables
+            if is_sharing_possible(*tables.shape, places.block_size):
+                num_shared[group] = num_shared_blocks(tables, places.lengths, places.block_size)
+
+    def attend(
+        layer: int | jax.Array, heads: Projection | Heads, carry: GroupPools
+    ) -> tuple[jax.Array, GroupPools]:
+        group, index = find_layer(places.layers, layer)
+        q, pools = places.write(group, carry[group], heads, index, backend)
+        arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
+        options = _attention_options(heads, pools, index, backend)
+        sliding_window = sliding_window_of(sliding_windows, layer)
+        if sliding_window is None and group in num_shared:
+            out = cascade_attention(*arrays, num_shared[group], **options)
+        else:
+            out = paged_attention(*arrays, sliding_window=sliding_window, **options)
+        return out, _replace(carry, group, pools)
+
+    return attend
+
+
+def prefill_attention(
+    places: BatchPlaces, B: int, T: int, sliding_windows: Sequence[int | None], backend: str | None
+) -> Attend[GroupPools]:
+    """Return attention of B chunks with up to T tokens. See `PagedModel.prefill`.
+
+    Args:
+      places: places of the ``B * T`` tokens.
+      B: number of rows.
+      T: tokens per row.
+      sliding_windows: sliding window of each layer of the model.
+      backend: backend of the attention, see `paged_attention`.
+    """
+
+    def attend(
+        layer: int | jax.Array, heads: Projection | Heads, carry: GroupPools
+    ) -> tuple[jax.Array, GroupPools]:
+        group, index = find_layer(places.layers, layer)
+        q, pools = places.write(group, carry[group], heads, index, backend)
+        out = paged_prefill_attention(
+            q.reshape(B, T, *q.shape[1:]),
+            pools.k,
+            pools.v,
+            places.groups[group].block_tables,
+            places.lengths,
+            places.num_tokens,
+            sliding_window=sliding_window_of(sliding_windows, layer),
+            **_attention_options(heads, pools, index, backend),
+        )
+        return out.reshape(q.shape), _replace(carry, group, pools)
+
+    return attend
+
+
+def _attention_options(
+    heads: Projection | Heads, pools: Pools, layer: int | jax.Array, backend: str | None
+) -> dict[str, Any]:
+    return {
+        "layer": layer,
+        "scale": heads.sm_scale,
+        "soft_cap": heads.soft_cap,
+        "sinks": heads.sinks,
+        "k_scale": pools.k_scale,
+        "v_scale": pools.v_scale,
+        "backend": backend,
+    }
+
+
+def _replace(carry: GroupPools, group: int, pools: Pools) -> GroupPools:
+    return (*carry[:group], pools, *carry[group + 1 :])
+
+
+def as_step_arrays(
+    function: str,
+    vocab_size: int,
+    token_ids: ArrayLike,
+    slots: ArrayLike,
+    num_tokens: ArrayLike | None = None,
+) -> StepArrays:
+    """Check the arguments of a step and convert them to int32.
+
+    Args:
+      function: function name for error messages.
+      vocab_size: vocabulary size (V).
+      token_ids: integers ``[B, T]``, or ``[B]`` for one token per row.
+      slots: integers ``[B]``.
+      num_tokens: integers ``[B]``; None for one token per row.
+
+    Returns:
+      `token_ids`, `slots` and `num_tokens`, each i32.
+
+    Raises:
+      ValueError: shapes differ, an array has no integers or, outside of `jit`, a slot appears twice
+        or a token is not in the vocabulary.
+    """
+    if num_tokens is None:
+        letters, num_tokens = {"token_ids": "B", "slots": "B"}, np.ones(np.shape(slots), np.int32)
+    else:
+        letters = {"token_ids": "BT", "slots": "B", "num_tokens": "B"}
+    arrays = as_arrays(function, token_ids=token_ids, slots=slots, num_tokens=num_tokens)
+    bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
+    rows = as_int32(function, **arrays)
+    check_distinct_slots(function, slots)
+    if not isinstance(slots, Tracer) and not isinstance(num_tokens, Tracer):
+        num_tokens = np.where(np.asarray(slots) < 0, 0, np.asarray(num_tokens))
+        check_token_ids(function, vocab_size, token_ids, num_tokens)
+    return rows[0], rows[1], rows[2]
+
+
+def as_token_ids(function: str, vocab_size: int, token_ids: ArrayLike) -> jax.Array:
+    """Check token ids ``[B, T]`` of whole sequences, including padding, and convert them to int32.
+
+    Raises:
+      ValueError: the shape is not ``[B, T]``, the dtype is no integer or, outside of `jit`, a token
+        is not in the vocabulary.
+    """
+    arrays = as_arrays(function, token_ids=token_ids)
+    sizes = bind(function, token_ids=(arrays["token_ids"], "BT"))
+    [rows] = as_int32(function, **arrays)
+    check_token_ids(function, vocab_size, token_ids, np.full(sizes["B"], sizes["T"]))
+    return rows
+
+
+def check_distinct_slots(function: str, slots: ArrayLike) -> None:
+    """Check that slots ``[B]`` are distinct, except negative ones. Does nothing inside `jit`."""
+    if isinstance(slots, Tracer):
+        return
+    used, counts = np.unique(np.asarray(slots), return_counts=True)
+    if twice := used[(used >= 0) & (counts > 1)].tolist():
+        raise ValueError(
+            f"{function}: slots must be distinct, got {twice[0]} more than once. Append the tokens "
+            "of a slot in one row."
+        )
+
+
+def check_token_ids(
+    function: str,
+    vocab_size: int,
+    token_ids: ArrayLike,
+    num_tokens: ArrayLike,
+    *,
+    name: str = "token_ids",
+) -> None:
+    """Check that tokens are in the vocabulary. Does nothing inside `jit`.
+
+    Args:
+      function: function name for error messages.
+      vocab_size: vocabulary size (V).
+      token_ids: integers ``[B, T]`` or ``[B]``.
+      num_tokens: integers ``[B]``, number of tokens of each row to check.
+      name: name of the argument for error messages.
+
+    Raises:
+      ValueError: a token is not in the vocabulary.
+    """
+    if isinstance(token_ids, Tracer) or isinstance(num_tokens, Tracer):
+        return
+    rows = np.asarray(token_ids)
+    rows = rows.reshape(rows.shape[0], -1)
+    counts = np.arange(rows.shape[1]) < np.asarray(num_tokens)[:, None]
+    if (wrong := rows[counts & ((rows < 0) | (rows >= vocab_size))]).size:
+        raise ValueError(
+            f"{function}: {name} must be in 0..{vocab_size - 1}, the vocabulary, got {wrong[0]}."
+        )
