@@ -14,10 +14,10 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.linear import grouped_linear
-from paged_jax.kernels.mosaic_tpu.grouped_linear import choose_tiling
+from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.kernels.triton.grouped_linear import find_tile
-from paged_jax.kernels.triton.tuning import Device
+from paged_jax.kernels.triton.tuning import GpuInfo
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.families import InterpretedTriton
@@ -130,7 +130,7 @@ def test_kernel_for_tpus_fetches_each_weight_that_has_rows_once(sizes, shape) ->
     well is not fetched again."""
     sizes, others = SIZES[sizes]
     num_rows = sum(sizes) + others
-    rows, inputs, outputs = choose_tiling(num_rows, *shape, jnp.bfloat16)
+    rows, inputs, outputs = choose_grouped_tiling(num_rows, *shape, jnp.bfloat16)
     assert 2 * 2 * inputs * (rows + outputs) + 3 * 4 * rows * outputs < 16 << 20, "bytes of VMEM"
     (_, groups, _), num_steps = make_group_metadata(
         group_sizes=jnp.asarray(sizes, jnp.int32),
@@ -226,7 +226,7 @@ def test_grouped_linear_refuses_int8() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "is_kernel"),
-    [(Device("Tesla T4", 40, (7, 5)), False), (Device("NVIDIA A100", 108, (8, 0)), True)],
+    [(GpuInfo("Tesla T4", 40, (7, 5)), False), (GpuInfo("NVIDIA A100", 108, (8, 0)), True)],
 )
 def test_grouped_linear_is_left_to_xla_where_triton_does_not_compile(gpu, is_kernel) -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((33, 64), (4, 128, 64))]

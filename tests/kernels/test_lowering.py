@@ -233,7 +233,7 @@ def test_tpus_without_a_gather_over_sublanes_are_left_to_xla(kind, is_kernel) ->
         assert (KERNEL["tpu"] in case.lower("tpu").as_text()) == is_kernel
 
 
-T4 = tuning.Device("Tesla T4", 40, (7, 5))
+T4 = tuning.GpuInfo("Tesla T4", 40, (7, 5))
 
 
 @pytest.mark.parametrize(

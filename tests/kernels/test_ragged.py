@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from paged_jax.kernels import ragged_paged_attention
 from paged_jax.kernels.backend import Pages, RaggedArgs, RaggedOptions
 from paged_jax.kernels.dispatch import backends_of
-from paged_jax.kernels.mosaic_tpu import ragged as on_tpu
+from paged_jax.kernels.mosaic_tpu import jax_kernels
 from paged_jax.kernels.ragged_batch import cut_into_tiles
 from tests.support import oracles
 from tests.support.compiler import needs_compiler
@@ -339,7 +339,9 @@ def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
         out = jax_reference(*arrays, **options)
         return jnp.full_like(q, jnp.nan).at[: len(out)].set(out)
 
-    monkeypatch.setattr(on_tpu, "jax_kernel", SimpleNamespace(ragged_paged_attention=definition))
+    monkeypatch.setattr(
+        jax_kernels, "jax_attention", SimpleNamespace(ragged_paged_attention=definition)
+    )
     # Behind the last queries are a sequence without any and rows that are no sequence.
     batch = RaggedBatch.random([(1, 1), (1, 20), (0, 7), (5, 18), (0, 0), (9, 9), (0, 4)])
     options = OPTIONS[options]
@@ -358,8 +360,8 @@ def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
         value_scale=options.get("v_scale", 1.0),
     )
     with jax.disable_jit():
-        out, _ = on_tpu.attend_ragged(args, ours)
-        nothing, _ = on_tpu.attend_ragged(
+        out, _ = jax_kernels.attend_ragged(args, ours)
+        nothing, _ = jax_kernels.attend_ragged(
             args._replace(cu_query_lens=jnp.zeros(10, jnp.int32)), ours
         )
     np.testing.assert_allclose(out, batch.expected(**options), atol=1e-5)

@@ -340,14 +340,14 @@ def test_refusal_says_why(changes, reason) -> None:
 
 def test_refusal_of_fp8_depends_on_the_gpu() -> None:
     fp8 = problem(pool_dtype=jnp.float8_e4m3fn)
-    with tuning.assume(tuning.Device("NVIDIA A100", 108, (8, 0))):
+    with tuning.assume(tuning.GpuInfo("NVIDIA A100", 108, (8, 0))):
         assert "compute capability 8.9" in (refusal(fp8) or "")
         assert refusal(problem()) is None
         assert refusal(fp8, interpret=True) is None
 
 
 def test_refusal_of_gpus_before_ampere_names_them() -> None:
-    with tuning.assume(tuning.Device("Tesla T4", 40, (7, 5))):
+    with tuning.assume(tuning.GpuInfo("Tesla T4", 40, (7, 5))):
         choice = choose_backend(problem(), "cuda")
         assert choice.backend == "xla"
         assert choice.reason == (

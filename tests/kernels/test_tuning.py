@@ -14,7 +14,7 @@ from benchmarks.common.device_time import Rates
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.triton import tuning
-from paged_jax.kernels.triton.tuning import DecodeParams, Device, PrefillParams, Shape
+from paged_jax.kernels.triton.tuning import DecodeParams, GpuInfo, PrefillParams, Shape
 from tests.support.gpus import GPUS
 
 ENTRY = {"step_tokens": 32, "num_warps": 2, "num_stages": 4, "measured": "jax 0.0, commit 0"}
@@ -178,7 +178,7 @@ def test_device_is_the_first_gpu(monkeypatch, set_platforms, platforms) -> None:
     set_platforms(platforms)
     monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: [Plugin])
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu])
-    assert tuning._first_gpu.__wrapped__() == Device("NVIDIA A100", 108, (8, 0))
+    assert tuning._first_gpu.__wrapped__() == GpuInfo("NVIDIA A100", 108, (8, 0))
 
     def no_gpu(backend):
         raise RuntimeError("Unknown backend cuda")
@@ -188,10 +188,10 @@ def test_device_is_the_first_gpu(monkeypatch, set_platforms, platforms) -> None:
 
 
 def test_device_is_the_assumed_one() -> None:
-    with tuning.assume(Device("outer", 1)):
-        with tuning.assume(Device("inner", 2)):
-            assert tuning.device() == Device("inner", 2)
-        assert tuning.device() == Device("outer", 1)
+    with tuning.assume(GpuInfo("outer", 1)):
+        with tuning.assume(GpuInfo("inner", 2)):
+            assert tuning.device() == GpuInfo("inner", 2)
+        assert tuning.device() == GpuInfo("outer", 1)
     assert tuning.device() == tuning.DEFAULT
 
 
@@ -199,7 +199,7 @@ def test_device_is_the_abstract_gpu() -> None:
     for cores, expected in ((114, 114), (None, tuning.DEFAULT.num_cores)):
         gpu = AbstractDevice("NVIDIA H100 PCIe", cores, "gpu")
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-            assert tuning.device() == Device("NVIDIA H100 PCIe", expected)
+            assert tuning.device() == GpuInfo("NVIDIA H100 PCIe", expected)
             assert not tuning.is_assumed()
 
 
@@ -257,7 +257,7 @@ FP8_DECODE = Problem(
     [
         ("NVIDIA A100-SXM4-80GB", tuning.DEFAULT, (8, 0), "xla"),
         ("NVIDIA H100 80GB HBM3", tuning.DEFAULT, (9, 0), "triton"),
-        ("NVIDIA of Tomorrow", Device("NVIDIA of Tomorrow", 40, (8, 6)), (8, 6), "xla"),
+        ("NVIDIA of Tomorrow", GpuInfo("NVIDIA of Tomorrow", 40, (8, 6)), (8, 6), "xla"),
         ("NVIDIA of Tomorrow", tuning.DEFAULT, (9, 0), "triton"),
     ],
 )
@@ -276,14 +276,14 @@ def test_device_inside_shard_map_has_its_own_capability(
 
     spec = PartitionSpec("x")
     jax.make_jaxpr(jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.zeros(2))
-    assert seen == [(Device(kind, 40, expected), backend)]
+    assert seen == [(GpuInfo(kind, 40, expected), backend)]
 
 
 def test_device_is_assumed_where_jax_has_none(monkeypatch) -> None:
     assert tuning.is_assumed()
-    monkeypatch.setattr(tuning, "_first_gpu", lambda: Device("NVIDIA H200", 132))
+    monkeypatch.setattr(tuning, "_first_gpu", lambda: GpuInfo("NVIDIA H200", 132))
     assert not tuning.is_assumed()
-    with tuning.assume(Device("NVIDIA A100", 108)):
+    with tuning.assume(GpuInfo("NVIDIA A100", 108)):
         assert tuning.is_assumed()
 
 
@@ -363,7 +363,7 @@ def test_run_writes_a_new_table_and_ends_in_time(tmp_path, monkeypatch, capsys) 
 
     monkeypatch.setattr(tune_kernels, "tune_job", tune_job)
     monkeypatch.setattr(tune_kernels, "measure_rates", lambda: Rates(1.0, 1.0))
-    monkeypatch.setattr(tune_kernels.tuning, "device", lambda: Device("NVIDIA H200", 132))
+    monkeypatch.setattr(tune_kernels.tuning, "device", lambda: GpuInfo("NVIDIA H200", 132))
     monkeypatch.setattr(tune_kernels.time, "monotonic", lambda: now[0])
     path, times = tmp_path / "new" / "tuning.json", tmp_path / "times.json"
     # After 90 seconds a fourth of 30 would end later.

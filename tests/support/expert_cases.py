@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.linear import Weight
-from paged_jax.kernels.triton.tuning import Device
+from paged_jax.kernels.triton.tuning import GpuInfo
 from paged_jax.models.mlp import ExpertWeights, apply_experts, route
 from tests.support.kernel_cases import H200, lower
 
@@ -60,7 +60,7 @@ class ExpertCase:
 
         return experts
 
-    def lower(self, platform: str, sharding: Any = None, gpu: Device = H200) -> jax.stages.Lowered:
+    def lower(self, platform: str, sharding: Any = None, gpu: GpuInfo = H200) -> jax.stages.Lowered:
         """Lower the experts for ``"cuda"`` or ``"tpu"``."""
         N, X, E, F = (
             self.num_tokens, self.num_experts, self.hidden_size, self.intermediate_size,

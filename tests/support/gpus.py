@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from paged_jax.kernels.triton.tuning import Device
+from paged_jax.kernels.triton.tuning import GpuInfo
 
 
 class Gpu(NamedTuple):
@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
       bandwidth: bytes per second.
     """
 
-    device: Device
+    device: GpuInfo
     shared_memory: int
     threads: int
     l2_cache: int
@@ -70,20 +70,20 @@ class Gpu(NamedTuple):
 _KB, _MB, _GB = 2**10, 2**20, 10**9
 
 GPUS = {
-    "t4": Gpu(Device("Tesla T4", 40, (7, 5)), 64 * _KB, 1024, 4 * _MB, 16 * _GB, 320 * _GB),
+    "t4": Gpu(GpuInfo("Tesla T4", 40, (7, 5)), 64 * _KB, 1024, 4 * _MB, 16 * _GB, 320 * _GB),
     "a100": Gpu(
-        Device("NVIDIA A100", 108, (8, 0)), 164 * _KB, 2048, 40 * _MB, 80 * _GB, 2039 * _GB
+        GpuInfo("NVIDIA A100", 108, (8, 0)), 164 * _KB, 2048, 40 * _MB, 80 * _GB, 2039 * _GB
     ),
-    "a10": Gpu(Device("NVIDIA A10", 72, (8, 6)), 100 * _KB, 1536, 6 * _MB, 24 * _GB, 600 * _GB),
-    "l4": Gpu(Device("NVIDIA L4", 58, (8, 9)), 100 * _KB, 1536, 48 * _MB, 24 * _GB, 300 * _GB),
+    "a10": Gpu(GpuInfo("NVIDIA A10", 72, (8, 6)), 100 * _KB, 1536, 6 * _MB, 24 * _GB, 600 * _GB),
+    "l4": Gpu(GpuInfo("NVIDIA L4", 58, (8, 9)), 100 * _KB, 1536, 48 * _MB, 24 * _GB, 300 * _GB),
     "h200": Gpu(
-        Device("NVIDIA H200", 132, (9, 0)), 228 * _KB, 2048, 50 * _MB, 141 * _GB, 4800 * _GB
+        GpuInfo("NVIDIA H200", 132, (9, 0)), 228 * _KB, 2048, 50 * _MB, 141 * _GB, 4800 * _GB
     ),
     "b200": Gpu(
-        Device("NVIDIA B200", 148, (10, 0)), 228 * _KB, 2048, 126 * _MB, 180 * _GB, 8000 * _GB
+        GpuInfo("NVIDIA B200", 148, (10, 0)), 228 * _KB, 2048, 126 * _MB, 180 * _GB, 8000 * _GB
     ),
     "rtx-pro-6000": Gpu(
-        Device("NVIDIA RTX PRO 6000", 188, (12, 0)), 100 * _KB, 1536, 128 * _MB, 96 * _GB,
+        GpuInfo("NVIDIA RTX PRO 6000", 188, (12, 0)), 100 * _KB, 1536, 128 * _MB, 96 * _GB,
         1792 * _GB,
     ),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tuning
 
-H200 = tuning.Device("NVIDIA H200", 132)
+H200 = tuning.GpuInfo("NVIDIA H200", 132)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Case:
         return AttentionArgs(q, pools, tables, lens, lens, sinks, layer)
 
     def lower(
-        self, platform: str, sharding: Any = None, gpu: tuning.Device = H200
+        self, platform: str, sharding: Any = None, gpu: tuning.GpuInfo = H200
     ) -> jax.stages.Lowered:
         """Lower the op for ``"cuda"`` or ``"tpu"``, with the pools donated if it writes to them."""
         donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
@@ -177,7 +177,7 @@ def lower(
     function: Callable[..., Any],
     *shapes: Any,
     platform: str,
-    gpu: tuning.Device = H200,
+    gpu: tuning.GpuInfo = H200,
     **jit_options: Any,
 ) -> jax.stages.Lowered:
     """Lower a function for ``"cuda"`` or ``"tpu"``, on a machine that may have neither."""
@@ -186,7 +186,7 @@ def lower(
 
 
 @contextlib.contextmanager
-def lowering_for(platform: str, gpu: tuning.Device = H200) -> Iterator[None]:
+def lowering_for(platform: str, gpu: tuning.GpuInfo = H200) -> Iterator[None]:
     """Return a context for tracing and lowering for a device that may not exist here.
 
     Args:

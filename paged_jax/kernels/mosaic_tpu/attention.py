@@ -1,4 +1,4 @@
-"""Decode and prompt chunks on TPUs: unsupported calls, tiles of the arrays, the kernel call."""
+"""Calls of the attention kernel for TPUs: unsupported problems, tiles of the arrays, the launch."""
 
 import functools
 import importlib.util
@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_tpu.kernel import (
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
 
-# Entries of a block table that one call holds in scalar memory, of the 2**18 words that there are.
+# Entries of the block tables in one kernel call. Scalar memory has 2**18 words.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
 
 # Mosaic cannot compile the attention kernels for these TPUs: they have no gather over sublanes.
@@ -67,15 +67,15 @@ def refusal(problem: Problem) -> str | None:
     C, M, lanes = problem["C"], problem["M"], problem.lanes
     if lanes % LANES:
         return (
-            f"XLA would copy pools with a last axis of {lanes} at every call; create the cache "
-            f"with lanes padded to {round_up_to_lanes(lanes)}, a multiple of {LANES}"
+            f"XLA would copy pools with a last dimension of {lanes} at every call; create the "
+            f"cache with a last dimension of {round_up_to_lanes(lanes)}, a multiple of {LANES}"
         )
     if C < 8 or C & (C - 1):
         return f"block_size must be a power of two from 8, got {C}"
     if M > MAX_TABLE_ENTRIES:
         return (
             f"a row of the block table must fit scalar memory, {MAX_TABLE_ENTRIES} entries, got "
-            f"{M}; larger blocks make shorter tables"
+            f"{M}; use larger blocks"
         )
     for name, dtype, known in (
         ("queries", problem.q_dtype, _Q_DTYPES),
@@ -102,7 +102,7 @@ def _prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Call the kernel; several times if the block tables exceed scalar memory."""
     B, M = args.block_tables.shape
-    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # a row has its two lengths there too
+    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # each sequence has two lengths there too
     if B <= step:
         return _call_kernel(args, options, interpret)
     parts = []
@@ -157,7 +157,7 @@ def _call_kernel(
             ),
         ),
         compiler_params=pltpu.CompilerParams(
-            # A program's first tile is fetched by the program before: they run in order.
+            # In order, because each grid step fetches the first tile of the next one.
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES,
         ),
@@ -177,11 +177,11 @@ def _call_kernel(
 
 
 def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
-    """One program's part of an array ``[B, query tiles, *shape]``."""
+    """Return the block of an array ``[B, query tiles, *shape]`` that a grid step uses."""
 
-    def query_tile_index_map(program, *_):
-        b = div(program, num_query_tiles)
-        return (b, program - b * num_query_tiles, *(0 for _ in shape))
+    def query_tile_index_map(grid_step, *_):
+        b = div(grid_step, num_query_tiles)
+        return (b, grid_step - b * num_query_tiles, *(0 for _ in shape))
 
     return pl.BlockSpec((None, None, *shape), query_tile_index_map)
 
@@ -196,14 +196,14 @@ def _to_rows(q: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
 
 
 def _from_rows(x: jax.Array, T: int, tiling: AttentionTiling) -> jax.Array:
-    """Undo `_to_rows`, for outputs and for numbers without the last axis."""
+    """Undo `_to_rows`, for outputs and for arrays without the last dimension."""
     B, num_tiles, K, _, *D = x.shape
     x = jnp.moveaxis(x.reshape(B, num_tiles, K, tiling.queries, tiling.G, *D), 2, 3)
     return x.reshape(B, num_tiles * tiling.queries, K * tiling.G, *D)[:, :T]
 
 
 def _sink_rows(sinks: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
-    """The sink of each row's head, f32 ``[K, R, 1]``."""
+    """Return the sink of each row's head, f32 ``[K, R, 1]``."""
     shape = K, tiling.queries, tiling.G
     rows = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, 1, tiling.G), shape)
     return rows.reshape(K, tiling.rows, 1)
@@ -212,15 +212,15 @@ def _sink_rows(sinks: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
 def _gather_scales(
     block_tables: jax.Array, layer: int | jax.Array, tiling: AttentionTiling, scale: jax.Array
 ) -> jax.Array:
-    """The scales of each sequence, ``[B, K, M * C]``, the last axis padded to whole tiles.
+    """Gather the scales of each sequence, ``[B, K, M * C]``, padded to a multiple of a key tile.
 
-    Tokens are lanes in a tile of scores, and a copy must begin at a whole register of them. The
-    scales of a block are fewer, so they are brought together first.
+    Tokens are the lanes of a tile of scores, and a copy must start at a multiple of 128 lanes. A
+    block has fewer tokens, so XLA gathers the scales before the kernel.
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape
-    # The gather wants the scales of a block in one row, so XLA lays them out anew: those of one
-    # layer, if no other is in sight.
+    # XLA changes the layout, so that the scales of a block are one row. Slicing the layer first
+    # limits this copy to one layer.
     own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
     rows = jnp.clip(block_tables, 0, P - 1)
     gathered = own.at[rows].get(mode="promise_in_bounds")

@@ -1,16 +1,16 @@
-"""Products of rows with the weights of their groups on NVIDIA GPUs: Pallas through Triton.
+"""Grouped matrix multiplication on NVIDIA GPUs, for the experts of mixture-of-experts layers.
 
-Rows are sorted by group, and groups are divided into tiles of rows, the last of which may be short.
-A program multiplies one tile by some rows of the weight of its group::
+Rows of `x` are sorted by group, and each group is split into tiles of rows. The last tile of a
+group may be short. A program instance multiplies one tile by some outputs of its group's weight::
 
-    rows of x        a a a a a | b b | d d d d d d d . .      of groups a, b and d; two of none
-    tiles            0 0 0 0 1   2 2   3 3 3 3 4 4 4
-    programs         (tile, rows of w[group])                 of weights of group c none are read
+    rows of x            a a a a a | b b | d d d d d d d . .     groups a, b, d; two rows without
+    tiles                0 0 0 0 1   2 2   3 3 3 3 4 4 4         weights of c are not read
+    program instances    (tile, outputs)
 
-Like the parts of `schedule`, the tiles follow from the sizes of the groups in registers: no list of
-them lies in memory. There are as many programs as there can be tiles; those without one end at
-once. Programs that run beside each other have tiles that follow each other, and read the same rows
-of a weight if those are of one group, from the second-level cache.
+As in `split_kv`, each program instance computes its tile from the group sizes, in registers. No
+list of tiles is stored in memory. The grid has the maximum number of tiles; program instances
+without a tile end immediately. Consecutive program instances have consecutive tiles. If these are
+of one group, they read the same outputs of its weight, from the L2 cache.
 """
 
 import functools
@@ -25,19 +25,19 @@ from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import pallas, tiles, tuning
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
-# Offsets of numbers are counted in int32.
-_MAX_NUMBERS = 2**31 - 1
+# Offsets are int32.
+_MAX_ELEMENTS = 2**31 - 1
 
 
-class Tiling(NamedTuple):
-    """How one program multiplies.
+class GroupedTiling(NamedTuple):
+    """Launch parameters of the kernel.
 
     Attributes:
-      rows: rows of x.
-      outputs: rows of a weight.
-      inputs: numbers of each that a loop step reads.
-      num_warps: warps of 32 threads.
-      num_stages: loop steps whose loads are in flight at once.
+      rows: rows of `x` in a program instance.
+      outputs: outputs in a program instance.
+      inputs: inputs that a loop step reads.
+      num_warps: warps of 32 threads in a program instance.
+      num_stages: loop steps whose loads are in flight at the same time.
     """
 
     rows: int
@@ -48,36 +48,37 @@ class Tiling(NamedTuple):
 
 
 def refusal(x: Any, w: Any) -> str | None:
-    """Why the kernel cannot multiply arrays of such shapes and types, or None if it can."""
+    """Return why the kernel cannot multiply such arrays, or None if it can."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
     if w.dtype.name not in tiles.FLOATING:
         return f"its weights are {', '.join(tiles.FLOATING)}, not {w.dtype}"
-    if max(x.size, w.size) > _MAX_NUMBERS:
-        return f"it counts numbers in int32, and the weights have {w.size}"
+    if max(x.size, w.size) > _MAX_ELEMENTS:
+        return f"its offsets are int32, and the weights have {w.size} elements"
     return None
 
 
-def choose_tiling(num_rows: int, num_groups: int, num_outputs: int, dtype: Any) -> Tiling:
-    """The tiles for a call: a rule, not a measurement.
+def choose_tiling(num_rows: int, num_groups: int, num_outputs: int, dtype: Any) -> GroupedTiling:
+    """Choose the launch parameters, by rules that are not measured.
 
-    Few rows of a group are bound by the bytes of the weights: small tiles, so that there are
-    programs for all multiprocessors, and many loads in flight. Many are bound by arithmetic.
+    With few rows per group the kernel is memory-bound. It then needs small tiles, so that all SMs
+    have work, and many loads in flight. With many rows it is compute-bound.
 
     Args:
-      num_rows, num_groups: R and X.
-      num_outputs: rows of a weight.
-      dtype: type of the weights.
+      num_rows: rows of `x` (R).
+      num_groups: number of groups (X).
+      num_outputs: outputs of a weight.
+      dtype: dtype of the weights.
     """
-    inputs = 128 // jnp.dtype(dtype).itemsize  # a line of the cache
+    inputs = 128 // jnp.dtype(dtype).itemsize  # one cache line
     rows_of_group = num_rows / num_groups
     if rows_of_group < 32 or dtype == jnp.float32:
         programs = min(num_rows, num_groups) * num_outputs / 64
         outputs = 64 if programs >= 2 * tuning.device().num_cores else 32
-        return Tiling(16, outputs, inputs, num_warps=4, num_stages=4)
+        return GroupedTiling(16, outputs, inputs, num_warps=4, num_stages=4)
     if rows_of_group < 128:
-        return Tiling(64, 128, inputs, num_warps=4, num_stages=3)
-    return Tiling(128, 128, inputs, num_warps=8, num_stages=3)
+        return GroupedTiling(64, 128, inputs, num_warps=4, num_stages=3)
+    return GroupedTiling(128, 128, inputs, num_warps=8, num_stages=3)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
@@ -86,14 +87,14 @@ def grouped_linear(
     w: jax.Array,
     group_sizes: jax.Array,
     *,
-    tiling: Tiling | None = None,
+    tiling: GroupedTiling | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
-    """See `paged_jax.kernels.grouped_linear`."""
+    """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`."""
     (R, _), (X, N, _) = x.shape, w.shape
     if tiling is None:
         tiling = choose_tiling(R, X, N, w.dtype)
-    # Each group but R / rows of them has a short tile at most, and rows of no group are one more.
+    # At most one short tile per group that has rows, counting rows without a group as a group.
     num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
         functools.partial(_kernel, tiling=tiling),
@@ -108,7 +109,7 @@ def grouped_linear(
     return call(x.astype(w.dtype), w, group_sizes)
 
 
-def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Tiling) -> None:
+def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: GroupedTiling) -> None:
     (R, K), (_, N, _) = x_ref.shape, w_ref.shape
     X = sizes_ref.shape[0]
     groups = jnp.arange(pl.next_power_of_2(X + 1), dtype=jnp.int32)
@@ -141,16 +142,16 @@ def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Til
 def find_tile(
     sizes: jax.Array, tile: jax.Array, tile_rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """A tile of rows.
+    """Return the group and the rows of a tile.
 
     Args:
-      sizes: i32 ``[X]``, rows of each group.
-      tile: i32 ``[]``, its number.
-      tile_rows: rows of a tile.
+      sizes: i32 ``[X]``, number of rows of each group.
+      tile: i32 ``[]``, index of the tile.
+      tile_rows: rows in a tile.
 
     Returns:
-      Whether there is such a tile, its group, its rows i32 ``[tile_rows]``, and which of them are
-      the group's.
+      Whether the tile exists, its group, its rows i32 ``[tile_rows]``, and a bool mask
+      ``[tile_rows]`` of the rows that belong to the group.
 
     Example:
       >>> [bool(is_row.sum()) and rows[is_row].tolist() for _, _, rows, is_row in (

@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 
 
-class Device(NamedTuple):
+class GpuInfo(NamedTuple):
     """The GPU that kernels are shaped for.
 
     Attributes:
@@ -110,19 +110,19 @@ OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillPar
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 # Assumed where there is no GPU to ask, as when compiling ahead of time: H100 and H200 (SXM).
-DEFAULT = Device("", 132)
+DEFAULT = GpuInfo("", 132)
 
-_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("_assumed", default=None)
+_assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assumed", default=None)
 
 
 @contextlib.contextmanager
-def assume(device: Device) -> Iterator[None]:
+def assume(device: GpuInfo) -> Iterator[None]:
     """Shape kernels for a device that is not there, to compile for it ahead of time.
 
     It acts where a kernel is traced; `jax.jit` does not trace again what it has traced before.
 
     Example:
-      >>> with assume(Device("NVIDIA H200", 132)):
+      >>> with assume(GpuInfo("NVIDIA H200", 132)):
       ...     device().kind
       'NVIDIA H200'
     """
@@ -133,7 +133,7 @@ def assume(device: Device) -> Iterator[None]:
         _assumed.reset(token)
 
 
-def device() -> Device:
+def device() -> GpuInfo:
     """The device that kernels are shaped for, whatever the platform of this process.
 
     The first of these that exists: the device of `assume`; the abstract GPU of the current mesh
@@ -155,7 +155,7 @@ def device() -> Device:
     if kind == first.kind:
         return first._replace(num_cores=abstract.num_cores or first.num_cores)
     capability = capability_of(kind) or first.compute_capability
-    return Device(kind, abstract.num_cores or DEFAULT.num_cores, capability)
+    return GpuInfo(kind, abstract.num_cores or DEFAULT.num_cores, capability)
 
 
 # Compute capabilities by words in the name of a GPU; the first match counts. From NVIDIA's list
@@ -202,7 +202,7 @@ def is_assumed() -> bool:
 
 
 @functools.cache
-def _first_gpu() -> Device:
+def _first_gpu() -> GpuInfo:
     # Asking JAX starts every backend that it has, which is not for a kernel to do where no GPU
     # can come of it: on a host with TPUs, or before `jax.distributed.initialize`.
     platforms = jax.config.jax_platforms or "cuda"  # pyright: ignore[reportAttributeAccessIssue]
@@ -215,7 +215,7 @@ def _first_gpu() -> Device:
     except RuntimeError:  # the plugin is installed, but has no GPU or is not to be used
         return DEFAULT
     major, minor = gpu.compute_capability.split(".")
-    return Device(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
+    return GpuInfo(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
 
 
 def decode_params(
@@ -330,7 +330,7 @@ _MOST_LARGE_PROGRAMS = 2
 _SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
-def programs_per_core(shape: Shape, params: DecodeParams, device: Device) -> int:
+def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> int:
     """How many programs of the decode kernel run on a multiprocessor at the same time.
 
     Example:
@@ -349,7 +349,7 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: Device) -> int
     return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), most)
 
 
-def _shared_kilobytes(device: Device) -> int:
+def _shared_kilobytes(device: GpuInfo) -> int:
     return _SHARED_KILOBYTES.get(device.compute_capability, 228)
 
 
@@ -358,7 +358,7 @@ def _shared_kilobytes(device: Device) -> int:
 _LARGE_ARCHITECTURES = (9, 10)
 
 
-def _prefill_rule(shape: Shape, device: Device, is_ragged: bool) -> PrefillParams:
+def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
     if _is_exact(shape):
         # Converted numbers of a quantised pool need registers besides.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
