@@ -100,7 +100,10 @@ PAGES = {
             "paged_jax.engine.footprint", "footprint Footprint weight_bytes block_bytes state_bytes"
         )
         + _of("paged_jax.models.tensor_parallel", "shard_config widen_config")
-        + _of("paged_jax.engine.step_bound", "step_bound collectives StepBound Collectives Device"),
+        + _of(
+            "paged_jax.engine.memory_plan",
+            "step_bound collectives StepBound Collectives DeviceSpec",
+        ),
     ),
     "server": Page(
         "The server",

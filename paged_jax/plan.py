@@ -16,11 +16,18 @@ import jax
 
 from paged_jax.command_line import Parser, add_option_flags, given_options
 from paged_jax.engine.config import option_specs
-from paged_jax.engine.footprint import GroupFootprint, in_units
-from paged_jax.engine.memory_plan import MemoryPlan, make_plan
+from paged_jax.engine.footprint import GroupFootprint
+from paged_jax.engine.memory_plan import (
+    DEVICES,
+    DeviceSpec,
+    MemoryPlan,
+    collectives,
+    make_plan,
+    step_bound,
+)
 from paged_jax.engine.pool_size import device_memory
-from paged_jax.engine.step_bound import DEVICES, Device, collectives, step_bound
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
+from paged_jax.short_repr import format_bytes
 
 # Options of an engine that change how much memory it takes.
 _OPTIONS = [each for each in option_specs() if each.decides_memory]
@@ -119,7 +126,7 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _from_arguments(args: argparse.Namespace, device: Device | None) -> MemoryPlan:
+def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> MemoryPlan:
     if not 0 < args.memory_fraction <= 1:
         raise ValueError(
             f"--memory-fraction must be above 0 and at most 1, got {args.memory_fraction}."
@@ -141,7 +148,7 @@ def _from_arguments(args: argparse.Namespace, device: Device | None) -> MemoryPl
     )
 
 
-def _memory(device: Device | None) -> int:
+def _memory(device: DeviceSpec | None) -> int:
     """Bytes of the device, or of this machine's."""
     if device is not None:
         return device.memory
@@ -163,7 +170,9 @@ def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
     return wanted
 
 
-def as_dict(plan: MemoryPlan, lengths: list[int], device: Device | None = None) -> dict[str, Any]:
+def as_dict(
+    plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = None
+) -> dict[str, Any]:
     """The plan as a dict of names and bytes of each device, for machines."""
     footprint, sizes = plan.footprint, plan.sizes
     return {
@@ -206,7 +215,7 @@ def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _length_as_dict(plan: MemoryPlan, length: int, device: Device | None) -> dict[str, Any]:
+def _length_as_dict(plan: MemoryPlan, length: int, device: DeviceSpec | None) -> dict[str, Any]:
     counts = {
         "length": length,
         "num_paged": plan.num_paged(length),
@@ -223,9 +232,9 @@ def _length_as_dict(plan: MemoryPlan, length: int, device: Device | None) -> dic
     return counts | {"num_running": batch, "step_seconds": bound.seconds, **bound._asdict()}
 
 
-def as_text(plan: MemoryPlan, lengths: list[int], device: Device | None = None) -> str:
+def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = None) -> str:
     """The plan as lines of text, for people."""
-    lines = [f"{name:<8}{in_units(size):>12}  {note}" for name, size, note in _rows(plan)]
+    lines = [f"{name:<8}{format_bytes(size):>12}  {note}" for name, size, note in _rows(plan)]
     lines += ["", *_table(plan, lengths, device)]
     sizes = plan.sizes
     at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
@@ -278,7 +287,7 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         if plan.has_windows:
             note += f", in {_layers(plan, group)}"
         rows.append(("blocks", size * (group.block + group.overhead), note))
-    rows.append(("a block", footprint.block, f"{in_units(plan.token_bytes)} a token"))
+    rows.append(("a block", footprint.block, f"{format_bytes(plan.token_bytes)} a token"))
     if plan.has_windows:
         length = plan.sizes.max_model_len
         taken = plan.sequence_bytes(length)
@@ -296,7 +305,7 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
     return f"{layers} with a window of {group.window:,}, at most {group.most_in_slot} a sequence"
 
 
-def _table(plan: MemoryPlan, lengths: list[int], device: Device | None) -> Iterator[str]:
+def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:
     """Lines about the sequences of each length."""
     titles = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
     yield titles if device is None else f"{titles}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"

@@ -26,8 +26,8 @@ from paged_jax.command_line import (
     join_processes,
 )
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.footprint import in_units
 from paged_jax.monitoring import check_profile_folder
+from paged_jax.short_repr import format_bytes
 
 try:
     from paged_jax.server import Limits, Service, Settings
@@ -154,7 +154,7 @@ def _summary(engine: Engine, name: str, seconds: float) -> str:
     [device, *others] = sorted(pool.devices(), key=lambda device: device.id)
     kind = f"{1 + len(others)} x {device.device_kind}" if others else device.device_kind
     weights, blocks = (
-        in_units(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)))
+        format_bytes(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)))
         for arrays in (engine.layout, cache.group_pools)
     )
     return (

@@ -47,6 +47,19 @@ def cut(text: str) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 5]} ...)"
 
 
+def format_bytes(num_bytes: int) -> str:
+    """Return a number of bytes with a binary unit.
+
+    Example:
+      >>> format_bytes(131072), format_bytes(16060522496), format_bytes(7)
+      ('128.00 KiB', '14.96 GiB', '7 B')
+    """
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**exponent:
+            return f"{num_bytes / 1024**exponent:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
 def integers(array: Any, ndim: int) -> np.ndarray | None:
     """Return the values of an integer array with `ndim` dimensions; None if they cannot be read.
 

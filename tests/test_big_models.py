@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from paged_jax.engine.memory_plan import MemoryPlan, make_plan
-from paged_jax.engine.step_bound import DEVICES, collectives, step_bound
+from paged_jax.engine.memory_plan import DEVICES, MemoryPlan, collectives, make_plan, step_bound
 from paged_jax.models.config import LlamaConfig
 from paged_jax.plan import main
 from tests.support import ROOT

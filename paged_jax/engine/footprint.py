@@ -63,6 +63,7 @@ from paged_jax.models.tensor_parallel import DeviceShard
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
+from paged_jax.short_repr import format_bytes
 
 # What the tiles of attention take, see above.
 _TILE_BYTES = 4 << 20
@@ -198,11 +199,12 @@ class Footprint(NamedTuple):
         """
         if self.num_blocks(memory):
             return
+        block = format_bytes(self.pool_bytes(1, with_overhead=True))
         raise ValueError(
-            f"{field} must leave room for {in_units(self.weights)} of weights, "
-            f"{in_units(self.state)} of state, {in_units(self.step)} for a step and a block of "
-            f"{in_units(self.pool_bytes(1, with_overhead=True))}, got {in_units(memory)}. Use more "
-            "memory, a smaller dtype, or fewer slots."
+            f"{field} must leave room for {format_bytes(self.weights)} of weights, "
+            f"{format_bytes(self.state)} of state, {format_bytes(self.step)} for a step and a "
+            f"block of {block}, got {format_bytes(memory)}. Use more memory, a smaller dtype, or "
+            "fewer slots."
         )
 
 
@@ -376,16 +378,3 @@ def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> in
 def _expert_bytes(config: LlamaConfig) -> int:
     """Bytes of the weights of one expert's gate and up projection, twice and in float32."""
     return 2 * 4 * 2 * config.moe_intermediate_size * config.hidden_size
-
-
-def in_units(num_bytes: int) -> str:
-    """Bytes with a unit, for people.
-
-    Example:
-      >>> in_units(131072), in_units(16060522496), in_units(7)
-      ('128.00 KiB', '14.96 GiB', '7 B')
-    """
-    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**exponent:
-            return f"{num_bytes / 1024**exponent:.2f} {unit}"
-    return f"{num_bytes} B"

@@ -1,11 +1,31 @@
-"""Plans the memory of an engine before anything is loaded: how many blocks and sequences fit.
+"""Plans an engine before anything is loaded: what fits in memory, and how fast a step can be.
 
-The arithmetic is that of `paged_jax.engine.footprint`, by which an engine with ``memory_fraction``
-chooses the size of its pool.
+Memory is computed as for an engine with ``memory_fraction``, see `paged_jax.engine.footprint`. The
+least time of a decode step follows from sizes and published figures of a device::
+
+    seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
+
+    bytes        read by a device: its weights (of the embedding only the rows of the batch), and
+                 K and V of all tokens that the sequences attend to
+    operations   2 per weight and sequence
+    sent         by a device: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of those of
+                 an all-gather. This is optimal for devices that only send to each other (Patarasuk
+                 and Yuan, J. Parallel Distrib. Comput. 69, 2009). Switches that add, such as NVLink
+                 SHARP, halve an all-reduce.
+
+A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
+and an all-gather of the logits ``[B, V]``. Layers that run attention and MLP in parallel have one,
+and norms over all heads add one of two numbers per token. The latency of a collective is
+microseconds; it is not published and not counted.
+
+With X experts, of which each token uses k, B tokens read X (1 - (1 - k / X)^B) experts if the
+router chooses uniformly. That is an expected value, not a bound.
+
+Letters are those of `paged_jax.dims`; E is the hidden size, N the number of devices.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_jax.arguments import refuse_unknown
 from paged_jax.cache.sequence_blocks import num_blocks_needed
@@ -21,6 +41,7 @@ from paged_jax.engine.footprint import (
     footprint,
     num_parameters,
     weight_bytes,
+    weight_layout,
 )
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
@@ -28,22 +49,25 @@ from paged_jax.models.matrices import float_type
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 
+# Bytes of a float32, the dtype of the residual stream and of logits.
+_FLOAT_BYTES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What an engine takes of each of its devices, and what fits beside it.
+    """Memory that an engine takes on each device, and the number of sequences that fit.
 
     Attributes:
-      config: the configuration of the model.
-      num_devices: N, devices that compute the model together.
-      shard: the configuration of what one of them computes.
-      dtype: the type of the weights.
-      kv_dtype: the type of K and V.
-      platform: the platform that the engine runs on: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      config: configuration of the model.
+      num_devices: N, number of devices that compute the model together.
+      shard: configuration of one device's part of the model.
+      dtype: dtype of the weights.
+      kv_dtype: dtype of K and V.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       sizes: sizes of the engine's programs.
-      num_blocks: blocks that fit, of the first group of layers.
-      memory: bytes that the engine may take of each device.
-      footprint: bytes that it takes of each device.
+      num_blocks: number of blocks of the first group of layers that fit.
+      memory: bytes that the engine may take on each device.
+      footprint: bytes that the engine takes on each device.
     """
 
     config: LlamaConfig
@@ -59,7 +83,7 @@ class MemoryPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model; tied ones count once."""
+        """Number of parameters of the whole model; tied parameters count once."""
         return num_parameters(self.config)
 
     @property
@@ -69,31 +93,31 @@ class MemoryPlan:
 
     @property
     def num_contiguous(self) -> int:
-        """Sequences that the same bytes would hold if each got `max_model_len` tokens at once."""
+        """Number of sequences that fit if each reserves `max_model_len` tokens."""
         footprint, sizes = self.footprint, self.sizes
         return (self.memory - footprint.fixed) // (sizes.max_model_len * self.token_bytes)
 
     @property
     def num_engine_blocks(self) -> int:
-        """Blocks of an engine's pool: no more than all of its slots at full length can use."""
+        """Number of blocks in an engine's pool: at most what all slots at full length use."""
         return min(self.num_blocks, self.footprint.most_blocks)
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers keep no more than a window."""
+        """Whether some layers have a sliding window."""
         return any(group.window is not None for group in self.footprint.groups)
 
     def sequence_bytes(self, length: int) -> int:
-        """Bytes of K and V of a sequence of so many tokens, on each device, when it holds most."""
+        """Return the peak bytes of K and V of a sequence of `length` tokens, on each device."""
         footprint, block_size = self.footprint, self.sizes.block_size
         return sum(g.block * g.num_held(length, block_size) for g in footprint.groups)
 
     def uniform_bytes(self, length: int) -> int:
-        """What `sequence_bytes` would be if all layers kept all tokens."""
+        """Return `sequence_bytes` of the same model without sliding windows."""
         return self.footprint.block * num_blocks_needed(length, self.sizes.block_size)
 
     def read_bytes(self, length: int) -> int:
-        """Bytes of K and V that a token of a sequence attends to, with so many tokens in it."""
+        """Return the bytes of K and V that the last of `length` tokens attends to."""
         windows = [length if g.window is None else g.window for g in self.footprint.groups]
         sizes = zip(self.footprint.groups, windows, strict=True)
         total = sum(group.block * min(length, window) for group, window in sizes)
@@ -101,13 +125,13 @@ class MemoryPlan:
 
     @property
     def num_copies(self) -> int:
-        """Devices that have the same KV heads: more than one where there are too few heads."""
+        """Number of devices that hold the same KV heads: above 1 if there are fewer heads."""
         return self.num_devices * self.shard.num_key_value_heads // self.config.num_key_value_heads
 
     def num_paged(self, length: int) -> int:
-        """Sequences of so many tokens for whose blocks there is memory while none shares a block.
+        """Return the number of sequences of `length` tokens that fit if none share blocks.
 
-        If there are as many slots: pools of layers with a window are no larger than slots can use.
+        It assumes as many slots, because pools of layers with a window grow with the slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
         taken = sum(
@@ -117,7 +141,7 @@ class MemoryPlan:
         return (self.memory - footprint.fixed) // taken
 
     def num_running(self, length: int) -> int:
-        """Sequences of so many tokens that an engine runs at once."""
+        """Return the number of sequences of `length` tokens that the engine runs at once."""
         footprint, block_size = self.footprint, self.sizes.block_size
         pools = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
         held = (size // group.num_held(length, block_size) for group, size in pools)
@@ -130,17 +154,17 @@ def make_plan(
     platform: str,
     **options: Any,
 ) -> MemoryPlan:
-    """Compute what fits in so many bytes.
+    """Compute how many blocks and sequences fit in the memory of each device.
 
     Args:
       config: the configuration of the model.
-      memory_bytes: bytes that the engine may take in all, of each device.
+      memory_bytes: bytes that the engine may take in all on each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       **options: fields of `EngineConfig` that decide how much memory an engine takes.
 
     Raises:
-      ValueError: an argument is out of bounds, the model cannot be divided so, or not even one
-        block fits.
+      ValueError: an argument is out of bounds, the model cannot be divided over the devices, or not
+        even one block fits.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -183,3 +207,134 @@ def make_plan(
         memory=memory_bytes,
         footprint=taken,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSpec:
+    """Published figures of an accelerator.
+
+    Attributes:
+      platform: ``"gpu"`` or ``"tpu"``.
+      memory: bytes, where a GB is 10^9; slightly less than the device has.
+      memory_rate: bytes per second that it reads from its memory.
+      link_rate: bytes per second that it sends to others of its kind, over all links.
+      operation_rate: operations per second in bfloat16, without sparsity.
+    """
+
+    platform: str
+    memory: int
+    memory_rate: float
+    link_rate: float
+    operation_rate: float
+
+
+# NVIDIA's data sheets of H100 (SXM) and H200: NVLink has 900 GB/s, half of it in each direction;
+# operation rates are the published rates with sparsity, halved. Google's Cloud TPU pages "TPU v5e"
+# and "TPU v6e": interconnect "bidirectional (per chip)" of 400 and 800 GB/s, half each way.
+DEVICES = {
+    "h100": DeviceSpec("gpu", 80 * 10**9, 3.35e12, 450e9, 989e12),
+    "h200": DeviceSpec("gpu", 141 * 10**9, 4.8e12, 450e9, 989e12),
+    "v5e": DeviceSpec("tpu", 16 * 10**9, 819e9, 200e9, 197e12),
+    "v6e": DeviceSpec("tpu", 32 * 10**9, 1638e9, 400e9, 918e12),
+}
+
+
+class Collectives(NamedTuple):
+    """Communication between devices in a decode step.
+
+    Attributes:
+      num_all_reduces: number of all-reduces.
+      num_all_gathers: number of all-gathers.
+      sent: bytes that each device sends.
+    """
+
+    num_all_reduces: int
+    num_all_gathers: int
+    sent: int
+
+
+class StepBound(NamedTuple):
+    """Lower bounds in seconds for the parts of a decode step.
+
+    Attributes:
+      reading: for reading weights, K and V from memory.
+      computing: for matrix multiplications.
+      sending: for communication.
+    """
+
+    reading: float
+    computing: float
+    sending: float
+
+    @property
+    def seconds(self) -> float:
+        """Lower bound for the whole step: reading overlaps computing, communication does not."""
+        return max(self.reading, self.computing) + self.sending
+
+
+def collectives(plan: MemoryPlan, batch: int) -> Collectives:
+    """Return the communication of a decode step of `batch` sequences.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
+      >>> collectives(make_plan(config, 1 << 28, "cpu", tensor_parallel_size=2), 1)
+      Collectives(num_all_reduces=11, num_all_gathers=1, sent=3840)
+    """
+    num_devices = plan.num_devices
+    if num_devices == 1:
+        return Collectives(0, 0, 0)
+    layer_sums = _layer_sums(plan.config)
+    num_all_reduces = plan.config.num_hidden_layers * len(layer_sums) + 1
+    sums = plan.config.num_hidden_layers * sum(layer_sums) + plan.config.hidden_size
+    logits = num_devices * plan.shard.vocab_size
+    sent = _FLOAT_BYTES * batch * (2 * sums + logits) * (num_devices - 1) // num_devices
+    return Collectives(num_all_reduces, 1, sent)
+
+
+def _layer_sums(config: LlamaConfig) -> list[int]:
+    """Return the size per token of each all-reduce of a layer."""
+    num_outputs = 1 if config.norm_placement == "parallel" else 2
+    has_norms = config.qk_norm and config.qk_norm_scope == "projection"
+    return [config.hidden_size] * num_outputs + [2] * has_norms
+
+
+def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) -> StepBound:
+    """Return lower bounds for the time of a decode step.
+
+    Args:
+      plan: the memory plan of the model.
+      device: figures of each device.
+      batch: B, number of sequences.
+      length: number of tokens in each sequence.
+    """
+    layout = weight_layout(plan.shard, plan.dtype, plan.num_devices)
+    if not plan.config.tie_word_embeddings:
+        del layout["embed_tokens"]
+    per_token, per_batch = _expert_fractions(plan.config, batch)
+    num_bytes, num_weights = 0.0, 0.0
+    for name, x in layout.items():
+        is_expert = name.rpartition(".")[2].startswith("experts_")
+        num_bytes += x.size * x.dtype.itemsize * (per_batch if is_expert else 1)
+        num_weights += x.size * (per_token if is_expert else 1)
+    return StepBound(
+        reading=(num_bytes + batch * plan.read_bytes(length)) / device.memory_rate,
+        computing=2 * batch * num_weights / device.operation_rate,
+        sending=collectives(plan, batch).sent / device.link_rate,
+    )
+
+
+def _expert_fractions(config: LlamaConfig, batch: int) -> tuple[float, float]:
+    """Return the fractions of all experts that a token uses and that a batch reads.
+
+    Example:
+      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
+      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
+      ...                      num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64)
+      >>> [f"{part:.3f}" for part in _expert_fractions(config, 8)]
+      ['0.125', '0.656']
+    """
+    if not config.num_experts:
+        return 1.0, 1.0
+    per_token = config.num_experts_per_tok / config.num_experts
+    return per_token, 1 - (1 - per_token) ** batch

@@ -29,8 +29,7 @@ aot_environment.set_for_tpus()
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
-from paged_jax.engine.memory_plan import MemoryPlan, make_plan  # noqa: E402
-from paged_jax.engine.step_bound import DEVICES, collectives  # noqa: E402
+from paged_jax.engine.memory_plan import DEVICES, MemoryPlan, collectives, make_plan  # noqa: E402  # noqa: E402
 from tests.support.aot_cases import count_collectives  # noqa: E402
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402

@@ -2,8 +2,7 @@
 
 import pytest
 
-from paged_jax.engine.memory_plan import make_plan
-from paged_jax.engine.step_bound import DEVICES, collectives, step_bound
+from paged_jax.engine.memory_plan import DEVICES, collectives, make_plan, step_bound
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, QWEN_3_1B7
 
 
