@@ -1,4 +1,4 @@
-"""The page on big models has what the planner says."""
+"""Tests that the page on big models agrees with the planner."""
 
 import json
 import re
@@ -17,7 +17,7 @@ MODELS = {"8B": LLAMA_3_8B, "70B": LLAMA_3_70B, "405B": LLAMA_3_405B}
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without the names of its columns."""
+    """Return the cells of the table below a heading, without the column names."""
     section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
@@ -38,7 +38,7 @@ def plan_of(config: LlamaConfig, devices: str, **changes: int) -> MemoryPlan:
 
 
 def row(model: str, devices: str) -> list[str]:
-    """What the page is to say of a model on some devices."""
+    """Return the expected row for a model on some devices."""
     plan, length = plan_of(MODELS[model], devices), 2048
     batch = plan.num_running(length)
     num_all_reduces, _, sent = collectives(plan, batch)
@@ -73,7 +73,7 @@ def test_what_is_compiled_is_what_is_planned() -> None:
         plan = plan_of(MODELS[model], devices)
         held = plan.num_engine_blocks * plan.footprint.block
         assert pool == f"{held / 1e9:.2f} GB"
-        # Beside weights and pool: the state, and the blocks' records.
+        # Besides weights and pool: the state, and the records of blocks.
         rest = float(arguments.split()[0]) - (plan.footprint.weights + held) / 1e9
         assert 0 < rest < 0.12
 
@@ -88,7 +88,7 @@ def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
         assert weights == f"{plan.footprint.weights / 1e9:.2f} GB"
         arguments, pools, aliased, temporaries = (float(size.split()[0]) for size in sizes)
         assert f"{pools:.2f}" == f"{held / 1e9:.2f}"
-        # Beside weights and pools: the state, and the blocks' records.
+        # Besides weights and pools: the state, and the records of blocks.
         assert 0 < arguments - (plan.footprint.weights + held) / 1e9 < 0.12
         assert 0 < aliased - held / 1e9 < 0.12
         assert 1e6 * temporaries < plan.footprint.step

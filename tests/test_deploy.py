@@ -1,4 +1,4 @@
-"""What the page on deployment and its files tell a platform to do is what the server knows."""
+"""Tests that the page on deployment and its files match the options and routes of the server."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from tests.support.tiny_model import SIZES
 
 PAGE = ROOT / "docs" / "deploy.md"
 FILES = [PAGE, ROOT / "examples" / "kubernetes.yaml", ROOT / "Dockerfile"]
-# Of docker, apt-get, pip and kubectl.
+# Options of docker, apt-get, pip and kubectl.
 OTHERS = {
     "--tag", "--build-arg", "--publish", "--env", "--volume", "--gpus", "--yes", "--uid",
     "--no-install-recommends", "--no-cache-dir", "--create-home", "--directory", "--owner",

@@ -1,4 +1,4 @@
-"""The documentation holds: samples print what it says, links lead to files, what is made is new."""
+"""Tests of the documentation: output of samples, links, generated pages."""
 
 import contextlib
 import importlib.util
@@ -24,7 +24,7 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def script(name: str) -> ModuleType:
-    """A script of the documentation, as a module."""
+    """Return a script of the documentation as a module."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -36,7 +36,7 @@ def samples(page: Path) -> list[str]:
     return _SAMPLE.findall(page.read_text())
 
 
-# Pages whose samples compile a model or an engine.
+# Pages with samples that compile a model or an engine.
 _SLOW = ("embedding", "generate", "paged-attention", "training")
 
 

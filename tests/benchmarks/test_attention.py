@@ -1,4 +1,4 @@
-"""The attention benchmark: what it counts, that it compares the same thing, and what it says."""
+"""Tests of the attention benchmark: its counts, its comparisons, and its report."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ RATES = Rates(memory=1000.0, matmul=1.0)
 
 @pytest.fixture
 def tiny(monkeypatch) -> str:
-    """The name of a model that is quick to compute, with numbers that compile nothing."""
+    """Return the name of a small model, with random values that compile nothing."""
     monkeypatch.setattr(attention_cases, "_ROTATED_BYTES", 1)
     monkeypatch.setattr(attention_cases, "_random", random_numbers)
     monkeypatch.setitem(attention_cases.MODELS, "tiny", Heads(4, 2, 16))
@@ -36,7 +36,7 @@ def tiny(monkeypatch) -> str:
 
 
 def random_numbers(key: jax.Array, shape, dtype: str, scale: float = 1.0) -> jax.Array:
-    """As the benchmark's own, by numpy."""
+    """Return random values like the benchmark's, from NumPy."""
     if jnp.dtype(dtype) in QUANTISED:
         scale = QUANTISED[jnp.dtype(dtype)]
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
@@ -131,7 +131,7 @@ def test_peers_that_need_too_much_memory_are_left_out(tiny) -> None:
 
 @pytest.mark.slow
 def test_divisions_compute_the_same(tiny, monkeypatch) -> None:
-    """Our GPU kernel, interpreted, with one program for each sequence and with parts."""
+    """The interpreted GPU kernel, with one program instance per sequence and with parts."""
     monkeypatch.setattr(triton, "decode", functools.partial(triton.decode, interpret=True))
     case = Case(tiny, 2, 2048, 16, "float32", is_skewed=True)
     inputs = make_inputs(case)
@@ -144,7 +144,7 @@ def test_divisions_compute_the_same(tiny, monkeypatch) -> None:
 def test_divisions_are_of_decode(tiny) -> None:
     case = Case(tiny, 2, 24, 8, "float32", chunk=24)
     peers, left_out = attention_peers.make_peers(case, make_inputs(case), 0, divisions.DIVISIONS)
-    assert peers == {} and left_out == {}  # it is no GPU that they are made for here
+    assert peers == {} and left_out == {}  # the parts are not computed for a real GPU here
     for peer in divisions.DIVISIONS.values():
         with pytest.raises(attention_peers.PeerUnavailable, match="not divided"):
             peer.make(case, make_inputs(case))
@@ -153,7 +153,7 @@ def test_divisions_are_of_decode(tiny) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["bfloat16", "int8"])
 def test_jax_kernel_computes_the_same(tiny, pool_dtype) -> None:
-    """JAX's own GPU kernel, interpreted, on the layout that it wants."""
+    """JAX's interpreted GPU kernel, with its own layout."""
     theirs = attention_peers.jax_kernel()
     case = Case(tiny, 2, 64, 16, pool_dtype, is_ragged=True)
     inputs = make_inputs(case)
@@ -170,7 +170,7 @@ def test_jax_kernel_computes_the_same(tiny, pool_dtype) -> None:
 
 
 class Torch:
-    """What a call of PyTorch needs of it, to be recorded; notes how."""
+    """The interface of PyTorch that recording a call needs; records its use."""
 
     def __init__(self) -> None:
         self.cuda, self.modes, self.num_replays = self, [], 0
@@ -343,7 +343,7 @@ def test_run_goes_on_after_a_failure(tiny, monkeypatch) -> None:
 
 
 def record(us: float, jax_us: float | None = None, **case) -> dict:
-    """What `measure` would record at the rates of RATES."""
+    """Return the record that `measure` would make with the rates RATES."""
     made = Case(**({"model": "Llama-3 8B", "batch": 16, "context": 8192} | case))
     seconds = {"paged_jax": us / 1e6} | ({"jax pallas": jax_us / 1e6} if jax_us else {})
     return {
@@ -399,7 +399,7 @@ def test_each_goal_asks_its_own_cases(goal, good, bad) -> None:
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_the_first_cases_answer_every_goal(is_full) -> None:
-    """However little time there is for others."""
+    """The first cases cover every goal, in case there is no time for others."""
     first = attention_cases.goal_cases()
     assert attention_cases.gpu_cases(is_full)[: len(first)] == first
     records = [record(9, 0 if case.chunk else 27, **dataclasses.asdict(case)) for case in first]

@@ -1,4 +1,4 @@
-"""Where figures come from: also on a machine without git."""
+"""Tests of the recorded environment, also on a machine without git."""
 
 import re
 import shutil

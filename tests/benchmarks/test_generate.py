@@ -1,4 +1,4 @@
-"""The steps that `benchmarks.generate` compares: both make the same tokens."""
+"""Tests that both decode steps of `benchmarks.generate` make the same tokens."""
 
 from benchmarks.generate.run import PROMPT_LEN, DecodeStep
 from paged_jax import Llama

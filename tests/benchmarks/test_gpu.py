@@ -1,4 +1,4 @@
-"""Half an hour on a lent GPU: its commands are understood, stages end in time, results are kept."""
+"""Tests of the GPU stages: valid commands, time limits, and kept results."""
 
 import importlib
 import importlib.util
@@ -55,7 +55,7 @@ def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path, mo
             assert (ROOT / file).is_file()
         elif module in PARSERS:
             options = PARSERS[module]().parse_args(arguments)
-            # The last case or shape that is begun has time to end.
+            # The last case or shape to start must have time to end.
             assert is_quick or getattr(options, "budget", 0) <= stage.seconds - 60
         else:
             assert importlib.import_module(module).main
@@ -76,7 +76,7 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
     assert {*files.values(), "test_attention", "test_grouped"} <= run_there
     for command in commands:
         [file] = [argument for argument in command.arguments if argument.startswith("tests/")]
-        # Compiled where there is a GPU, by itself or as the suite of backends that it takes over.
+        # Compiled on a GPU, directly or through the contract suite of all backends.
         text = (ROOT / file).read_text()
         assert 'default_backend() != "gpu"' in text or "BACKENDS" in text, file
 
@@ -89,7 +89,7 @@ def test_stages_are_half_an_hour_together(tmp_path) -> None:
         if "--budget" in command.arguments
     }
     assert len(budgets) == 5
-    # The tests, the text, and a last case that begins when the time is nearly over.
+    # The tests, the text, and a last case that starts when the time is nearly over.
     assert sum(budgets.values()) <= 30 * 60 - 8 * 60
 
 
@@ -102,7 +102,7 @@ def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
 
 
 def stage_of(*programs: str, **options) -> Stage:
-    """A stage that runs programs given as text."""
+    """Return a stage that runs programs given as text."""
     commands = [Command(("-c", text), str(i)) for i, text in enumerate(programs)]
     return Stage("a test", lambda out, is_quick: commands, **options)
 
@@ -120,14 +120,14 @@ def test_stages_are_shown_kept_and_counted(tmp_path, monkeypatch, capfd) -> None
         "goals": {"0": 0, "1": 1},
         "step": {"0": 0},
     }
-    # Each stage has one log, in which lines are marked with their process.
+    # Each stage has a log, and lines in it start with the name of their process.
     goals = (tmp_path / "goals.log").read_text().splitlines()
     assert sorted(goals) == ["[0] one set", "[1] two fails"]
     assert (tmp_path / "step.log").read_text() == "three\n"
 
 
 def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
-    """Rented machines return few files. The test stage has 8 processes but one log."""
+    """Rented machines may return few files. The test stage has 8 processes but one log."""
     report = '<testsuites><testsuite tests="1" failures="0" errors="0" skipped="0" time="1"/>'
     write = "import sys; open(sys.argv[-1], 'w').write(sys.argv[-2]); print('done')"
     commands = [
@@ -153,7 +153,7 @@ def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(stages.shutil, "which", lambda program: f"/cuda/{program}")
     [command] = STAGES["memcheck"].commands(tmp_path, False)
     assert command.wrapper[:3] == ("/cuda/compute-sanitizer", "--tool", "memcheck")
-    # The wrapper starts Python, and its status is that of the stage.
+    # The wrapper starts Python, and its status becomes the status of the stage.
     wrapped = Command(("-c", "print('checked')"), "memcheck", ("env", "A=b"))
     monkeypatch.setitem(STAGES, "memcheck", Stage("a test", lambda out, is_quick: [wrapped]))
     assert run.main(["--stage", "memcheck", "--quick", "--out", str(tmp_path)]) == 0
@@ -204,7 +204,7 @@ def test_later_stages_run_with_what_was_tuned(tmp_path) -> None:
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
 def test_without_a_gpu_nothing_else_runs(tmp_path, capfd) -> None:
-    """JAX falls back to the CPU, whose figures would be kept as those of a GPU."""
+    """JAX would fall back to the CPU, and its figures would be stored as figures of a GPU."""
     assert run.main(["--out", str(tmp_path), "--stage", "goals"]) == 1
     assert list(json.loads((tmp_path / run.SUMMARY).read_text())) == ["device"]
     assert "JAX has no GPU here" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""The benchmark of the host runs the engine's own parts, over a device that computes nothing."""
+"""Tests of the host benchmark, which runs the engine with a device that computes nothing."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_requests_get_the_text_that_the_device_draws() -> None:
 
 def test_a_slow_device_has_less_time_to_wait() -> None:
     row = host.measure(2, 4, 3, step_ms=[0.01, 50.0])
-    assert row["num_steps"] == 2  # of four that are queued at once
+    assert row["num_steps"] == 2  # of four dispatched steps
     assert row["token_step_us"] == pytest.approx(row["dispatch_us"] / 2)
     assert 0 <= row["idle"]["50 ms"] < row["idle"]["0.01 ms"] <= 1
     assert all(np.array(list(row["parts_us"].values())) > 0)

@@ -1,4 +1,4 @@
-"""The loss through a cache is that of the model, and close to it through a narrow one."""
+"""Tests of the loss through a cache: equal to the model's, and close for quantised caches."""
 
 import jax
 import jax.numpy as jnp

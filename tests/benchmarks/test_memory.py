@@ -1,4 +1,4 @@
-"""The memory benchmark: that formulas, allocator and beam search agree, and what it says."""
+"""Tests of the memory benchmark: formulas, allocator and beam search agree; its report."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ def model() -> Llama:
 
 @pytest.fixture
 def short(monkeypatch) -> None:
-    """Sequences of 32 tokens at most, in blocks of 4."""
+    """Return requests of at most 32 tokens, in blocks of 4."""
     monkeypatch.setattr(memory_allocator, "MAX_LENGTH", 32)
     monkeypatch.setattr(memory_allocator, "MEAN_LENGTH", 10)
     monkeypatch.setattr(memory_allocator, "BLOCK_SIZE", 4)
@@ -85,14 +85,14 @@ def test_shared_prompt_takes_the_blocks_of_one() -> None:
         "blocks_shared": 13,
         "blocks_one_diverged": 14,
         "copies_one_diverged": 1,
-        # 12 full blocks, and one each.
+        # 12 full blocks, and one more for each request.
         "blocks_all_diverged": 22,
     }
 
 
 def test_concurrency_ends_when_blocks_run_out(short) -> None:
     [record] = memory_allocator.measure_concurrency(2, (9,))
-    # 16 blocks, of which each sequence needs 3.
+    # 16 blocks; each sequence needs 3.
     assert (record["contiguous"], record["paged"], record["ratio"]) == (2, 5, 2.5)
 
 
@@ -111,13 +111,13 @@ def test_samples_save_the_full_blocks_of_prompts() -> None:
 
 def test_recount_follows_who_continues_whom() -> None:
     # Two beams, blocks of 2, a prompt of 2. The second block is full after two steps, and both
-    # beams then go on from the first one.
+    # beams then continue the first beam.
     requests = Requests(np.array([2]), np.array([4]))
     parents = np.array([[[0, 1]], [[0, 0]], [[0, 1]]])
     usage = memory_sharing.recount(requests, parents, block_size=2)
     assert usage.unshared.tolist() == [4, 4, 6]
     assert usage.shared.tolist() == [1 + 2, 1 + 2, 2 + 2]
-    # If they go on from it a step sooner, each of them copies the half of the block.
+    # If they continue it a step sooner, each of them copies the half-full block.
     sooner = memory_sharing.recount(requests, parents[[1, 0, 0]], block_size=2)
     assert sooner.shared.tolist() == [1 + 2, 1 + 2, 3 + 2]
 
@@ -127,7 +127,7 @@ PROMPTS = jnp.array([[3, 9, 4, 12, 7], [8, 5, 0, 0, 0]])
 
 
 def search(model: Llama, requests: Requests) -> memory_sharing.Beams:
-    """Three beams of each of PROMPTS; room for 12 tokens in each."""
+    """Search with three beams for each of PROMPTS, with room for 12 tokens each."""
     num_prompt, num_output = (jnp.asarray(lengths, jnp.int32) for lengths in requests)
     sizes = {"width": 3, "block_size": 4, "num_blocks": 18, "max_length": 12, "num_steps": 9}
     return memory_sharing.search_beams(model, PROMPTS, num_prompt, num_output, **sizes)
@@ -149,7 +149,7 @@ def test_search_finds_the_beams_of_the_plain_forward(model) -> None:
 
 
 def plain_search(model, forward, prompt: list[int], num_output: int, width: int) -> list[float]:
-    """Scores of the best beams, without a cache: every step scores whole sequences."""
+    """Return the scores of the best beams without a cache: every step scores whole sequences."""
     beams = [(0.0, prompt)]
     for length in range(len(prompt), len(prompt) + num_output):
         rows = np.zeros((width, 12), np.int32)
@@ -318,7 +318,7 @@ def test_main_refuses_a_negative_seed(capsys) -> None:
 
 @pytest.mark.slow
 def test_run_agrees_with_its_formulas(short, model, monkeypatch) -> None:
-    # It has a test of its own, at the block size that was published.
+    # A separate test covers this goal, at the published block size.
     shared_prompt = RECORDS["shared_prompt"]
     monkeypatch.setattr(memory_allocator, "measure_shared_prompt", lambda: shared_prompt)
     report = memory.run(TINY, model, seed=0)

@@ -1,4 +1,4 @@
-"""The figures of the results: every file of results is drawn, with where its figures come from."""
+"""Tests of the plots: every file of results has a plot, with the origin of its figures."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n"
 
 
 def draw_copy(tmp_path: Path, name: str, **changes: Any) -> Path | None:
-    """Draw a file of the results of which some fields are others."""
+    """Draw a copy of a result file with changed fields."""
     report = json.loads((plots.RESULTS / name).read_text()) | changes
     file = tmp_path / name
     file.write_text(json.dumps(report))

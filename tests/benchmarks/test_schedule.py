@@ -1,4 +1,4 @@
-"""The simulated GPU, the rules that divide a batch for it, and what the benchmark says."""
+"""Tests of the simulated GPU, of the rules that divide a batch, and of the report."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.schedule import mixes, report, rules, run
 from benchmarks.schedule.machine import Machine, simulate
 from benchmarks.schedule.rules import Call
 
-# Two multiprocessors with room for two programs each; bytes and seconds in round numbers.
+# Two SMs with room for two program instances each; round numbers of bytes and seconds.
 SMALL = Machine(
     num_cores=2,
     programs_per_core=2,
@@ -33,14 +33,15 @@ SMALL = Machine(
     ("num_bytes", "seconds"),
     [
         ([80], 2 + 1 + 80 / 40),  # alone
-        ([80, 80], 2 + 1 + 80 / 40),  # each on a multiprocessor of its own
+        ([80, 80], 2 + 1 + 80 / 40),  # each on a separate SM
         ([90, 90, 90, 90], 2 + 1 + 360 / 100),  # bound by the memory
-        # The third shares the first one's multiprocessor, 30 each, and has 40 once it is alone.
+        # The third instance shares the SM of the first, at a rate of 30 each, and reaches 40 alone.
         ([30, 40, 70], 2 + 1 + 1 + 40 / 40),
         ([0, 0, 0, 0], 2 + 0.25),
-        # The fifth starts where one has found nothing: it reads 30 of its 40 while four share the
-        # memory, from 3.25 to 4.45 s, 10/3 until those on the other multiprocessor are over, and
-        # the rest alone.
+        # The fifth starts when another has found nothing: it reads at 30 instead of 40 while four
+        # share the
+        # memory, from 3.25 to 4.45 s, at 10/3 until the instances on the other SM are done, and
+        # then at full rate.
         ([0, 40, 40, 40, 40], 4.45 + 2.5 / 30 + (10 - 10 / 3) / 40),
     ],
 )
@@ -53,7 +54,7 @@ def test_simulate_keeps_to_the_bounds(num_bytes) -> None:
     seconds = simulate(SMALL, np.array(num_bytes))
     assert seconds >= 2 + sum(num_bytes) / 100 - 1e-6
     assert seconds >= 2 + (1 + max(num_bytes) / 40 if any(num_bytes) else 0.25) - 1e-6
-    # Never all idle: at the worst one after another.
+    # At least one instance reads at any time: at worst they run one after another.
     assert seconds <= 2 + sum(1 + size / 40 for size in num_bytes) + 1e-6
 
 
@@ -75,7 +76,7 @@ def test_by_lengths_reads_every_token_once(lengths) -> None:
     assert programs.tokens.sum() == sum(lengths)
     assert programs.more > 0
     assert (programs.merge > 0) == (max(lengths) > 64)
-    # Whole where the kernel divides none.
+    # The same as whole sequences if the kernel divides none.
     assert rules.by_lengths(Call(np.array([100]), 128), Machine()).more == 0
 
 
@@ -84,9 +85,9 @@ def test_seconds_counts_the_merge_of_many_parts() -> None:
     call = Call(lengths, 64 * 40, kv_heads=1, head_dim=1)
     machine = SMALL._replace(num_cores=40)
     plain = simulate(machine._replace(start=1.5 + 0.75), np.full(40, 64 * 4))
-    # The last program merges 40 parts, 16 at a time.
+    # The last program instance merges 40 parts, 16 at a time.
     assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 3)
-    # Five partitions of 512 tokens are merged in a launch of its own, in two turns.
+    # A separate launch merges five partitions of 512 tokens, in two turns.
     plain = simulate(machine, np.full(5, 512 * 4))
     assert rules.seconds(call, rules.partitions, machine) == pytest.approx(plain + 2 + 3 + 1)
 
@@ -97,7 +98,7 @@ def test_mixes_of_traces_are_consecutive_requests(tmp_path) -> None:
     (tmp_path / file).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
     calls = mixes.recorded(tmp_path, num_draws=2)
     names = [f"{batches[0]} of Azure 2023, draw {n}" for n in (1, 2)]
-    # There are 120 requests, no batch of 256 of them, and no other trace.
+    # There are 120 requests, too few for a batch of 256, and there is no other trace.
     assert list(calls) == names
     for call in calls.values():
         prompts = call.lengths // 100

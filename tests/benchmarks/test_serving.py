@@ -1,4 +1,4 @@
-"""The serving benchmark: what it asks for, that its baselines do the same, and what it says."""
+"""Tests of the serving benchmark: its requests, its baselines, and its report."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def model() -> Llama:
 
 @pytest.fixture(scope="module")
 def expected(model) -> list[list[int]]:
-    """Greedy tokens by the plain forward, one request and one token at a time."""
+    """Return greedy tokens from the plain forward pass, one request and one token at a time."""
     return [greedy(model, request) for request in requests()]
 
 
@@ -60,7 +60,7 @@ def requests() -> list[Request]:
 def greedy(model: Llama, request: Request) -> list[int]:
     tokens = list(request.prompt_token_ids)
     for _ in range(request.num_new):
-        # One shape for all; what is padded at the right does not matter.
+        # One shape for all; padding at the right has no influence.
         padded = np.zeros((1, 32), np.int32)
         padded[0, : len(tokens)] = tokens
         logits = PLAIN(model, padded)
@@ -94,7 +94,7 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert arrivals[0] == 0 and arrivals == sorted(arrivals)
     gaps = np.diff(arrivals)
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
-    # The mark of an exponential distribution.
+    # A property of the exponential distribution.
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)
 
 
@@ -189,7 +189,7 @@ def test_contiguous_batches_equal_the_plain_forward(model, expected, batch) -> N
 
 
 def test_contiguous_batches_attend_within_the_window_of_each_layer(model) -> None:
-    """Prompts longer than the window of a model one of whose layers has one."""
+    """Prompts longer than the window of a layer, in a model with windows in some layers."""
     windowed = nnx.clone(model)
     kinds = ("full_attention", "sliding_attention")
     windowed.config = dataclasses.replace(model.config, sliding_window=4, layer_types=kinds)
@@ -207,7 +207,7 @@ def test_contiguous_batches_are_compiled_by_warm_up(model) -> None:
 
 
 class FakeEngine:
-    """Counts: every step gives each request two more tokens, the number of the step."""
+    """An engine that counts: every step gives each request two tokens with the step's number."""
 
     def __init__(self):
         self.asked: list[tuple[list[int], int]] = []
@@ -291,8 +291,9 @@ def test_runs_find_nothing_cached_that_an_earlier_one_left(model) -> None:
     modes = ["offline", "online"]
     runs = serving.make_runs(model, modes, ENGINE_SIZES, lambda _: requests()[:2])
     cached = [run(requests()[:2]).details["num_cached_tokens"] for run in runs.values()]
-    # The second request of a run finds the full block of the shared prefix; a run that found the
-    # prompts of the one before would find more. Only the first variant has a prefix cache.
+    # The second request of a run finds the full block of the shared prefix. It would find more if
+    # the
+    # prompts of the previous run were cached. Only the first variant has a prefix cache.
     assert cached == [4, 0, 0] * 2
 
 

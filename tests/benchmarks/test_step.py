@@ -1,4 +1,4 @@
-"""The benchmark of whole steps: what it counts, that it runs an engine's programs, what it says."""
+"""Tests of the step benchmark: its counts, the programs that it runs, and its report."""
 
 import json
 
@@ -20,7 +20,7 @@ RATES = Rates(memory=1000.0, matmul=1.0)
 
 
 def test_case_counts_the_weights_that_it_reads() -> None:
-    """Of 8,030,261,248 parameters one table is for looking up, and a chunk needs no head."""
+    """The embedding table (of 8,030,261,248 parameters) is not read, and a chunk needs no head."""
     table = 128256 * 4096
     assert Case("8B").weight_bytes == 2 * (8030261248 - table)
     assert Case("8B", chunk=2048).weight_bytes == 2 * (8030261248 - 2 * table)
@@ -29,7 +29,7 @@ def test_case_counts_the_weights_that_it_reads() -> None:
 
 def test_case_counts_bytes_and_flops_of_attention() -> None:
     token = 2 * 32 * 8 * 128 * 2
-    # Of two steps the first reads 101 tokens of each sequence, the second 102.
+    # The first of two steps reads 101 tokens of each sequence, the second 102.
     assert Case("8B", batch=4, context=100).kv_bytes("gpu", num_steps=2) == 4 * 101.5 * token
     int8 = 2 * 32 * 8 * (128 + 4)
     assert Case("8B", context=100, kv_dtype="int8").kv_bytes("gpu") == 101 * int8
@@ -43,7 +43,7 @@ def test_case_counts_bytes_and_flops_of_attention() -> None:
 
 
 def record(ms: float, case: Case) -> dict:
-    """What a run would keep at the rates of RATES."""
+    """Return the record of a run with the rates RATES."""
     return run.make_record(case, RATES, {ENGINE: ms / 1e3}, 1, "gpu")
 
 
@@ -52,7 +52,7 @@ def answers(*records: dict, accelerator: str | None = "NVIDIA H200") -> list[str
     return [line[:12].strip() for line in lines]
 
 
-# Weights of 8B take 15.01 ms at 1000 GB/s, K and V of 129 tokens 0.0169 ms a sequence.
+# The weights of 8B take 15.01 ms at 1000 GB/s, K and V of 129 tokens 0.0169 ms per sequence.
 @pytest.mark.parametrize(
     ("goal", "case", "good", "bad"),
     [
@@ -96,7 +96,7 @@ def measure(case: Case, variants: list[str]) -> dict:
 
 @pytest.mark.slow
 def test_measure_times_the_programs_of_an_engine(tiny, monkeypatch) -> None:
-    # A loop has room for 8 decode steps, so these are too few: no figure.
+    # A loop has room for 8 decode steps, so these are too few for a figure.
     monkeypatch.setitem(programs.VARIANTS, "too few", Variant(steps_per_dispatch=16))
     names = ["one step a dispatch", "sampled, top-k and top-p", "bare step", "too few"]
     found = measure(tiny, names)
@@ -124,8 +124,9 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
     assert sorted(set(ids)) != ids.tolist() and len(set(ids)) == 12
     assert cache.k.dtype == jnp.int8 and len(np.unique(np.asarray(cache.k))) > 200
     assert cache.v_scale is not None and float(jnp.std(cache.v_scale)) > 0
-    # Variants ask for what the engine does not: queries of int8 pools are bfloat16, and one kernel
-    # rotates and writes.
+    # Variants change the engine's settings: queries of int8 pools are bfloat16, and one kernel
+    # rotates
+    # and writes.
     for name, has_casts, is_fused in (
         (ENGINE, True, True),
         ("float32 queries", False, True),
