@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paged_jax.arguments import ArgumentError, is_int, is_real, names_arguments
@@ -26,6 +26,7 @@ class Number:
       advice: the sentence that follows the rule in an error message.
       help: the help text of the flag of ``python -m paged_jax.generate``; None for no flag.
       is_recommended: whether ``generation_config.json`` may recommend a value.
+      is_optional: whether the value may be None.
     """
 
     type: type[int] | type[float]
@@ -34,9 +35,12 @@ class Number:
     advice: str
     help: str | None = None
     is_recommended: bool = False
+    is_optional: bool = False
 
     def allows(self, value: object) -> bool:
         """Return whether a value is a finite number of the type, within the bounds."""
+        if value is None:
+            return self.is_optional
         return (is_int if self.type is int else is_real)(value) and all(
             getattr(operator, name)(value, bound) for name, bound in self.bounds.items()
         )
@@ -142,51 +146,75 @@ class StructuredOutputsParams:
             found = " and ".join(given) or "none"
             raise ArgumentError(_STRUCTURED, f"exactly one of {names} must be given, got {found}.")
         [name] = given
-        object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
+        convert, rule = _FORMS[name]
+        value = convert(getattr(self, name))
+        if value is None:
+            problem = f"must {rule}, got {getattr(self, name)!r}."
+            raise ArgumentError(_STRUCTURED, problem, name)
+        object.__setattr__(self, name, value)
 
 
-def _schema(name: str, value: Any) -> str:
+def _schema(value: Any) -> str | None:
     try:
         # Do not sort the keys: their order is the order of the properties in the text.
         text = json.dumps(dict(value)) if isinstance(value, Mapping) else value
         is_schema = isinstance(text, str) and isinstance(json.loads(text), dict)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(_STRUCTURED, f"must be JSON: {error}.", name) from None
-    _require_form(is_schema, name, "be a JSON schema, as a dict or as text", value)
-    return text
+        raise ArgumentError(_STRUCTURED, f"must be JSON: {error}.", "json") from None
+    return text if is_schema else None
 
 
-def _text(name: str, value: Any) -> str:
-    _require_form(isinstance(value, str) and bool(value), name, "be a non-empty text", value)
-    return value
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    is_good = is_list and bool(value) and all(isinstance(text, str) and text for text in value)
-    _require_form(is_good, name, "be a list of one or more non-empty texts", value)
-    return tuple(value)
+def _texts(value: Any) -> tuple[str, ...] | None:
+    is_good = _is_sequence(value) and all(isinstance(text, str) and text for text in value)
+    return tuple(value) if is_good and value else None
 
 
-def _true(name: str, value: Any) -> bool:
-    _require_form(value is True, name, "be a bool", value)
-    return True
-
-
-_CHECKS: Mapping[str, Any] = {
-    "json": _schema,
-    "regex": _text,
-    "choice": _texts,
-    "grammar": _text,
-    "json_object": _true,
+# For each form: a function that returns the value to store, or None for a bad value; and the rule.
+_FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "json": (_schema, "be a JSON schema, as a dict or as text"),
+    "regex": (_text, "be a non-empty text"),
+    "choice": (_texts, "be a list of one or more non-empty texts"),
+    "grammar": (_text, "be a non-empty text"),
+    "json_object": (lambda value: value is True or None, "be a bool"),
 }
 
 
-def _require_form(is_ok: bool, name: str, rule: str, value: object) -> None:
-    if not is_ok:
-        raise ArgumentError(_STRUCTURED, f"must {rule}, got {value!r}.", name)
-
-
+_LOGPROBS = Number(
+    int,
+    {"ge": 0, "le": MAX_LOGPROBS},
+    f"be an integer in [0, {MAX_LOGPROBS}] or None",
+    "Use None to report nothing.",
+    is_optional=True,
+)
+_INTEGERS: Mapping[str, Number] = {
+    "n": Number(
+        int,
+        {"ge": 1, "le": MAX_N},
+        f"be an integer in [1, {MAX_N}]",
+        "Send several requests for more.",
+    ),
+    "max_tokens": Number(
+        int,
+        {"ge": 0},
+        "be an integer >= 0 or None",
+        "Use None to generate up to the longest context.",
+        is_optional=True,
+    ),
+    "min_tokens": Number(int, {"ge": 0}, "be an integer >= 0", "Use 0 to allow an immediate stop."),
+    "seed": Number(
+        int,
+        {"ge": 0, "lt": 2**63},
+        "be an integer in [0, 2**63 - 1] or None",
+        "Use None for a seed picked by the engine.",
+        is_optional=True,
+    ),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+}
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -261,137 +289,79 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_lengths()
-        self._check_tokens()
-        self._check_stop()
-        self._check_flags()
-        self._check_form()
-
-    def _check_numbers(self) -> None:
-        for name, number in NUMBERS.items():
-            value = getattr(self, name)
-            _require(number.allows(value), name, number.rule, value, number.advice)
-
-    def _check_lengths(self) -> None:
-        _require(
-            is_int(self.n) and 1 <= self.n <= MAX_N,
-            "n",
-            f"be an integer in [1, {MAX_N}]",
-            self.n,
-            "Send several requests for more.",
-        )
-        most = self.max_tokens
-        _require(
-            most is None or (is_int(most) and most >= 0),
-            "max_tokens",
-            "be an integer >= 0 or None",
-            most,
-            "Use None to generate up to the longest context.",
-        )
-        _require(
-            most != 0 or self.n == 1,
-            "n",
-            "be 1 if max_tokens is 0, because nothing is generated",
-            self.n,
-            "Use 1.",
-        )
-        least = self.min_tokens
-        _require(
-            is_int(least) and least >= 0,
-            "min_tokens",
-            "be an integer >= 0",
-            least,
-            "Use 0 to allow an immediate stop.",
-        )
-        _require(
-            most is None or least <= most,
-            "min_tokens",
-            f"be <= max_tokens ({most})",
-            least,
-            "Raise max_tokens.",
-        )
-
-    def _check_tokens(self) -> None:
         if is_int(self.seed) and self.seed == -1:  # as in vLLM
             object.__setattr__(self, "seed", None)
-        seed = self.seed
-        _require(
-            seed is None or (is_int(seed) and 0 <= seed < 2**63),
-            "seed",
-            "be an integer in [0, 2**63 - 1] or None",
-            seed,
-            "Use None for a seed picked by the engine.",
+        for name, number in (*NUMBERS.items(), *_INTEGERS.items()):
+            self._require(number.allows(getattr(self, name)), name, number.rule, number.advice)
+        self._require(
+            self.max_tokens != 0 or self.n == 1,
+            "n",
+            "be 1 if max_tokens is 0, because nothing is generated",
+            "Use 1.",
         )
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _require(
-                count is None or (is_int(count) and 0 <= count <= MAX_LOGPROBS),
-                name,
-                f"be an integer in [0, {MAX_LOGPROBS}] or None",
-                count,
-                "Use None to report nothing.",
+        self._require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"be <= max_tokens ({self.max_tokens})",
+            "Raise max_tokens.",
+        )
+        for name in _FLAGS:
+            self._require(
+                isinstance(getattr(self, name), bool), name, "be a bool", "Use True or False."
             )
-        if self.logit_bias is not None:
-            _require(
-                isinstance(self.logit_bias, Mapping)
-                and all(_is_token_id(token) for token in self.logit_bias)
-                and all(is_real(bias) for bias in self.logit_bias.values()),
-                "logit_bias",
-                "map token ids >= 0 to finite numbers",
-                self.logit_bias,
-                "The keys of JSON objects are strings: convert them to int.",
-            )
-            # A copy: later changes of the caller's dict must not change this frozen object.
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check_logit_bias()
+        self._check_stop()
+        form = self.structured_outputs
+        self._require(
+            form is None or isinstance(form, StructuredOutputsParams),
+            "structured_outputs",
+            "be StructuredOutputsParams or None",
+            "Use None for text of any form.",
+        )
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        self._require(
+            isinstance(self.logit_bias, Mapping)
+            and all(_is_token_id(token) for token in self.logit_bias)
+            and all(is_real(bias) for bias in self.logit_bias.values()),
+            "logit_bias",
+            "map token ids >= 0 to finite numbers",
+            "The keys of JSON objects are strings: convert them to int.",
+        )
+        # A copy: later changes of the caller's dict must not change this frozen object.
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stop(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(
+        self._require(
             stop is None
             or (_is_sequence(stop) and all(isinstance(text, str) and text for text in stop)),
             "stop",
             "be a non-empty string or a sequence of them",
-            self.stop,
             "Use None for no stop string.",
         )
         object.__setattr__(self, "stop", tuple(stop or ()))
-        _require(
+        self._require(
             not stop or self.detokenize,
             "detokenize",
             "be True with stop strings",
-            self.detokenize,
             "Stop strings are searched in the text.",
         )
         tokens = self.stop_token_ids
-        _require(
+        self._require(
             tokens is None or (_is_sequence(tokens) and all(_is_token_id(t) for t in tokens)),
             "stop_token_ids",
             "be a sequence of integers >= 0 and < 2**31",
-            tokens,
             "Use None for no stop token.",
         )
         object.__setattr__(self, "stop_token_ids", tuple(tokens or ()))
 
-    def _check_flags(self) -> None:
-        for name in _FLAGS:
-            value = getattr(self, name)
-            _require(isinstance(value, bool), name, "be a bool", value, "Use True or False.")
-
-    def _check_form(self) -> None:
-        form = self.structured_outputs
-        _require(
-            form is None or isinstance(form, StructuredOutputsParams),
-            "structured_outputs",
-            "be StructuredOutputsParams or None",
-            form,
-            "Use None for text of any form.",
-        )
-
-
-def _require(is_ok: bool, name: str, rule: str, value: object, advice: str) -> None:
-    if not is_ok:
-        raise ArgumentError("SamplingParams", f"must {rule}, got {value!r}. {advice}", name)
+    def _require(self, is_ok: bool, name: str, rule: str, advice: str) -> None:
+        if not is_ok:
+            problem = f"must {rule}, got {getattr(self, name)!r}. {advice}"
+            raise ArgumentError("SamplingParams", problem, name)
 
 
 def _is_token_id(value: Any) -> bool:

@@ -1,7 +1,6 @@
 """Sampling state of every slot on the device, and the functions that write it from the host."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,30 +30,8 @@ def fold_in(key_data: jax.Array, number: jax.Array) -> jax.Array:
     return jax.random.key_data(jax.random.fold_in(as_key(key_data), number))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "keys",
-        "bias_ids",
-        "bias_values",
-        "num_start_ids",
-        "start_until",
-        "held_ids",
-        "held_until",
-        "changed_until",
-        "prompt_mask",
-        "output_counts",
-    ),
-    meta_fields=(),
-)
 @short_repr
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotSampling:
     """Sampling state of every slot, on the device. Unused slots are greedy.
