@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.typing
 import numpy as np
 
 from paged_jax.arguments import is_int
@@ -25,7 +26,7 @@ def as_key(key_data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(key_data, impl="threefry2x32")
 
 
-def fold_in(key_data: jax.Array, number: jax.Array) -> jax.Array:
+def fold_in(key_data: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
     """Return the data of a new random key derived from key data and a number."""
     return jax.random.key_data(jax.random.fold_in(as_key(key_data), number))
 
@@ -136,8 +137,8 @@ class SlotRow(NamedTuple):
         `SamplingParams`.
     """
 
-    slot: np.integer | np.ndarray | jax.Array
-    sample_index: np.integer | np.ndarray | jax.Array
+    slot: jax.typing.ArrayLike
+    sample_index: jax.typing.ArrayLike
     values: SlotSampling
 
 
@@ -254,7 +255,7 @@ def write_slot(
 _write_rows = jax.jit(write_rows, donate_argnums=0)
 
 
-def settle(row: SlotSampling, sample_index: jax.Array) -> SlotSampling:
+def settle(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> SlotSampling:
     """Convert the row of a request to the values that `sample` reads.
 
     Args:

@@ -1,47 +1,14 @@
 """Record of why a request waited or was preempted, and sentences that describe the reasons.
 
-The scheduler records facts: a reason, numbers and ids of other requests. They become English when
-an output is made. The server makes the sentences again if it must hide the ids of other requests.
+The scheduler records a reason, numbers and ids of other requests. They become English when an
+output is made. The server makes the sentences again if it must hide the ids of other requests.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
 
-from paged_jax.scheduler.outputs import (
-    Explanation,
-    PreemptionAdvantage,
-    PreemptionNote,
-    PreemptionReason,
-    Wait,
-    WaitReason,
-)
-
-
-class WaitFacts(NamedTuple):
-    """Facts at the start of a wait.
-
-    Attributes:
-      numbers: numbers for the sentence, see `Wait`.
-      other_request: see `Wait`.
-    """
-
-    numbers: Mapping[str, int] = {}
-    other_request: str | None = None
-
-
-NO_FACTS = WaitFacts()
-
-
-class PreemptionFacts(NamedTuple):
-    """Facts at a preemption. `PreemptionNote` describes the attributes."""
-
-    reason: PreemptionReason
-    numbers: Mapping[str, int] = {}
-    other_request: str | None = None
-    spared_request: str | None = None
-    advantage: PreemptionAdvantage | None = None
+from paged_jax.scheduler.outputs import Explanation, PreemptionNote, Wait, WaitReason
 
 
 class RequestHistory:
@@ -55,7 +22,7 @@ class RequestHistory:
 
     Example:
       >>> history = RequestHistory(time.perf_counter())
-      >>> history.wait(0, "slots", WaitFacts({"num_slots": 4}))
+      >>> history.wait(0, "slots", numbers={"num_slots": 4})
       >>> history.run(0)
       >>> [wait.detail for wait in history.explanation(num_cached_tokens=0).waits]
       ['no slot of 4 was free']
@@ -70,8 +37,18 @@ class RequestHistory:
         self._open: dict[int, int] = {}
         self._known_samples: set[int] = set()
 
-    def wait(self, sample: int, reason: WaitReason, facts: WaitFacts = NO_FACTS) -> None:
-        """Record that a sample waits, unless it already waits for the same reason."""
+    def wait(
+        self,
+        sample: int,
+        reason: WaitReason,
+        *,
+        numbers: Mapping[str, int] | None = None,
+        other_request: str | None = None,
+    ) -> None:
+        """Record that a sample waits, unless it already waits for the same reason.
+
+        The arguments are described in `Wait`.
+        """
         if sample in self._open and self._waits[self._open[sample]].reason == reason:
             return
         now = self._now()
@@ -80,42 +57,17 @@ class RequestHistory:
         start = now if sample in self._known_samples else 0.0
         self._known_samples.add(sample)
         self._open[sample] = len(self._waits)
-        self._waits.append(
-            Wait(
-                reason,
-                start,
-                0.0,
-                sample=sample,
-                numbers=dict(facts.numbers),
-                other_request=facts.other_request,
-            )
-        )
+        numbers = dict(numbers or {})
+        wait = Wait(reason, start, sample=sample, numbers=numbers, other_request=other_request)
+        self._waits.append(wait)
 
     def run(self, sample: int) -> None:
         """Record that a sample no longer waits, because it got a slot or ended."""
         self._close(sample, self._now())
 
-    def preempt(
-        self,
-        sample: int,
-        kind: Literal["recompute", "swap"],
-        num_tokens: int,
-        facts: PreemptionFacts,
-    ) -> None:
-        """Record that a sample loses its slot and blocks."""
-        self._preemptions.append(
-            PreemptionNote(
-                self._now(),
-                kind,
-                num_tokens,
-                sample=sample,
-                reason=facts.reason,
-                numbers=dict(facts.numbers),
-                other_request=facts.other_request,
-                spared_request=facts.spared_request,
-                advantage=facts.advantage,
-            )
-        )
+    def preempt(self, note: PreemptionNote) -> None:
+        """Record that a sample loses its slot and blocks now."""
+        self._preemptions.append(dataclasses.replace(note, seconds=self._now()))
 
     def explanation(self, num_cached_tokens: int) -> Explanation:
         """Return everything recorded so far, with sentences."""

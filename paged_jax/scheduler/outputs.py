@@ -85,8 +85,8 @@ class Wait:
     """
 
     reason: WaitReason
-    start: float
-    seconds: float
+    start: float = 0.0
+    seconds: float = 0.0
     detail: str = ""
     sample: int = 0
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -113,9 +113,9 @@ class PreemptionNote:
         it resumed, higher ``"cost"``, earlier ``"arrival"``, or lower ``"index"`` of the sample.
     """
 
-    seconds: float
-    kind: Literal["recompute", "swap"]
-    num_tokens: int
+    seconds: float = 0.0
+    kind: Literal["recompute", "swap"] = "recompute"
+    num_tokens: int = 0
     detail: str = ""
     sample: int = 0
     reason: PreemptionReason = "decode"

@@ -5,11 +5,9 @@ import collections
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.scheduler.block_budget import BlockBudget
-from paged_jax.scheduler.explain import NO_FACTS, WaitFacts
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.request import Request, Sequence
 
@@ -129,13 +127,6 @@ class Entry:
     length_before: int = 0
 
 
-class Unfinished(NamedTuple):
-    """A strong reference to a request, with its unfinished sequences."""
-
-    request: Request
-    sequences: list[Sequence]
-
-
 class Deadlines:
     """Heap of the times at which requests expire. It may contain requests that are gone."""
 
@@ -180,8 +171,8 @@ class Queue:
       waiting: the waiting sequences.
       running: the sequences with a slot, the most senior first.
       free_slots: the free slots.
-      entries: the state of each unfinished sequence.
-      unfinished: the unfinished sequences of each request, by request id.
+      entries: the unfinished sequences with their state.
+      requests: the requests of these sequences, by id.
       deadlines: the deadlines of these requests.
       num_swapped_blocks: number of blocks of waiting sequences in host memory.
     """
@@ -199,15 +190,18 @@ class Queue:
         # Slots are popped from the end, so slot 0 is taken first.
         self.free_slots = list(range(self._num_slots))[::-1]
         self.entries: dict[Sequence, Entry] = {}
-        self.unfinished: dict[str, Unfinished] = {}
+        self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines()
         self.num_swapped_blocks = 0
 
     @property
     def sequences(self) -> list[Sequence]:
         """All unfinished sequences, the most senior first."""
-        unfinished = [s for _, sequences in self.unfinished.values() for s in sequences]
-        return sorted(unfinished, key=lambda s: s.seniority)
+        return sorted(self.entries, key=lambda s: s.seniority)
+
+    def unfinished(self, request: Request) -> list[Sequence]:
+        """Return the unfinished sequences of a request."""
+        return [sequence for sequence in request.sequences if sequence in self.entries]
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
         """Check that no unfinished request has the id of a new request.
@@ -220,20 +214,20 @@ class Queue:
         """
         request, tokens = sequences[0].request, sequences[0].token_ids
         assert all(s.request is request and s.token_ids == tokens for s in sequences)
-        if request.request_id in self.unfinished:
+        if request.request_id in self.requests:
             raise ArgumentError(
                 "Scheduler.add", f"must be unique, got {request.request_id!r} again.", "request_id"
             )
 
     def track(self, request: Request, sequences: list[Sequence]) -> None:
         """Add sequences of a request to the unfinished sequences, without queueing them."""
-        self.unfinished[request.request_id] = Unfinished(request, list(sequences))
+        self.requests[request.request_id] = request
         self.entries.update((sequence, Entry()) for sequence in sequences)
         self.deadlines.add(request)
-        if len(self.deadlines) > 2 * len(self.unfinished):
+        if len(self.deadlines) > 2 * len(self.requests):
             # Finished requests may have left deadlines that are far in the future.
             self.deadlines.keep_only(
-                {name: request.arrival for name, (request, _) in self.unfinished.items()}
+                {name: request.arrival for name, request in self.requests.items()}
             )
 
     def drop(self, sequence: Sequence) -> None:
@@ -249,19 +243,17 @@ class Queue:
         self.mark_swapped(sequence, False)
         sequence.host_blocks = None
         self._end_wait(sequence)
-        left = self.unfinished[request.request_id].sequences
-        left.remove(sequence)
-        if not left:
-            del self.unfinished[request.request_id]
+        if not any(s in self.entries for s in request.sequences):
+            del self.requests[request.request_id]
 
     def pop_expired(self, now: float) -> list[Sequence]:
         """Return the unfinished sequences whose deadlines have passed since the last call."""
         expired: list[Sequence] = []
         for arrival, request_id in self.deadlines.pop_due(now):
-            unfinished = self.unfinished.get(request_id)
+            request = self.requests.get(request_id)
             # A later request may have taken the same id.
-            if unfinished is not None and unfinished.request.arrival == arrival:
-                expired += unfinished.sequences
+            if request is not None and request.arrival == arrival:
+                expired += self.unfinished(request)
         return expired
 
     # Waiting
@@ -288,18 +280,25 @@ class Queue:
 
     def note_turn(self, sequence: Sequence) -> None:
         """Record that a sequence waits for the sequences before it in the queue."""
-        facts = NO_FACTS
+        numbers = {}
         if sequence.history is not None:
-            facts = WaitFacts({"num_ahead": list(self.waiting).index(sequence)})
-        self.note_wait(sequence, "turn", facts)
+            numbers["num_ahead"] = list(self.waiting).index(sequence)
+        self.note_wait(sequence, "turn", numbers=numbers)
 
     def note_wait(
-        self, sequence: Sequence, reason: WaitReason, facts: WaitFacts = NO_FACTS
+        self,
+        sequence: Sequence,
+        reason: WaitReason,
+        *,
+        numbers: Mapping[str, int] | None = None,
+        other_request: str | None = None,
     ) -> None:
-        """Record why a sequence waits."""
+        """Record why a sequence waits. `Wait` describes the arguments."""
         sequence.waits_for = reason
         if sequence.history is not None:
-            sequence.history.wait(sequence.index, reason, facts)
+            sequence.history.wait(
+                sequence.index, reason, numbers=numbers, other_request=other_request
+            )
 
     def _end_wait(self, sequence: Sequence) -> None:
         sequence.waits_for = ""

@@ -221,13 +221,8 @@ class Sequence:
     ) -> None:
         """Append a generated token and its text, and end the sequence if the token stops it.
 
-        `num_computed` does not change, see `advance`.
-
-        Args:
-          token_id: the token.
-          logprob: log-probability of the token, in nats.
-          eos_token_ids: tokens that end a sequence, unless its parameters ignore them.
-          candidates: log-probabilities of this token and of the most probable tokens, if requested.
+        The arguments are described in `Completion.append`. `num_computed` does not change, see
+        `advance`.
         """
         before, num_tokens = self.completion.snapshot(), len(self.token_ids)
         try:
@@ -249,10 +244,7 @@ class Sequence:
     ) -> bool:
         """Append several tokens, if none of them can end the sequence.
 
-        Args:
-          token_ids: the tokens.
-          logprobs: their log-probabilities, in nats.
-          eos_token_ids: see `append`.
+        The arguments are described in `Completion.extend`.
 
         Returns:
           Whether the tokens were appended. If not, nothing has changed: `append` each token.

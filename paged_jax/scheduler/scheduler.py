@@ -25,6 +25,7 @@ never preempted, and a sequence that does not fit the pool alone is rejected on 
 senior sequence therefore finishes, then the next, and so on. Waiting clients take turns.
 """
 
+import dataclasses
 from collections.abc import Sequence as Items
 from typing import get_args
 
@@ -32,45 +33,12 @@ from paged_jax.arguments import ArgumentError, check_positive
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
-from paged_jax.scheduler.explain import PreemptionFacts
+from paged_jax.scheduler.outputs import PreemptionNote
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts, PreemptionPolicy
 from paged_jax.scheduler.queue import Queue, SchedulerStats
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 from paged_jax.scheduler.step_planner import Admission, StepPlanner
-
-
-def check_step_limits(
-    function: str,
-    max_num_batched_tokens: int,
-    num_slots: int,
-    preemption: str,
-    *,
-    slots_name: str = "num_slots",
-) -> None:
-    """Check that each slot gets a token in every step, and that the way to preempt is known.
-
-    Args:
-      function: name of the caller, for the error message.
-      max_num_batched_tokens: maximum number of tokens in a step.
-      num_slots: S, maximum number of sequences that run at a time.
-      preemption: a value of `Preemption`.
-      slots_name: the caller's name of `num_slots`.
-
-    Raises:
-      ArgumentError: an argument is invalid.
-    """
-    if max_num_batched_tokens < num_slots:
-        raise ArgumentError(
-            function,
-            f"must be at least {slots_name} = {num_slots}, so that all can decode, got "
-            f"{max_num_batched_tokens}. Use more tokens or fewer slots.",
-            "max_num_batched_tokens",
-        )
-    choices = get_args(Preemption)
-    if preemption not in choices:
-        rule = f"must be {', '.join(choices[:-1])} or {choices[-1]}, got {preemption!r}."
-        raise ArgumentError(function, rule, "preemption")
 
 
 class Scheduler:
@@ -125,7 +93,17 @@ class Scheduler:
             max_chunk=max_chunk,
             max_steps=max_steps,
         )
-        check_step_limits("Scheduler", max_num_batched_tokens, num_slots, preemption)
+        if max_num_batched_tokens < num_slots:
+            raise ArgumentError(
+                "Scheduler",
+                f"must be at least num_slots = {num_slots}, so that all can decode, got "
+                f"{max_num_batched_tokens}. Use more tokens or fewer slots.",
+                "max_num_batched_tokens",
+            )
+        if preemption not in get_args(Preemption):
+            *others, last = get_args(Preemption)
+            rule = f"must be {', '.join(others)} or {last}, got {preemption!r}."
+            raise ArgumentError("Scheduler", rule, "preemption")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -181,8 +159,7 @@ class Scheduler:
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
         """Release all unfinished sequences of a request and return them."""
-        unfinished = self._queue.unfinished.get(request.request_id)
-        sequences = [] if unfinished is None else list(unfinished.sequences)
+        sequences = self._queue.unfinished(request)
         for sequence in sequences:
             self._drop(memory, sequence)
         self.stats.num_aborted += len(sequences)
@@ -225,7 +202,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self._queue.unfinished)
+        return bool(self._queue.entries)
 
     # One step
 
@@ -249,7 +226,7 @@ class Scheduler:
         planner.add_chunks()
         while self.running and planner.is_empty:
             # All running sequences prefill and no block is free: preempt for the most senior one.
-            self._preempt(memory, self.running[1:], PreemptionFacts("prefill"))
+            self._preempt(memory, self.running[1:], PreemptionNote(reason="prefill"))
             planner, is_calm = self._planner(memory, plan), False
             planner.add_chunks()
         # Admit none after a preemption: it would take the blocks that were just freed.
@@ -310,8 +287,12 @@ class Scheduler:
                     return False
             if not juniors:
                 return False
-            facts = PreemptionFacts("priority", {"priority": request.priority}, request.request_id)
-            juniors.remove(self._preempt(memory, juniors, facts))
+            note = PreemptionNote(
+                reason="priority",
+                numbers={"priority": request.priority},
+                other_request=request.request_id,
+            )
+            juniors.remove(self._preempt(memory, juniors, note))
 
     def _free_blocks_for_decode(self, memory: BlockMemory) -> None:
         """Preempt sequences until all decoding sequences have blocks for one step.
@@ -326,21 +307,28 @@ class Scheduler:
             if num_wanted <= num_free:
                 return
             numbers = {"num_samples": len(claims), "num_wanted": num_wanted, "num_free": num_free}
-            self._preempt(memory, self.running[1:], PreemptionFacts("decode", numbers))
+            note = PreemptionNote(reason="decode", numbers=numbers)
+            self._preempt(memory, self.running[1:], note)
 
     def _preempt(
-        self, memory: BlockMemory, candidates: list[Sequence], facts: PreemptionFacts
+        self, memory: BlockMemory, candidates: list[Sequence], note: PreemptionNote
     ) -> Sequence:
         """Preempt one of the candidates and return it."""
         policy = self._preemption_policy()
         sequence = policy.victim(candidates)
         is_swapped = policy.is_swapped(sequence)
         if sequence.history is not None:
-            if spared := policy.advantage(sequence, candidates):
-                other, advantage = spared
-                facts = facts._replace(spared_request=other.request.request_id, advantage=advantage)
-            kind = "swap" if is_swapped else "recompute"
-            sequence.history.preempt(sequence.index, kind, sequence.num_computed, facts)
+            other, advantage = policy.advantage(sequence, candidates) or (None, None)
+            sequence.history.preempt(
+                dataclasses.replace(
+                    note,
+                    kind="swap" if is_swapped else "recompute",
+                    num_tokens=sequence.num_computed,
+                    sample=sequence.index,
+                    spared_request=None if other is None else other.request.request_id,
+                    advantage=advantage,
+                )
+            )
         entry = self._queue.entries[sequence]
         if is_swapped:
             memory.swap_out(sequence)

@@ -2,7 +2,6 @@
 
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory
-from paged_jax.scheduler.explain import NO_FACTS, WaitFacts
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.queue import Queue, SchedulerStats
 from paged_jax.scheduler.request import Sequence
@@ -343,40 +342,40 @@ class Admission:
 
     def _defer(self, planner: StepPlanner, sequence: Sequence, reason: WaitReason) -> None:
         self._deferred.append(sequence)
-        facts = NO_FACTS
+        numbers: dict[str, int] = {}
+        other_request = None
         if sequence.history is not None:
-            facts = self._facts(planner, sequence, reason)
-        self._queue.note_wait(sequence, reason, facts)
+            if reason == "same prefix":
+                other_request = self._owner_of_prefix(sequence)
+            else:
+                numbers = self._numbers(planner, sequence, reason)
+        self._queue.note_wait(sequence, reason, numbers=numbers, other_request=other_request)
 
-    def _facts(self, planner: StepPlanner, sequence: Sequence, reason: WaitReason) -> WaitFacts:
+    def _owner_of_prefix(self, sequence: Sequence) -> str | None:
+        """Return the id of the request that computes a prefix; None if it is the same request."""
+        owner = next(
+            running.request
+            for running in self._queue.running
+            if self.waits_for_prefix(sequence, self.next_digest(running))
+        )
+        return None if owner is sequence.request else owner.request_id
+
+    def _numbers(
+        self, planner: StepPlanner, sequence: Sequence, reason: WaitReason
+    ) -> dict[str, int]:
         """Return the numbers behind a reason to wait."""
-        match reason:
-            case "slots":
-                return WaitFacts({"num_slots": self._num_slots})
-            case "budget":
-                return WaitFacts({"max_num_batched_tokens": self._max_num_batched_tokens})
-            case "blocks":
-                num_free = planner.num_free
-                numbers = {
-                    "num_free": num_free,
-                    "num_kept": min(num_free, num_free - planner.num_spare),
-                }
-                num_wanted = self._queue.entries[sequence].num_wanted
-                if num_wanted:
-                    return WaitFacts({"num_wanted": num_wanted, **numbers})
-                # Without a spare block the prefix was not looked up, so this is an upper bound.
-                most = self._block_budget.num_for_admission(len(sequence.token_ids))
-                return WaitFacts({"most_wanted": most, **numbers})
-            case "same prefix":
-                owner = next(
-                    running.request
-                    for running in self._queue.running
-                    if self.waits_for_prefix(sequence, self.next_digest(running))
-                )
-                is_own = owner is sequence.request
-                return WaitFacts(other_request=None if is_own else owner.request_id)
-            case _:
-                return NO_FACTS
+        if reason == "slots":
+            return {"num_slots": self._num_slots}
+        if reason == "budget":
+            return {"max_num_batched_tokens": self._max_num_batched_tokens}
+        num_free = planner.num_free
+        num_kept = min(num_free, num_free - planner.num_spare)
+        num_wanted = self._queue.entries[sequence].num_wanted
+        if num_wanted:
+            return {"num_wanted": num_wanted, "num_free": num_free, "num_kept": num_kept}
+        # Without a spare block the prefix was not looked up, so this is an upper bound.
+        most = self._block_budget.num_for_admission(len(sequence.token_ids))
+        return {"most_wanted": most, "num_free": num_free, "num_kept": num_kept}
 
     def _count_lookup(self, sequence: Sequence, is_looked_up: bool) -> None:
         if is_looked_up:

@@ -16,7 +16,7 @@ _LABEL_KEYS = {"const", "type", "title", "description"}
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
-LAYOUT: Mapping[str, Any] = {
+LAYOUT: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
@@ -151,7 +151,7 @@ def form_source(form: StructuredOutputsParams, text: str) -> str:
         return LLMatcher.grammar_from_regex(text)
     if form.grammar is not None or form.choice is not None:
         return LLMatcher.grammar_from_lark(text)
-    return LLMatcher.grammar_from_json_schema(text, defaults=dict(LAYOUT))
+    return LLMatcher.grammar_from_json_schema(text, defaults=LAYOUT)
 
 
 def unforced_source(source: str) -> str:
