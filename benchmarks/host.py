@@ -139,7 +139,7 @@ def make_engine(num_sequences: int, steps_per_dispatch: int, num_tokens: int) ->
     model = Llama(config, rngs=nnx.Rngs(0))
     text = np.array(tokenizer.encode(TEXT), np.int32)
     with (
-        mock.patch("paged_jax.runner.runner.Executor", InstantDevice),
+        mock.patch("paged_jax.engine.core.Executor", InstantDevice),
         mock.patch.object(InstantDevice, "text", text, create=True),
     ):
         engine = Engine(
@@ -148,7 +148,7 @@ def make_engine(num_sequences: int, steps_per_dispatch: int, num_tokens: int) ->
             max_num_seqs=num_sequences,
             steps_per_dispatch=steps_per_dispatch,
         )
-    device = engine.core.runner._executor
+    device = engine.core.executor
     assert isinstance(device, InstantDevice)
     device.text = text
     return engine
@@ -168,7 +168,7 @@ def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[f
     """Return the host times for one number of sequences, in microseconds."""
     num_calls = (2 + len(step_ms)) * (num_dispatches + 2) + 10
     engine = make_engine(num_sequences, steps, PROMPT_TOKENS + 1 + steps * num_calls)
-    device = engine.core.runner._executor
+    device = engine.core.executor
     assert isinstance(device, InstantDevice)
     fill(engine, device.text)
     before, start = engine.stats, time.perf_counter()

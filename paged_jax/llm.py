@@ -146,7 +146,7 @@ class LLM(Engine):
             status, note = Status(is_shown=None if use_tqdm else False), self.speed_note()
             with (
                 status.bar("requests", unit="req", total=len(requests)),
-                self.core.runner.showing(status.say),
+                self.core.executor.showing_compilation(status.say),
             ):
                 for _, request in group:
                     status.advance(int(request.is_finished), note)

@@ -111,7 +111,7 @@ for num_devices, kv_dtype in ((2, "auto"), (4, "int8"), (8, "auto")):
     engine = Engine(model, memory_fraction=1, **sizes)
     assert engine.num_blocks == 100
     for device in jax.devices()[:num_devices]:
-        assert bytes_on(device, engine.core.runner.weights.arrays) == footprint.weights
+        assert bytes_on(device, engine.core.executor.weights.arrays) == footprint.weights
         assert bytes_on(device, engine.cache.group_pools) == 100 * footprint.block
         state = footprint.state + 100 * (footprint.block + record_bytes(4))
         assert bytes_on(device, engine.core.runner.state) == state
@@ -152,7 +152,7 @@ def test_weights_and_tokens_of_known_models(data_dir, name, num_parameters, toke
 
 def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
     """What the largest program of each kind holds while it runs, results included."""
-    runner, sizes = engine.core.runner, engine.core.runner.sizes
+    runner, sizes = engine.core.runner, engine.core.executor.sizes
     names = {
         f"prefill of 1 x {sizes.max_chunk} tokens": "prefill",
         f"decode of {sizes.num_slots} samples": "decode",
@@ -161,10 +161,12 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
         "copy of blocks from the host": "swap",
     }
     held = {}
-    for call in list_calls(runner._executor.programs, sizes, runner.state.cache.group_pools):
+    for call in list_calls(runner.executor.programs, sizes, runner.state.cache.group_pools):
         if names.get(call.name) not in kinds:
             continue
-        lowered = call.program.lower(runner.weights.arrays, runner.state, *call.args, **call.static)
+        lowered = call.program.lower(
+            runner.executor.weights.arrays, runner.state, *call.args, **call.static
+        )
         analysis = lowered.compile().memory_analysis()
         new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         arguments = sum(jnp.asarray(x).nbytes for x in jax.tree.leaves(call.args))

@@ -422,7 +422,7 @@ class _SearchBatch:
         """Compute prompts, all but their last tokens, and let them be found in the prefix cache."""
         for sequence in sequences:
             self._attach_prefix(sequence)
-        max_chunk = self._runner.sizes.max_chunk
+        max_chunk = self._runner.executor.sizes.max_chunk
         while chunks := [(s, min(s.num_prefill, max_chunk)) for s in sequences if s.num_prefill]:
             self._runner.prefill(chunks)
             for sequence, count in chunks:

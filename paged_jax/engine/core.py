@@ -15,6 +15,7 @@ that is cut short, by Ctrl-C or for lack of memory, therefore loses no request.
 """
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -33,7 +34,13 @@ from paged_jax.engine.step_runner import PendingStep, StepRunner
 from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
 from paged_jax.models.text.grammar import Grammars
-from paged_jax.runner.processes import channel_between, least_of_processes
+from paged_jax.runner.executor import Executor
+from paged_jax.runner.processes import (
+    Channel,
+    LeadingExecutor,
+    channel_between,
+    least_of_processes,
+)
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
 from paged_jax.scheduler.request import Request
@@ -49,12 +56,13 @@ class EngineCore:
     Attributes:
       options: the options of the engine.
       loaded: the model with its tokenizer.
-      runner: runs programs on the device.
+      executor: the weights and the state on the device, and the programs.
+      runner: calls the programs for sequences.
       scheduler: decides what runs next.
       num_blocks: P, blocks in the pool of the first group of layers.
       group_sizes: blocks in the pool of each group of layers.
       max_length: maximum number of tokens in a sequence that fits the context and the pool.
-      is_over_processes: whether the devices belong to several processes.
+      channel: messages to the other processes; None if this process has all devices.
       is_leader: whether this process schedules; the others follow it.
       grammars: compiled grammars of structured outputs. Other threads may compile some.
       request_factory: makes requests from prompts.
@@ -108,44 +116,40 @@ class EngineCore:
         channel = channel_between(weights.arrays[0].devices())
         if channel is not None:
             num_blocks = least_of_processes(num_blocks)
-        runner = ModelRunner(
+        make = Executor
+        if channel is not None and jax.process_index() == 0:
+            make = functools.partial(LeadingExecutor, channel=channel)
+        executor = make(
             weights,
             sizes,
             num_blocks,
             cache_dtype=cache_dtype,
             cascade=options.uses_cascade(loaded.config, device.platform),
             backend=options.backend,
-            eos_token_ids=loaded.eos_token_ids,
-            token_bias=loaded.token_bias,
             on_compile=options.on_compile,
-            channel=channel,
-            is_leader=channel is None or jax.process_index() == 0,
         )
-        return cls(
-            options, loaded, runner, memory, num_blocks, is_over_processes=channel is not None
-        )
+        return cls(options, loaded, executor, memory, channel)
 
     def __init__(
         self,
         options: EngineConfig,
         loaded: LoadedModel,
-        runner: ModelRunner,
+        executor: Executor,
         memory: Footprint,
-        num_blocks: int,
-        *,
-        is_over_processes: bool,
+        channel: Channel | None,
     ):
         self.options = options
         self.loaded = loaded
-        self.runner = runner
-        self.num_blocks = num_blocks
-        self.group_sizes = memory.group_sizes(num_blocks)
-        self.is_over_processes = is_over_processes
-        self.is_leader = not is_over_processes or jax.process_index() == 0
+        self.executor = executor
+        self.runner = runner = ModelRunner(executor, loaded.eos_token_ids, loaded.token_bias)
+        self.num_blocks = executor.num_blocks
+        self.group_sizes = memory.group_sizes(self.num_blocks)
+        self.channel = channel
+        self.is_leader = channel is None or jax.process_index() == 0
         self.scheduler = scheduler = _make_scheduler(
-            options, loaded, runner, memory, num_blocks, is_over_processes
+            options, loaded, executor, memory, is_over_processes=channel is not None
         )
-        max_model_len = runner.sizes.max_model_len
+        max_model_len = executor.sizes.max_model_len
         self.max_length = min(max_model_len, scheduler.block_budget.max_length or max_model_len)
         backend = None if loaded.tokenizer is None else loaded.tokenizer.backend
         self.grammars = Grammars(backend, loaded.config.vocab_size, loaded.eos_token_ids)
@@ -169,8 +173,8 @@ class EngineCore:
         self.step_runner = StepRunner(
             runner, scheduler, self.postprocessor, drafter, self.clock, self.stats
         )
-        self.weight_swap = WeightSwap(runner, are_shared=loaded.is_shared)
-        self.sleep = Sleep(runner)
+        self.weight_swap = WeightSwap(executor, are_shared=loaded.is_shared)
+        self.sleep = Sleep(executor)
         self._ahead: PendingStep | None = None
 
     @property
@@ -265,7 +269,7 @@ class EngineCore:
         scheduled = self.scheduler.stats
         return dataclasses.replace(
             self.stats,
-            compile_seconds=self.runner.compile_seconds,
+            compile_seconds=self.executor.compile_seconds,
             num_preemptions=scheduled.num_preemptions,
             num_swap_preemptions=scheduled.num_swap_preemptions,
             num_recomputed_tokens=scheduled.num_recomputed_tokens,
@@ -334,7 +338,7 @@ class EngineCore:
         Raises:
           RuntimeError: some belong to other processes.
         """
-        if self.is_over_processes:
+        if self.channel is not None:
             raise RuntimeError(
                 f"Engine.{function}: all devices of the engine must be of this process, got those "
                 "of several. Make a new engine in each."
@@ -344,17 +348,17 @@ class EngineCore:
 def _make_scheduler(
     options: EngineConfig,
     loaded: LoadedModel,
-    runner: ModelRunner,
+    executor: Executor,
     memory: Footprint,
-    num_blocks: int,
+    *,
     is_over_processes: bool,
 ) -> Scheduler:
     return Scheduler(
         options.max_num_seqs,
-        num_blocks,
+        executor.num_blocks,
         options.block_size,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        max_chunk=runner.sizes.max_chunk,
+        max_chunk=executor.sizes.max_chunk,
         max_steps=options.steps_per_dispatch,
         runs_ahead=not options.num_speculative_tokens,  # drafts need the tokens before them
         enable_prefix_caching=options.enable_prefix_caching,

@@ -21,6 +21,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.monitoring import Status
+from paged_jax.runner.processes import follow
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.explain import RequestHistory
 from paged_jax.scheduler.outputs import RequestOutput
@@ -73,7 +74,7 @@ class Engine:
         self.block_size = config.block_size
         self.num_blocks = core.num_blocks
         self.max_num_seqs = config.max_num_seqs
-        self.max_model_len = core.runner.sizes.max_model_len
+        self.max_model_len = core.executor.sizes.max_model_len
         self.max_length = core.max_length
         self.enable_prefix_caching = config.enable_prefix_caching
         self.grammars = core.grammars
@@ -252,11 +253,11 @@ class Engine:
           RuntimeError: this process is process 0, or has all devices of the engine.
           JaxRuntimeError: process 0 is gone.
         """
-        if self.core.is_leader:
+        if self.core.channel is None or self.core.is_leader:
             raise RuntimeError(
                 "Engine.follow: this process must be one that follows, got the leader."
             )
-        self.core.runner.follow()
+        follow(self.core.executor, self.core.channel)
 
     @own_transfers()
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
@@ -329,7 +330,7 @@ class Engine:
           ValueError: the folder holds another model, or its files are damaged.
           OSError: files are missing or cannot be read.
         """
-        return load_like(self.core.runner.weights.layout_model, folder)
+        return load_like(self.core.executor.weights.layout_model, folder)
 
     @own_transfers()
     def reset_prefix_cache(self) -> None:
@@ -415,7 +416,7 @@ class Engine:
         self.core.check_one_process("model")
         if not self.core.sleep.has_weights:
             self.core.sleep.check_awake("model")
-        return self.core.runner.weights.model
+        return self.core.executor.weights.model
 
     @property
     def weights(self) -> list[jax.Array]:
@@ -427,17 +428,17 @@ class Engine:
           RuntimeError: the devices belong to several processes.
         """
         self.core.check_one_process("weights")
-        return self.core.runner.weights.originals
+        return self.core.executor.weights.originals
 
     @property
     def layout(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of `weights`."""
-        return self.core.runner.weights.layout
+        return self.core.executor.weights.layout
 
     @property
     def weight_dtype(self) -> np.dtype:
         """The dtype of the weights."""
-        return self.core.runner.weights.layout_model.weight_dtype
+        return self.core.executor.weights.layout_model.weight_dtype
 
     @property
     def stats(self) -> EngineStats:
@@ -447,7 +448,7 @@ class Engine:
     @property
     def is_compiling(self) -> bool:
         """Whether a program is being compiled. Other threads may ask."""
-        return self.core.runner.is_compiling
+        return self.core.executor.is_compiling
 
     @property
     def cache_use(self) -> float:

@@ -101,7 +101,7 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
             Llama.from_pretrained(model, dtype=options.dtype, scan_layers=scan_layers)
         ), None
     parallel = TensorParallel.create("Engine", mesh, LlamaConfig.from_file(folder))
-    placed = Llama.from_pretrained(folder, dtype=options.dtype, sharding=parallel.placement)
+    placed = Llama.from_pretrained(folder, dtype=options.dtype, sharding=parallel.model_sharding)
     parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights
     return Weights(placed, parallel, check_replicas=options.check_replicas), parallel
 

@@ -6,6 +6,7 @@ import time
 import jax
 
 from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.executor import Executor
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
@@ -91,7 +92,7 @@ class Stopwatch:
     Each block is a range in profiles of `jax.profiler`.
 
     Args:
-      runner: reports how long it compiled and waited.
+      executor: reports how long it compiled and waited.
       name: the name of the range.
 
     Attributes:
@@ -100,8 +101,8 @@ class Stopwatch:
       has_compiled: whether a program was compiled in any of them.
     """
 
-    def __init__(self, runner: ModelRunner, name: str):
-        self._runner = runner
+    def __init__(self, executor: Executor, name: str):
+        self._executor = executor
         self._name = name
         self.reset()
 
@@ -111,7 +112,7 @@ class Stopwatch:
         self.has_compiled = False
 
     def __enter__(self) -> "Stopwatch":
-        self._compiled, self._waited = self._runner.compile_seconds, self._runner.wait_seconds
+        self._compiled, self._waited = self._executor.compile_seconds, self._executor.wait_seconds
         self._range = jax.profiler.TraceAnnotation(self._name)
         self._range.__enter__()
         self._start = time.perf_counter()
@@ -120,11 +121,11 @@ class Stopwatch:
     def __exit__(self, *exception: object) -> None:
         elapsed = time.perf_counter() - self._start
         self._range.__exit__(*exception)
-        if self._runner.compile_seconds > self._compiled:
+        if self._executor.compile_seconds > self._compiled:
             self.has_compiled = True
         else:
             self.seconds += elapsed
-        self.waited += self._runner.wait_seconds - self._waited
+        self.waited += self._executor.wait_seconds - self._waited
 
 
 class StepClock:
@@ -143,11 +144,11 @@ class StepClock:
         self._stats = stats
         self._runner = runner
         self._num_prefilled = 0  # tokens that took the prefill_seconds of the stats
-        self.scheduling = Stopwatch(runner, "schedule")
-        self.running = Stopwatch(runner, "run")
-        self.prefilling = Stopwatch(runner, "prefill")
-        self.decoding = Stopwatch(runner, "decode")
-        self.postprocessing = Stopwatch(runner, "postprocess")
+        self.scheduling = Stopwatch(runner.executor, "schedule")
+        self.running = Stopwatch(runner.executor, "run")
+        self.prefilling = Stopwatch(runner.executor, "prefill")
+        self.decoding = Stopwatch(runner.executor, "decode")
+        self.postprocessing = Stopwatch(runner.executor, "postprocess")
 
     def start_step(self) -> None:
         """Measure a new step."""

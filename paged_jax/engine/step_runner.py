@@ -75,8 +75,8 @@ class StepRunner:
         """
         plan, drawn = dispatch
         with self._clock.decoding:
-            self._runner.check()
-            tokens = self._runner.read(drawn) if isinstance(drawn, QueuedResult) else drawn
+            self._runner.executor.check()
+            tokens = self._runner.executor.read(drawn) if isinstance(drawn, QueuedResult) else drawn
         if tokens is not None and not tokens.num_steps and not plan.is_ahead:
             raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
         return tokens
@@ -137,7 +137,7 @@ class StepRunner:
         stats.num_drafts += sum(map(bool, drafts))
         stats.num_draft_tokens += sum(map(len, drafts))
         stats.num_accepted_tokens += int(num_accepted.sum())
-        positions = np.arange(self._runner.sizes.num_drafts)
+        positions = np.arange(self._runner.executor.sizes.num_drafts)
         before = stats.num_accepted_at or (0,) * len(positions)
         counts = before + (num_accepted[:, None] > positions).sum(axis=0)
         stats.num_accepted_at = tuple(counts.tolist())

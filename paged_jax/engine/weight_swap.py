@@ -25,7 +25,7 @@ from paged_jax.models.loading.pretrained import read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 from paged_jax.models.matrices import SCALE, quantise
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.runner.runner import ModelRunner
+from paged_jax.runner.executor import Executor
 
 # What a config says besides how the model computes.
 _IRRELEVANT = {
@@ -92,12 +92,12 @@ class WeightSwap:
     transposed and fused on their way.
 
     Args:
-      runner: has the weights.
+      executor: has the weights.
       are_shared: whether others hold the arrays that it has now, which must then stay as they are.
     """
 
-    def __init__(self, runner: ModelRunner, *, are_shared: bool):
-        self._runner = runner
+    def __init__(self, executor: Executor, *, are_shared: bool):
+        self._executor = executor
         self._are_shared = are_shared
 
     def prepare(self, params: Any, mapping: NameMap | None) -> NewWeights:
@@ -109,7 +109,7 @@ class WeightSwap:
         Raises:
           ValueError: names, their number or shapes differ from those of the engine's model.
         """
-        model = self._runner.weights.layout_model
+        model = self._executor.weights.layout_model
         if mapping is not None:
             return self._prepare_other(model, params, mapping)
         state = nnx.state(model)
@@ -122,7 +122,7 @@ class WeightSwap:
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
                 f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
             )
-        new, layout = jax.tree.leaves(params), self._runner.weights.layout
+        new, layout = jax.tree.leaves(params), self._executor.weights.layout
         _check_shapes([jnp.shape(x) for x in new], [x.shape for x in layout])
         arrays = [_bring(x, y.sharding) for x, y in zip(new, layout, strict=True)]
         return NewWeights(arrays, _copying(*_kinds(layout)))
@@ -133,7 +133,7 @@ class WeightSwap:
                 "update_params: mapping must be None where the engine's model is no Llama, got one "
                 f"for {type(model).__name__}. Pass weights in its own names."
             )
-        arrays, layout = named_arrays(params), self._runner.weights.layout
+        arrays, layout = named_arrays(params), self._executor.weights.layout
         names = tuple(_names_of(nnx.state(model)))
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
         matrices = [name for name in names if not name.endswith(SCALE)]
@@ -148,14 +148,14 @@ class WeightSwap:
 
     def replace(self, new: NewWeights) -> None:
         """Let the engine have new weights. Those of before are gone, unless others hold them."""
-        ours = {id(x) for x in self._runner.weights.arrays}
+        ours = {id(x) for x in self._executor.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
-            layout = self._runner.weights.layout
+            layout = self._executor.weights.layout
             room = _allocating(tuple(x.shape for x in layout), *_kinds(layout))
-            self._runner.update_weights(lambda old: new.convert(new.arrays, room()))
+            self._executor.update_weights(lambda old: new.convert(new.arrays, room()))
         else:
-            self._runner.update_weights(lambda old: new.convert(new.arrays, old))
+            self._executor.update_weights(lambda old: new.convert(new.arrays, old))
         self._are_shared = False
 
 
@@ -316,35 +316,35 @@ class Sleep:
         awake --begin(2)--> no weights --replaced--> weights on the device --end--> awake
 
     Args:
-      runner: has the weights and the pool.
+      executor: has the weights and the pool.
 
     Attributes:
       level: 0 awake; 1 asleep, with the weights in host memory; 2 asleep, without weights.
     """
 
-    def __init__(self, runner: ModelRunner):
-        self._runner = runner
+    def __init__(self, executor: Executor):
+        self._executor = executor
         self.level = 0
         self._on_host: list[Any] | None = None
 
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device."""
-        return bool(self._runner.weights.arrays)
+        return bool(self._executor.weights.arrays)
 
     def begin(self, level: int) -> None:
         """Take the weights from the device; the pool goes with the next `ModelRunner.reset`."""
         if level == 1 and self.has_weights:
-            self._on_host = jax.device_get(self._runner.weights.originals)
+            self._on_host = jax.device_get(self._executor.weights.originals)
         if level == 2:
             self._on_host = None
         self.level = max(level, self.level)
-        self._runner.set_asleep(True)
-        self._runner.weights.replace([])
+        self._executor.is_asleep = True
+        self._executor.weights.replace([])
 
     def notice_lost_weights(self) -> None:
         """Sleep without weights if they are gone: new ones were cut short on their way."""
-        if any(array.is_deleted() for array in self._runner.weights.arrays):
+        if any(array.is_deleted() for array in self._executor.weights.arrays):
             self.begin(2)
 
     def weights_replaced(self) -> None:
@@ -361,7 +361,7 @@ class Sleep:
           RuntimeError: the pool is asked for, and there are no weights to run with.
         """
         if "weights" in tags and self._on_host is not None:
-            weights = self._runner.weights
+            weights = self._executor.weights
             places = [each.sharding for each in weights.layout]
             weights.replace(jax.device_put(self._on_host, places))
             self._on_host = None
@@ -372,7 +372,7 @@ class Sleep:
                 "Engine.wake_up: the engine must have weights, and those of before were given up "
                 "(level 2) or are not asked for. Call update_params first, or wake_up()."
             )
-        self._runner.set_asleep(False)
+        self._executor.is_asleep = False
         self.level = 0
 
     def check_awake(self, function: str) -> None:

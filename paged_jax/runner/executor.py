@@ -110,8 +110,7 @@ class Executor:
         )
         self._lowered = LoweredPrograms(self._program_key, weights.layout_model)
         self._cache_dtype = cache_dtype
-        # Replaced for as long as a call shows its progress; see `ModelRunner.showing`.
-        self.on_compile = on_compile
+        self._on_compile = on_compile
         self._compiled: set[str] = set()
         self.compile_seconds = 0.0
         self.is_compiling = False
@@ -328,13 +327,25 @@ class Executor:
             self._state = self._new_state()
 
     @contextlib.contextmanager
+    def showing_compilation(self, show: Callable[[str], None]) -> Iterator[None]:
+        """Return a context in which `show` replaces `on_compile`, unless the user gave one."""
+        if self._on_compile is not None:
+            yield
+            return
+        self._on_compile = show
+        try:
+            yield
+        finally:
+            self._on_compile = None
+
+    @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
         """A context for the call of a program: report and time a compilation in it."""
         if program in self._compiled:
             yield
             return
-        if self.on_compile is not None:
-            self.on_compile(f"compiling {program}")
+        if self._on_compile is not None:
+            self._on_compile(f"compiling {program}")
         start = time.perf_counter()
         self.is_compiling = True
         try:

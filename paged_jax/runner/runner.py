@@ -5,147 +5,61 @@ scheduler's memory; and `ModelRunner` turns the sequences of a plan into padded 
 order: what was gathered in `Slots` comes before every program.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from paged_jax.runner.decode_state import DecodeState, find_token_masks
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
-from paged_jax.runner.processes import Channel, LeadingExecutor, follow
 from paged_jax.runner.programs import BeamTokens, Scores
-from paged_jax.runner.sizes import Sizes, no_slots, pack, row_bucket
+from paged_jax.runner.sizes import no_slots, pack, row_bucket
 from paged_jax.runner.slots import Slots, slot_of
-from paged_jax.runner.weights import Weights
 from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.request import Sequence
 
 
 class ModelRunner:
-    """Runs a model over a paged cache: chunks of prompts, and decode steps.
+    """Model execution for sequences: prefill, scores, decode steps, verification and beams.
 
     Args:
-      weights: the weights, and how they are divided over devices.
-      sizes: what shapes the programs.
-      num_blocks: P, blocks in the pool.
-      cache_dtype: the dtype of K and V.
-      cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
-      backend: the backend of the attention, see `paged_attention`.
-      eos_token_ids: the model's end tokens.
+      executor: runs the programs.
+      eos_token_ids: the end-of-sequence tokens of the model.
       token_bias: biases that apply to every request.
-      on_compile: function that is called with one line before a program is compiled.
-      channel: way between the processes that have the devices; None where this one has all.
-      is_leader: whether the others follow this one over the channel, see `follow`.
 
     Attributes:
-      sizes: what shapes the programs.
-      slots: the scheduler's `BlockMemory`.
+      executor: see above. Its programs must follow `slots.flush`.
+      slots: the slots, the `BlockMemory` of the scheduler.
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        sizes: Sizes,
-        num_blocks: int,
-        *,
-        cache_dtype: DTypeLike,
-        cascade: bool,
-        backend: str | None,
-        eos_token_ids: Iterable[int],
-        token_bias: TokenBias = NO_BIAS,
-        on_compile: Callable[[str], None] | None = None,
-        channel: Channel | None = None,
-        is_leader: bool = True,
+        self, executor: Executor, eos_token_ids: Iterable[int], token_bias: TokenBias = NO_BIAS
     ):
-        self.sizes = sizes
-        make = Executor
-        if channel is not None and is_leader:
-            make = functools.partial(LeadingExecutor, channel=channel)
-        self._channel = channel
-        self._executor = make(
-            weights,
-            sizes,
-            num_blocks,
-            cache_dtype=cache_dtype,
-            cascade=cascade,
-            backend=backend,
-            on_compile=on_compile,
-        )
+        self.executor = executor
+        self.slots = Slots(executor, eos_token_ids, token_bias)
+        self._sizes = executor.sizes
         self._token_bias = token_bias
-        self.slots = Slots(self._executor, eos_token_ids, token_bias)
-
-    @contextlib.contextmanager
-    def showing(self, show: Callable[[str], None]) -> Iterator[None]:
-        """While it lasts, what is compiled is shown, unless the user's own function is told."""
-        if self._executor.on_compile is not None:
-            yield
-            return
-        self._executor.on_compile = show
-        try:
-            yield
-        finally:
-            self._executor.on_compile = None
-
-    def follow(self) -> None:
-        """Do what the leader's runner does, until that ends."""
-        assert self._channel is not None
-        follow(self._executor, self._channel)
 
     def reset(self) -> None:
-        """Start with an empty cache, or asleep with none: nothing runs or is cached any more."""
-        self._executor.reset()
+        """Discard all slots and the prefix cache. While the engine sleeps, free their memory."""
+        self.executor.reset()
         self.slots.reset()
 
     @property
     def state(self) -> DecodeState:
-        """The device state as it is now. The next program donates it: copy what must be kept."""
+        """The current device state. The next program donates it: copy what must be kept."""
         self.slots.flush()
-        return self._executor.state
-
-    @property
-    def weights(self) -> Weights:
-        """The weights. Everything cached belongs to those that it was computed with."""
-        return self._executor.weights
-
-    def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Continue with what a function makes of the weights, see `Weights.update`."""
-        self._executor.update_weights(update)
-
-    def set_asleep(self, is_asleep: bool) -> None:
-        """Let the next `reset` leave no state, whose memory is free then, or one again."""
-        self._executor.is_asleep = is_asleep
-
-    @property
-    def compile_seconds(self) -> float:
-        """Time that compiling has taken."""
-        return self._executor.compile_seconds
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a program is compiled at present."""
-        return self._executor.is_compiling
-
-    @property
-    def wait_seconds(self) -> float:
-        """Time that the host has waited in `check`."""
-        return self._executor.wait_seconds
-
-    def check(self) -> None:
-        """Wait for queued prefills and forks, and see that blocks sufficed, or raise."""
-        self._executor.check()
+        return self.executor.state
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile all programs, see `Executor.warmup`. No slot may be in use."""
         self.slots.flush()
-        self._executor.warmup(report)
+        self.executor.warmup(report)
 
     def prefill(self, chunks: Collection[tuple[Sequence, int]]) -> None:
         """Compute the next tokens of some sequences, of each as many as are given."""
-        chunks, sizes = list(chunks), self.sizes
+        chunks, sizes = list(chunks), self._sizes
         counts = [count for _, count in chunks]
         for width, num_rows, indices in pack(counts, sizes.max_chunk, sizes.num_slots):
             token_ids = np.zeros((num_rows, width), np.int32)
@@ -156,22 +70,22 @@ class ModelRunner:
                 token_ids[row, :count] = sequence.token_ids[start : start + count]
                 slots[row], num_tokens[row] = slot_of(sequence), count
             self.slots.flush()
-            prefill = self._executor.programs.prefill
-            self._executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
+            prefill = self.executor.programs.prefill
+            self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
 
     def score(self, sequence: Sequence, count: int) -> Scores:
         """As `prefill` of one sequence, and how probable each of the following tokens was."""
         self.slots.flush()
-        width, end = self.sizes.score_width, sequence.num_computed + count
+        width, end = self._sizes.score_width, sequence.num_computed + count
         slots, parts = np.array([slot_of(sequence)], np.int32), []
         for start in range(sequence.num_computed, end, width):
             size = min(width, end - start)
             token_ids, targets = np.zeros((1, width), np.int32), np.zeros(width, np.int32)
             token_ids[0, :size] = sequence.token_ids[start : start + size]
             targets[:size] = sequence.token_ids[start + 1 : start + size + 1]
-            score, num_tokens = self._executor.programs.score, np.array([size], np.int32)
+            score, num_tokens = self.executor.programs.score, np.array([size], np.int32)
             call = score.call(token_ids, slots, num_tokens, targets)
-            scores, ok = jax.device_get(self._executor.run(call))
+            scores, ok = jax.device_get(self.executor.run(call))
             require_blocks(ok)
             parts.append(jax.tree.map(lambda x, n=size: x[:n], scores))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
@@ -185,7 +99,7 @@ class ModelRunner:
         with_top: bool,
         is_ahead: bool = False,
     ) -> QueuedResult:
-        """Draw up to `num_steps` tokens for each sequence, a row each; `read` brings them.
+        """Draw up to `num_steps` tokens for each sequence, a row each; see `Executor.read`.
 
         Args:
           sequences: sequences that decode.
@@ -195,15 +109,11 @@ class ModelRunner:
         """
         slots = self._decode_slots(sequences, num_steps)
         limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
-        call = self._executor.programs.decode.call(slots, *limits)
+        call = self.executor.programs.decode.call(slots, *limits)
         if is_ahead:
-            return self._executor.queue_ahead([*self.slots.take_calls(), call])
+            return self.executor.queue_ahead([*self.slots.take_calls(), call])
         self.slots.flush()
-        return self._executor.queue(call)
-
-    def read(self, pending: QueuedResult) -> StepTokens:
-        """Wait for what `decode` draws, on the host."""
-        return self._executor.read(pending)
+        return self.executor.queue(call)
 
     def verify(
         self,
@@ -213,14 +123,14 @@ class ModelRunner:
         with_top: bool,
     ) -> StepTokens:
         """As `decode`, for sequences of which drafts guess the next tokens. On the host."""
-        verify = self._executor.programs.verify
+        verify = self.executor.programs.verify
         slots = self._decode_slots(sequences, 1 + max(map(len, drafts)))
         self.slots.flush()
-        guesses = np.zeros((slots.size, self.sizes.num_drafts), np.int32)
+        guesses = np.zeros((slots.size, self._sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
             guesses[row, : len(draft)], num_drafts[row] = list(draft), len(draft)
-        return self._executor.fetch(verify.call(guesses, num_drafts, slots, np.bool_(with_top)))
+        return self.executor.fetch(verify.call(guesses, num_drafts, slots, np.bool_(with_top)))
 
     def beam(
         self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int
@@ -234,8 +144,8 @@ class ModelRunner:
           num_rows: most beams that there may be; calls for as many share a compiled program.
           num_top: number of tokens to find.
         """
-        size = row_bucket(num_rows, self.sizes.num_slots)
-        parents, slots = no_slots(self.sizes.num_slots), no_slots(size)
+        size = row_bucket(num_rows, self._sizes.num_slots)
+        parents, slots = no_slots(self._sizes.num_slots), no_slots(size)
         token_ids = np.zeros(size, np.int32)
         bias = self._token_bias
         bias_values = np.zeros((size, len(bias.all_ids)), np.float32)
@@ -243,19 +153,19 @@ class ModelRunner:
             parents[slot], slots[row], token_ids[row] = parent, slot, token_id
             bias_values[row] = bias.values_at(num_generated)
         self.slots.flush()
-        beam = self._executor.programs.beam
+        beam = self.executor.programs.beam
         arrays = parents, token_ids, slots, np.array(bias.all_ids, np.int32), bias_values
-        tokens = self._executor.fetch(beam.call(*arrays, num_top=num_top))
+        tokens = self.executor.fetch(beam.call(*arrays, num_top=num_top))
         require_blocks(tokens.ok)
         return tokens
 
     def _decode_slots(self, sequences: Collection[Sequence], num_steps: int) -> np.ndarray:
         """The slots of the sequences, padded with -1; the device knows how each one decodes."""
         self.slots.assign(sequences)
-        vocab_size = self._executor.vocab_size
-        masks = find_token_masks(sequences, num_steps, self.sizes, vocab_size)
+        vocab_size = self.executor.vocab_size
+        masks = find_token_masks(sequences, num_steps, self._sizes, vocab_size)
         if masks is not None:
-            self._executor.write_token_masks(masks)
-        slots = no_slots(row_bucket(len(sequences), self.sizes.num_slots))
+            self.executor.write_token_masks(masks)
+        slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

@@ -214,7 +214,7 @@ class Weights:
             self.arrays = list(arrays)
         else:
             named = zip(self._names, arrays, strict=True)
-            self.arrays = [self._parallel.lay_out(name, x) for name, x in named]
+            self.arrays = [self._parallel.to_program_layout(name, x) for name, x in named]
 
     def update(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
         """Take what a function makes of the weights as the model has them; it may donate them."""
@@ -226,7 +226,7 @@ class Weights:
         if self._parallel is None or not self.arrays:
             return list(self.arrays)
         named = zip(self._names, self.arrays, strict=True)
-        return [self._parallel.restore(name, x) for name, x in named]
+        return [self._parallel.to_model_layout(name, x) for name, x in named]
 
     @property
     def model(self) -> PagedModel:

@@ -10,7 +10,7 @@ from benchmarks import host
 
 def test_requests_get_the_text_that_the_device_draws() -> None:
     engine = host.make_engine(3, 2, 100)
-    device = engine.core.runner._executor
+    device = engine.core.executor
     assert isinstance(device, host.InstantDevice)
     host.fill(engine, device.text)
     for _ in range(3):

@@ -34,7 +34,7 @@ def complete(engine: Engine, prompt, params=GREEDY, **options):
 
 
 def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
-    executor = engine.core.runner._executor
+    executor = engine.core.executor
     program = dataclasses.replace(getattr(executor.programs, name), jitted=function)
     monkeypatch.setattr(executor, "programs", executor.programs._replace(**{name: program}))
 
@@ -179,7 +179,7 @@ def test_the_last_token_is_always_computed(engine) -> None:
 
 
 def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> None:
-    counts, look_up = [], engine.core.runner._executor.programs.attach.jitted
+    counts, look_up = [], engine.core.executor.programs.attach.jitted
 
     def counting(weights, state, slot, digests, token_ids, num_blocks):
         counts.append(int(num_blocks))
@@ -567,7 +567,7 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program, nu
     """Before the step returns, and without losing a request."""
     wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
     engine.reset_prefix_cache()
-    run = getattr(engine.core.runner._executor.programs, program).jitted
+    run = getattr(engine.core.executor.programs, program).jitted
 
     def fail(*args, **static):
         return run(*args, **static)[0], jnp.array(False)

@@ -33,7 +33,7 @@ def make_engine(tiny_model, tokenizer) -> Callable[..., Engine]:
     def make(way: str = WAYS[1], **options: Any) -> Engine:
         engine = Engine(tiny_model, tokenizer=tokenizer, **{**SIZES, **options})
         engine.core.scheduler.lookahead._is_used = way != WAYS[0]
-        engine.core.runner._executor.calls_wait = way == WAYS[2]
+        engine.core.executor.calls_wait = way == WAYS[2]
         return engine
 
     return make
@@ -82,7 +82,8 @@ def expected(tiny_model, tokenizer) -> dict[str, Any]:
 
 def test_the_next_dispatch_is_queued_before_tokens_are_read(make_engine, monkeypatch) -> None:
     engine, events = make_engine(), []
-    runner, decode, read = engine.core.runner, engine.core.runner.decode, engine.core.runner.read
+    runner, executor = engine.core.runner, engine.core.executor
+    decode, read = runner.decode, executor.read
 
     def queueing(sequences, num_steps, **options):
         events.append(("queue", num_steps))
@@ -94,7 +95,7 @@ def test_the_next_dispatch_is_queued_before_tokens_are_read(make_engine, monkeyp
         return tokens
 
     monkeypatch.setattr(runner, "decode", queueing)
-    monkeypatch.setattr(runner, "read", reading)
+    monkeypatch.setattr(executor, "read", reading)
     engine.add_request(OTHER, GREEDY)
     finish(engine)
     # Halves of 8 steps, and no more of them than the 20 tokens take.
@@ -231,7 +232,8 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
 
     add()
     wanted = finish(engine)
-    original, num_left = getattr(engine.core.runner, part), 0
+    owner = engine.core.executor if part == "read" else engine.core.runner
+    original, num_left = getattr(owner, part), 0
 
     def fail(*args, **options):
         nonlocal num_left
@@ -241,7 +243,7 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
             raise error
         return result
 
-    monkeypatch.setattr(engine.core.runner, part, fail)
+    monkeypatch.setattr(owner, part, fail)
     for at in range(1, 6):
         num_left = at
         add()
@@ -255,7 +257,7 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
 def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkeypatch) -> None:
     engine = make_engine(WAYS[2])
     wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
-    executor, call = engine.core.runner._executor, engine.core.runner._executor._call
+    executor, call = engine.core.executor, engine.core.executor._call
     engine.add_request(OTHER, SEEDED, request_id="a")
     engine.step()
 
@@ -278,7 +280,7 @@ def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkey
 def test_recovery_waits_for_the_thread_that_has_the_old_state(make_engine, monkeypatch) -> None:
     engine = make_engine(WAYS[2])
     wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
-    executor, call = engine.core.runner._executor, engine.core.runner._executor._call
+    executor, call = engine.core.executor, engine.core.executor._call
 
     def call_late(program):
         time.sleep(0.1)
@@ -333,7 +335,7 @@ def test_beams_are_searched_where_something_was_queued(tiny_folder, way) -> None
     llm = LLM(tiny_folder, **SIZES)
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     [wanted] = llm.beam_search("the cat", params)
-    llm.core.runner._executor.calls_wait = way == WAYS[2]
+    llm.core.executor.calls_wait = way == WAYS[2]
     request_id = llm.add_request(OTHER, GREEDY)
     llm.step()
     llm.abort(request_id)

@@ -138,7 +138,8 @@ assert llm.stats.num_accepted_tokens, "guesses were right"
 
 
 def check_same_weights(llm, other):
-    for x, y in zip(llm.core.runner.weights.arrays, other.core.runner.weights.arrays, strict=True):
+    ours, theirs = (each.core.executor.weights.arrays for each in (llm, other))
+    for x, y in zip(ours, theirs, strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         for part, same in zip(x.addressable_shards, y.addressable_shards, strict=True):
             np.testing.assert_array_equal(part.data, same.data, strict=True)
@@ -207,7 +208,7 @@ import dataclasses
 
 import numpy as np
 from paged_jax import Engine
-from paged_jax.runner import ReplicaError
+from paged_jax.runner.weights import ReplicaError
 from tests.support.tensor_parallel import PAIR, PROMPTS, SIZES, generate, make_model, run
 
 
@@ -223,7 +224,7 @@ engine = Engine(make_model(), **SIZES, tensor_parallel_size=2, check_replicas=Tr
 wanted = generate(engine)
 engine.add_request({"prompt_token_ids": PROMPTS[0]}, PAIR)
 engine.step()
-executor = engine.core.runner._executor
+executor = engine.core.executor
 sampling = executor.state.sampling
 other = dataclasses.replace(sampling, keys=with_other_copy(sampling.keys))
 executor._state = dataclasses.replace(executor.state, sampling=other)
@@ -275,7 +276,7 @@ _HEAD = """
 import jax
 
 def num_compiled(engine):
-    return sum(program.jitted._cache_size() for program in engine.core.runner._executor.programs)
+    return sum(program.jitted._cache_size() for program in engine.core.executor.programs)
 """
 
 

@@ -44,7 +44,7 @@ def test_warmup_compiles_for_gpus_while_the_memory_of_the_pool_is_free(
     """XLA times matmuls on GPUs in the free memory, of which the pool takes 85%."""
     sizes = {"block_size": 4, "num_blocks": 29, "max_num_seqs": 2, "max_model_len": 32}
     llm = LLM(tiny_model, **sizes, max_chunk=16)
-    executor = llm.core.runner._executor
+    executor = llm.core.executor
     monkeypatch.setattr(executor, "_compiles_without_state", True)
     pool_bytes = executor.state.cache.pools.k.nbytes
 

@@ -68,7 +68,7 @@ def bind(executor: Executor, call: Call) -> Call:
 
 @pytest.fixture
 def executor(tiny_model) -> Executor:
-    return Engine(tiny_model, **SIZES).core.runner._executor
+    return Engine(tiny_model, **SIZES).core.executor
 
 
 @pytest.mark.slow
