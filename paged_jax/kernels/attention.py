@@ -31,7 +31,7 @@ from paged_jax.kernels.checks import (
     checked_options,
     pool_letters,
 )
-from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
+from paged_jax.kernels.dispatch import Dispatch, check_array_device
 from paged_jax.kernels.gradients import attend_differentiably
 
 
@@ -284,7 +284,7 @@ def attend(
     problem = Problem.of(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
     ops = Dispatch(function, problem, backend, interpret)
     if not interpret:
-        check_arrays_are_on_its_device(function, backend, args.q)
+        check_array_device(function, backend, args.q)
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args)
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))

@@ -1,4 +1,4 @@
-"""What every op over a pool refuses at trace time, with the shapes in the message."""
+"""Argument checks of the ops over pools, which run at trace time."""
 
 import math
 import operator
@@ -17,7 +17,7 @@ from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_
 
 
 def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
-    """The pools as arguments of `paged_jax.dims.bind`, without the padding of their last axis."""
+    """Return the pools as arguments of `dims.bind`, without the padding of the last dimension."""
     letters: dict[str, tuple[Any, str]] = {
         "k_pool": (_without_padding(pools.k, head_dim), "LPKCD"),
         "v_pool": (_without_padding(pools.v, head_dim), "LPKCD"),
@@ -30,7 +30,7 @@ def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
 
 
 def check_pools(function: str, pools: Pools, layer: Any) -> None:
-    """Refuse pools whose types or scales do not fit, and a layer that they do not have."""
+    """Check the dtypes, shapes and scales of pools, and that they contain the layer."""
     for name, pool in {"k_pool": pools.k, "v_pool": pools.v}.items():
         check_pool_dtype(function, name, pool.dtype)
     if pools.k.dtype != pools.v.dtype:
@@ -63,18 +63,22 @@ def check_pools(function: str, pools: Pools, layer: Any) -> None:
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
 
 
-# What a caller that leaves lengths out may mean.
+# Hints for callers that pass no lengths.
 _FULL = {
-    "context_lens": " Where all tables are full, pass jnp.full(B, M * C).",
-    "query_lens": " Where all chunks are full, pass jnp.full(B, T).",
+    "context_lens": " If all tables are full, pass jnp.full(B, M * C).",
+    "query_lens": " If all chunks are full, pass jnp.full(B, T).",
 }
 
 
 def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
-    """The arguments as arrays, by name.
+    """Convert named arguments to arrays.
+
+    Args:
+      function: name of the caller, for the error message.
+      **arrays: the arguments.
 
     Raises:
-      ValueError: one of them is None, or a size is symbolic.
+      ValueError: an argument is None, or a size is symbolic.
     """
     for name, array in arrays.items():
         if array is None:
@@ -86,13 +90,17 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
 def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
     """Check interleaved pages, and return the shape and dtype of the keys: ``[P, C, K, D]``.
 
+    Args:
+      function: name of the caller, for the error message.
+      kv_pages: the pages.
+
     Raises:
       ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or their dtype is neither
         floating point nor int8.
     """
     if kv_pages.ndim != 4 or kv_pages.shape[2] % 2:
         raise ValueError(
-            f"{function}: kv_pages must have shape [P, C, 2 * K, D], of keys and values in turn, "
+            f"{function}: kv_pages must have shape [P, C, 2 * K, D], keys and values alternating, "
             f"got {list(kv_pages.shape)}."
         )
     if not (jnp.issubdtype(kv_pages.dtype, jnp.floating) or kv_pages.dtype == jnp.int8):
@@ -106,6 +114,12 @@ def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
 def as_scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
     """Return a number, or an array with one element, as an array of shape ``[]``.
 
+    Args:
+      function: name of the caller, for the error message.
+      name: name of the argument, for the error message.
+      value: the number or array.
+      dtype: dtype of the result.
+
     Raises:
       ValueError: the array does not have exactly one element, or its dtype is not numeric.
     """
@@ -118,11 +132,16 @@ def as_scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
 
 
 def check_sharding(function: str, arrays: Any) -> None:
-    """Refuse arrays on a mesh with explicit axes: they ask of every index how to shard its result.
+    """Check that no array is on a mesh with explicit axes.
+
+    JAX would require an explicit output sharding for each indexing operation on such arrays.
 
     Args:
-      function: the name of the caller, for the message.
-      arrays: a tree of arrays, of which None is a part too.
+      function: name of the caller, for the error message.
+      arrays: tree of arrays. None leaves are ignored.
+
+    Raises:
+      ValueError: an array is on such a mesh.
     """
     for array in jax.tree.leaves(arrays):
         if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
@@ -134,10 +153,14 @@ def check_sharding(function: str, arrays: Any) -> None:
 
 
 def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays as int32, since row numbers of the pool are made from them.
+    """Convert named integer arrays to int32, the dtype of row indices into the pool.
+
+    Args:
+      function: name of the caller, for the error message.
+      **integers: the arrays.
 
     Raises:
-      ValueError: one of them is not of integers.
+      ValueError: an array does not contain integers.
     """
     for name, array in integers.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -154,7 +177,7 @@ def _without_padding(pool: jax.Array, head_dim: int) -> Any:
 def checked_options(
     function: str, scale: float, sliding_window: int | None, soft_cap: float | None
 ) -> Options:
-    """The options as Python numbers, which a program can be made for."""
+    """Check the static options of attention, and convert them to Python numbers."""
     scale = static(function, "scale", scale, float)
     window = static(function, "sliding_window", sliding_window, operator.index)
     soft_cap = static(function, "soft_cap", soft_cap, float)
@@ -171,7 +194,17 @@ def checked_options(
 
 
 def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-    """A number that the program depends on, as Python's own; None stays None."""
+    """Convert a static number with `convert`, which is `int`, `float` or similar; keep None.
+
+    Args:
+      function: name of the caller, for the error message.
+      name: name of the argument, for the error message.
+      value: the number, or None.
+      convert: conversion to a Python number.
+
+    Raises:
+      ValueError: the number is traced, or cannot be converted.
+    """
     if value is None:
         return None
     if isinstance(value, Tracer):

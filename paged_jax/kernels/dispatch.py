@@ -1,9 +1,12 @@
-"""Which backend runs an op: the one asked for, or the best one of each platform.
+"""Choice of the backend that runs an op: the requested backend, or the best one per platform.
 
-Nothing here asks what devices this process has. With ``backend=None`` a program holds one branch
-for each platform that has kernels of its own, and JAX keeps the right one when it lowers the
-program (`jax.lax.platform_dependent`): the same traced function can be compiled for a GPU on a
-machine without one.
+With ``backend=None`` a program contains one branch per platform that has its own kernels. JAX keeps
+the right branch when it lowers the program (`jax.lax.platform_dependent`). The devices of this
+process are not looked at, so the same traced function can be compiled for a GPU on a machine
+without one.
+
+This is the only module that names backends. It imports the module of a backend when the backend is
+first looked up.
 """
 
 import functools
@@ -49,12 +52,12 @@ Result = TypeVar("Result")
 
 @runtime_checkable
 class GeneralBackend(Backend, AttentionOps, WritingOps, LinearOps, GroupedLinearOps, Protocol):
-    """A backend that has every op and refuses nothing: what other backends leave, it does."""
+    """A backend that has every op and supports every problem. Other backends fall back on it."""
 
     def attend_to_chunks(
         self, args: RaggedArgs, chunks: Any, options: Options
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with the queries of all chunks of a ragged batch, see `attend_in_parts`."""
+        """Attend with the given chunks of a ragged batch; see `ragged_batch.attend_in_parts`."""
         ...
 
     def grouped_gradients(
@@ -66,31 +69,27 @@ class GeneralBackend(Backend, AttentionOps, WritingOps, LinearOps, GroupedLinear
 
 @runtime_checkable
 class PallasBackend(Backend, Protocol):
-    """A backend written in Pallas, whose kernels can be run without their device."""
+    """A backend written in Pallas, which can run in Pallas' interpreter without its device."""
 
     @property
     def interpret(self) -> Interpret:
-        """How its kernels are interpreted, if at all: those of experts, too."""
+        """Whether the kernels are interpreted; may also be parameters of the interpreter."""
         ...
 
     def interpreted(self, interpret: Interpret) -> Backend:
-        """The same backend, with its kernels run in Pallas' interpreter on any platform."""
+        """Return the same backend with interpreted kernels."""
         ...
 
 
 @runtime_checkable
 class CompiledBackend(Backend, Protocol):
-    """A backend whose kernels are compiled on the machine that runs them.
+    """A backend with kernels that are compiled on the machine that runs them.
 
-    Its ops may be traced and lowered anywhere; where it is unavailable they do the same in plain
-    JAX.
+    Its ops can be traced and lowered anywhere. Without the kernels they run in plain JAX.
     """
 
     def unavailable(self, problem: Problem) -> str | None:
-        """Say in a sentence why its kernels cannot be had in this process; None where they can.
-
-        They are compiled for it, which may take seconds.
-        """
+        """Compile the kernel for a problem, or return why this machine cannot."""
         ...
 
     def is_available(self) -> bool:
@@ -98,27 +97,23 @@ class CompiledBackend(Backend, Protocol):
         ...
 
     def copies_weights(self, dtype: DTypeLike) -> bool:
-        """Return whether `linear` copies all weights of this type to float32 on this machine."""
+        """Return whether `linear` converts all weights of this type to float32 first."""
         ...
 
     def copies_expert_weights(self, dtype: DTypeLike) -> bool:
-        """Return whether `grouped_linear` copies all weights of this type to float32 here."""
+        """Return whether `grouped_linear` converts all weights of this type to float32 first."""
         ...
 
     def targets(self) -> list[str]:
-        """Return the names by which programs call the kernels of this machine."""
+        """Return the FFI targets of all kernels of this machine."""
         ...
 
     def exporting_for_here(self) -> AbstractContextManager[None]:
-        """Return a context in which exported programs call kernels that only this machine has."""
+        """Let programs exported in this context call kernels, which only this machine has."""
         ...
 
     def load_called(self, program: bytes) -> str | None:
-        """Load the kernels that a serialised program calls.
-
-        Returns:
-          None, or the target of a kernel that this machine does not have.
-        """
+        """Load the kernels that a program calls; return the target of an unavailable kernel."""
         ...
 
     def is_any_missing(self) -> bool:
@@ -126,7 +121,7 @@ class CompiledBackend(Backend, Protocol):
         ...
 
 
-# Module and class of each backend. If several are for one platform, the first is preferred.
+# Module and class of each backend. Of several backends for a platform, the first is preferred.
 _CLASSES = {
     "cpu": ("paged_jax.kernels.cpu", "Cpu"),
     "mosaic_tpu": ("paged_jax.kernels.mosaic_tpu", "MosaicTpu"),
@@ -137,7 +132,7 @@ _CLASSES = {
 
 
 class _Backends(Mapping[str, Backend]):
-    """All backends by name. The module of a backend is imported when it is first looked up."""
+    """Backends by name, imported when they are first looked up."""
 
     def __getitem__(self, name: str) -> Backend:
         return _load(name)
@@ -173,11 +168,11 @@ def _check_interpret(function: str, name: str | None, interpret: Interpret) -> N
 
 
 class BackendChoice(NamedTuple):
-    """A backend and why it was chosen.
+    """A backend, and why it was chosen.
 
     Attributes:
       backend: name of the backend.
-      reason: the reason, in a phrase.
+      reason: the reason, a phrase.
     """
 
     backend: str
@@ -185,28 +180,28 @@ class BackendChoice(NamedTuple):
 
 
 def backends_of(op: Op) -> tuple[str, ...]:
-    """Names of the backends that have an op."""
+    """Return the names of the backends that have an op."""
     return tuple(name for name, backend in BACKENDS.items() if has_op(backend, op))
 
 
 def backend_for(op: Op, name: str | None) -> str | None:
-    """The backend asked for if it has an op, else None, which stands for the platform's best."""
+    """Return `name` if that backend has an op, else None, which is the best backend."""
     backend = BACKENDS.get(name or "")
     return name if backend is not None and has_op(backend, op) else None
 
 
 def general_backend() -> GeneralBackend:
-    """Return the backend that has every op in plain JAX, for all platforms."""
+    """Return the backend that has every op, in plain JAX for all platforms."""
     backend = BACKENDS["xla"]
     assert isinstance(backend, GeneralBackend)
     return backend
 
 
 def compiled_backend(platform: str) -> CompiledBackend | None:
-    """Return the backend whose kernels are compiled on this machine, or None if there is none.
+    """Return the backend with kernels compiled on this machine for a platform, or None.
 
     Args:
-      platform: JAX's name of the platform that the kernels run on.
+      platform: JAX's name of the platform.
     """
     for backend in BACKENDS.values():
         if backend.platform == platform and isinstance(backend, CompiledBackend):
@@ -215,27 +210,27 @@ def compiled_backend(platform: str) -> CompiledBackend | None:
 
 
 def linear_backend(name: str | None) -> LinearOps:
-    """Return the backend that multiplies matrices in a model whose attention runs on `name`.
+    """Return the backend for matrix multiplication in a model that attends on backend `name`.
 
     Args:
-      name: name of a backend. None takes the backend for CPUs, whose calls become plain JAX in a
-        program that is lowered for another platform. A backend without these ops leaves them to the
-        general one.
+      name: name of a backend, or None for the best one. That is the backend for CPUs, because its
+        calls become plain JAX in programs that are lowered for other platforms. If a backend does
+        not have these ops, the general backend is returned.
     """
     backend = BACKENDS.get(name or "cpu")
     return backend if isinstance(backend, LinearOps) else general_backend()
 
 
 def run_grouped_linear(args: GroupedArgs, name: str | None, interpret: Interpret) -> jax.Array:
-    """Run a grouped matmul on a backend, or on the best one of each platform.
+    """Run a grouped matmul on a backend, or on the best one for each platform.
 
     Args:
       args: the arrays.
-      name: name of a backend, or None. XLA does what the backend refuses.
-      interpret: how to interpret the kernel of `name`.
+      name: name of a backend, or None. XLA runs calls that the backend does not support.
+      interpret: whether to run the Pallas kernel of `name` in the interpreter.
 
     Raises:
-      ValueError: there is nothing to interpret.
+      ValueError: `interpret` is set, and the backend is not written in Pallas.
     """
     _check_interpret("grouped_linear", name, interpret)
     own = BACKENDS.get(name or "")
@@ -279,7 +274,7 @@ def load_cpu_kernels(program: bytes) -> None:
 
 
 def choose_backend(problem: Problem, platform: str) -> BackendChoice:
-    """Say which backend ``backend=None`` takes on a platform, and why.
+    """Return the backend that ``backend=None`` takes on a platform, and why.
 
     Args:
       problem: the call, see `paged_jax.kernels.backend.Problem`.
@@ -289,7 +284,7 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
 
 
 def _why_not(backend: Backend, problem: Problem) -> str | None:
-    """Why a backend cannot solve a problem in this process, or None if it can."""
+    """Return why a backend cannot solve a problem in this process, or None if it can."""
     why_not = backend.refusal(problem)
     if why_not is None and isinstance(backend, CompiledBackend):
         return backend.unavailable(problem)
@@ -316,15 +311,15 @@ def _choose(
 
 
 def check_backend_runs_on(function: str, name: str | None, platform: str) -> None:
-    """Refuse a backend whose programs a device cannot run.
+    """Check that a backend exists and runs on a platform.
 
     Args:
-      function: the name of the caller, for the message.
+      function: name of the caller, for the error message.
       name: name of the backend, or None for the best one, which always runs.
       platform: `jax.Device.platform` of the device.
 
     Raises:
-      ValueError: there is no such backend, or it is for other devices.
+      ValueError: there is no such backend, or it is for another platform.
     """
     if name is None:
         return
@@ -332,7 +327,7 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"{function}: backend must be None or one of {names}, got {name!r}.")
     own = BACKENDS[name].platform
-    if own == "cuda":  # what programs are lowered for; the device calls itself "gpu"
+    if own == "cuda":  # JAX lowers for "cuda", but the platform of the device is "gpu"
         own = "gpu"
     if own not in (None, platform):
         can_interpret = isinstance(BACKENDS[name], PallasBackend)
@@ -343,13 +338,18 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         )
 
 
-def check_arrays_are_on_its_device(function: str, name: str | None, array: jax.Array) -> None:
-    """Refuse a backend whose programs cannot run where an array lies.
+def check_array_device(function: str, name: str | None, array: jax.Array) -> None:
+    """Check that a backend runs on the device of an array.
 
-    A traced array lies nowhere yet: its program may be compiled for a device that is not here.
+    Traced arrays pass, because their program may be compiled for another device.
+
+    Args:
+      function: name of the caller, for the error message.
+      name: name of the backend, or None for the best one.
+      array: the array.
 
     Raises:
-      ValueError: as `check_backend_runs_on`.
+      ValueError: see `check_backend_runs_on`.
     """
     if not isinstance(array, Tracer):
         [platform] = {device.platform for device in array.devices()}
@@ -358,18 +358,17 @@ def check_arrays_are_on_its_device(function: str, name: str | None, array: jax.A
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The ops of the backend that was asked for, or of the best one of each platform.
+    """A call of an op: runs it on the requested backend, or on the best one for each platform.
+
+    The constructor checks the backend. It raises `ValueError` if the backend does not exist or does
+    not have the op, or if `interpret` is set and the backend is not written in Pallas. It raises
+    `NotImplementedError` if the backend does not support the problem.
 
     Attributes:
-      function: public name of the op, for messages.
-      problem: the call.
-      backend: name of a backend, or None for the best one of the platform.
-      interpret: how to interpret the kernels of `backend`, which is then one written in Pallas.
-
-    Raises (when made):
-      ValueError: there is no such backend, it does not have the op, or it has no kernels to
-        interpret.
-      NotImplementedError: the backend asked for cannot do this, with its reason.
+      function: public name of the op, for error messages.
+      problem: sizes, dtypes and options of the call.
+      backend: name of a backend, or None for the best one.
+      interpret: whether to run the kernels of `backend` in Pallas' interpreter.
     """
 
     function: str
@@ -387,50 +386,50 @@ class Dispatch:
             raise ValueError(
                 f"{self.function}: backend must be None or one of {names}, got {self.backend!r}."
             )
-        why_not = _why_not(self._asked_for(self.backend), self.problem)
+        why_not = _why_not(self._requested(self.backend), self.problem)
         if why_not is not None:
             raise NotImplementedError(f"{self.function}: {self.backend} cannot: {why_not}")
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode or prefill, see `AttentionOps`."""
+        """Run a decode or prefill; see `AttentionOps`."""
         return self._run(lambda each: partial(_attention(each).attend, options=options), args)
 
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Run a ragged batch, see `AttentionOps`."""
+        """Run a ragged batch; see `AttentionOps`."""
         return self._run(
             lambda each: partial(_attention(each).attend_ragged, options=options), args
         )
 
     def write(self, args: WriteArgs) -> Pools:
-        """Write on the backend, or on that of the platform."""
+        """Write new tokens; see `WritingOps`."""
         return self._run(lambda each: _writing(each).write, args)
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Norm, rotate and write on the backend, or on that of the platform."""
+        """Normalise, rotate and write new tokens; see `WritingOps`."""
         return self._run(lambda each: partial(_writing(each).rope_write, options=options), args)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks on the backend, or on that of the platform."""
+        """Copy blocks; see `WritingOps`."""
         return self._run(lambda each: _writing(each).copy_blocks, args)
 
     def _run(self, op_of: Callable[[Backend], Callable[[Args], Result]], args: Args) -> Result:
-        """Run an op, given as a function of the backend, with one branch for each platform."""
+        """Run an op, which `op_of` gets from a backend."""
         if self.backend is not None:
-            return op_of(self._asked_for(self.backend))(args)
+            return op_of(self._requested(self.backend))(args)
         branches = {}
         platforms = (backend.platform for backend in BACKENDS.values())
         for platform in dict.fromkeys(each for each in platforms if each is not None):
-            # Whether kernels can be had here is asked when the program is lowered.
+            # Whether this machine has compiled kernels is only checked when it lowers a program.
             choice = _choose(self.problem, platform, lambda each, problem: each.refusal(problem))
             if choice.backend == "xla":
-                _logger.info("%s on %s: xla, since %s", self.function, platform, choice.reason)
+                _logger.info("%s on %s: xla, because %s.", self.function, platform, choice.reason)
             else:
                 branches[platform] = op_of(BACKENDS[choice.backend])
         return lax.platform_dependent(args, default=op_of(BACKENDS["xla"]), **branches)
 
-    def _asked_for(self, name: str) -> Backend:
+    def _requested(self, name: str) -> Backend:
         backend = BACKENDS[name]
         if self.interpret and isinstance(backend, PallasBackend):
             return backend.interpreted(self.interpret)

@@ -1,7 +1,8 @@
 """Matrix multiplication with the weights of a model, and sums over rows.
 
-On GPUs and TPUs both are plain JAX. On CPUs a few rows are the work of C++ kernels, which read
-weights where they are stored. With these kernels a row's result does not depend on the other rows.
+On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. CPUs have C++ kernels for a few rows, which
+read the weights in place. The result of a row does not depend on the other rows then.
+`grouped_linear` has kernels for CPUs, NVIDIA GPUs and TPUs.
 """
 
 import functools
@@ -32,11 +33,10 @@ __all__ = [
     "sum_rows",
 ]
 
-# Maximum rows of a decode step. XLA's order of summation depends on the number of rows, the order
-# of the kernel for CPUs does not. For more rows XLA is faster.
-_MAX_DECODE_ROWS = 64
+# Maximum tokens that `sum_rows` sums by the kernel for CPUs. XLA is faster for more tokens.
+_MAX_DECODE_TOKENS = 64
 
-# Types of grouped weights.
+# Dtypes of grouped weights.
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -44,12 +44,11 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
     """Multiply the last dimension of `x` by a weight: ``x @ w.T``.
 
     Args:
-      x: floating point ``[..., in]``.
-      w: ``[*out, in]``, float32, bfloat16 or float16, or a `Weight`, which may be int8; `x` may
-        be rounded to the type of the floats.
-      backend: the backend of attention, see `paged_attention`: None or ``"cpu"`` take the C++
-        kernels on a CPU that has them, for few rows, or for any number of rows if XLA would copy
-        the weights first.
+      x: floating point ``[..., in]``; may be rounded to the dtype of the weight.
+      w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be int8.
+      backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
+        kernels if the program is lowered for a CPU that has them. They take few rows, or any number
+        if XLA would convert all of the weight first.
 
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
@@ -62,24 +61,24 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:
     """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``.
 
-    XLA's order of summation depends on the shape. On CPUs the rows of at most 64 tokens are summed
-    by a kernel whose order does not, so that a row's sum is the same in batches of any size.
+    XLA's order of summation depends on the shape. The order of the kernel for CPUs does not: it
+    sums the rows of up to 64 tokens, so that decoding gives the same sums in batches of any size.
 
     Args:
       x: float32 ``[..., N]``.
       rows_per_token: number of rows of `x` that belong to one token.
     """
     num_tokens = math.prod(x.shape[:-1]) // rows_per_token
-    is_decode = 0 < num_tokens <= _MAX_DECODE_ROWS
+    is_decode = 0 < num_tokens <= _MAX_DECODE_TOKENS
     return (linear_backend(None) if is_decode else general_backend()).sum_rows(x)
 
 
 def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> bool:
-    """Return whether programs for a platform multiply by copies of all weights, in float32.
+    """Return whether programs for a platform convert all weights to float32 before multiplying.
 
     Args:
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; a CPU is the one of this machine.
-      dtype: type of the weights.
+      platform: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``.
+      dtype: dtype of the weights.
       has_experts: whether the model has experts.
     """
     backend = compiled_backend(platform)
@@ -89,7 +88,7 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
 
 
 def reads_stacked_weights(platform: str) -> bool:
-    """Return whether kernels for a platform read a layer's weights in the stack of all layers."""
+    """Return whether kernels for a platform read a layer's weights from the stack of all layers."""
     backend = compiled_backend(platform)
     return backend is not None and backend.is_available()
 
@@ -103,32 +102,35 @@ def grouped_linear(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
-    """Multiply rows, sorted by group, by the weights of their groups.
+    """Multiply rows, sorted by group, by the weights of their groups (mixture of experts).
 
-    Weights of groups without rows are not read, but for gradients; none are copied by the kernels
-    for CPUs (C++), NVIDIA GPUs (Triton) and TPUs (JAX's megablox). Elsewhere XLA copies the weights
-    of one group after the other. On a CPU with the kernel a row's result does not depend on others.
+    The forward pass does not read the weights of groups without rows. The kernels for CPUs (C++),
+    NVIDIA GPUs (Triton) and TPUs (JAX's megablox) copy no weights. On other platforms XLA copies
+    the weights of each group before it multiplies by them. With the kernel for CPUs, the result of
+    a row does not depend on the other rows.
+
+    Differentiable in `x` and `w`, once and in reverse (`jax.grad`).
 
     Args:
-      x: floating point ``[R, in]``, at least one row; rounded to the type of the weights. The first
-        ``group_sizes[0]`` rows are of group 0, those of group 1 follow, and so on.
+      x: floating point ``[R, in]``, at least one row; rounded to the dtype of the weights. The
+        first ``group_sizes[0]`` rows belong to group 0, the next ``group_sizes[1]`` to group 1, and
+        so on. The rows after the last group belong to no group.
       w: float32, bfloat16 or float16 ``[X, out, in]``.
-      group_sizes: i32 ``[X]``, rows of each group, R together at most.
-      stack: None, or where a kernel for CPUs reads `w`, which is then not computed if it is a slice
-        of that: ``[L, X, out, in]``, and i32 ``[]``, the part of it (static).
-      backend: None for the best one of the platform, or the name of one: ``"cpu"``, ``"triton"`` or
-        ``"mosaic_tpu"``; others stand for XLA's (static).
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static). So
-        it is run, too, where the backend of that name is one whose kernels are interpreted.
+      group_sizes: i32 ``[X]``, number of rows in each group; the sum is at most R.
+      stack: None, or ``(stacked, layer)``, for the kernel for CPUs: weights ``[L, X, out, in]`` and
+        the i32 ``[]`` index of `w` in them. The kernel reads `stacked`, so XLA does not compute the
+        slice `w`.
+      backend: ``"cpu"``, ``"triton"`` or ``"mosaic_tpu"``. None takes the best backend for the
+        platform, all other names take XLA (static).
+      interpret: whether to run the Pallas kernel of `backend` in the interpreter, on any platform
+        (static).
 
     Returns:
       float32 ``[R, out]``, accumulated in float32; 0 in rows of no group.
 
-    Differentiable in `x` and `w`, in reverse mode: each weight meets the rows of its own group
-    there as well.
-
     Raises:
-      ValueError: shapes do not fit together, or the weights are of another type.
+      ValueError: shapes do not match, the dtype of the weights is not supported, or `interpret` is
+        set and `backend` is not written in Pallas.
 
     Example:
       >>> w = jnp.arange(3.0)[:, None, None] * jnp.ones((3, 2, 4))
@@ -146,8 +148,8 @@ def grouped_linear(
         )
     if w.dtype not in _DTYPES:
         raise ValueError(
-            f"grouped_linear: w must be float32, bfloat16 or float16, got {w.dtype}. Int8 weights "
-            "of groups are not supported."
+            f"grouped_linear: w must be float32, bfloat16 or float16, got {w.dtype}. Int8 is not "
+            "supported."
         )
     if stack is None:
         stack = w[None], jnp.int32(0)

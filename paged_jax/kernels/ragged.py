@@ -28,7 +28,7 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import (
     Dispatch,
-    check_arrays_are_on_its_device,
+    check_array_device,
     general_backend,
 )
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
@@ -197,7 +197,7 @@ def ragged_paged_attention(
     problem = Problem.of("ragged", sizes, args.q.dtype, args.pages, options, has_sinks=has_sinks)
     ops = Dispatch(_FUNCTION, problem, backend, interpret)
     if not interpret:
-        check_arrays_are_on_its_device(_FUNCTION, backend, args.q)
+        check_array_device(_FUNCTION, backend, args.q)
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
         out, lse = jnp.zeros_like(args.q), jnp.full(args.q.shape[:2], -jnp.inf, jnp.float32)
     else:

@@ -31,7 +31,7 @@ from paged_jax.kernels.checks import (
     half_of_pages,
     pool_letters,
 )
-from paged_jax.kernels.dispatch import Dispatch, check_arrays_are_on_its_device
+from paged_jax.kernels.dispatch import Dispatch, check_array_device
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
@@ -109,7 +109,7 @@ def paged_write(
     problem = Problem.of("write", sizes, k.dtype, pools, Options())
     ops = Dispatch("paged_write", problem, backend, interpret)
     if not interpret:
-        check_arrays_are_on_its_device("paged_write", backend, pools.k)
+        check_array_device("paged_write", backend, pools.k)
     if not sizes["N"]:
         return pools
     return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
@@ -191,7 +191,7 @@ def paged_rope_write(
     problem = Problem.of("rope_write", sizes, args.qkv.dtype, pools, options)
     ops = Dispatch(function, problem, backend, interpret)
     if not interpret:
-        check_arrays_are_on_its_device(function, backend, pools.k)
+        check_array_device(function, backend, pools.k)
     if not sizes["N"]:
         return jnp.zeros((0, sizes["H"], sizes["D"]), query_dtype(pools.k.dtype)), pools
     return ops.rope_write(args, options)
@@ -244,7 +244,7 @@ def copy_blocks(
     problem = Problem.of("copy_blocks", sizes, pools.k.dtype, pools, Options())
     ops = Dispatch("copy_blocks", problem, backend, interpret)
     if not interpret:
-        check_arrays_are_on_its_device("copy_blocks", backend, pools.k)
+        check_array_device("copy_blocks", backend, pools.k)
     if not sizes["N"]:
         return pools
     return _copy_differentiably(ops, CopyArgs(pools, sources, targets))

@@ -88,7 +88,7 @@ class Cpu:
         return ops.copies_expert_weights(dtype)
 
     def targets(self) -> list[str]:
-        """Return the names by which programs call the kernels of this machine."""
+        """Return the FFI targets of all kernels of this machine."""
         return library.targets()
 
     def exporting_for_here(self) -> AbstractContextManager[None]:

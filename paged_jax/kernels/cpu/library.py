@@ -75,7 +75,7 @@ class Loaded(NamedTuple):
     """Result of loading a kernel.
 
     Attributes:
-      target: the FFI target by which programs call the kernel; None if it is unavailable.
+      target: the FFI target of the kernel in programs; None if it is unavailable.
       why_not: why it is unavailable; None if it is available.
     """
 
@@ -346,7 +346,7 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
     try:
         with jax.default_device(device):
             got, want = _SELF_TESTS[kernel.op](target, kernel.dtype)
-    except Exception as error:  # XLA replaces the kernel, whatever the error is
+    except Exception as error:  # after any error, XLA replaces the kernel
         return f"its self-test failed: {error}"
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
         return f"its self-test failed: it is off by {np.abs(got - want).max():.2g}"

@@ -141,7 +141,7 @@ def copies_weights(dtype: DTypeLike) -> bool:
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sum float32 ``[..., N]`` over the last dimension, by multiplying with ones. Differentiable.
+    """Sum float32 ``[..., N]`` over the last dimension, as a matmul with ones. Differentiable.
 
     The order of summation does not depend on the other dimensions. One thread sums all rows.
     """
@@ -174,8 +174,8 @@ def _multiply(plain: PlainFunction, x: jax.Array, weight: Arrays, stacked: Array
       plain: the same in plain JAX, a function of `x` and the arrays of `weight`.
       x: floating point ``[..., in]``, rounded to bfloat16 if the weights are.
       weight: values ``[out, in]``, and float32 scales ``[out]`` if they are int8.
-      stacked: what the kernel reads instead of `weight`: values ``[L, out, in]``, i32 ``[]`` layer,
-        and float32 scales ``[L, out]`` if they are int8.
+      stacked: arrays that the kernel reads instead of `weight`: values ``[L, out, in]``, i32 ``[]``
+        layer, and float32 scales ``[L, out]`` if they are int8.
 
     Returns:
       float32 ``[..., out]``.
@@ -251,8 +251,8 @@ def _call(
       plain: the function.
       operands: arguments of the kernel.
       attributes: static parameters of the kernel.
-      plain_operands: arguments of `plain`, by default `operands`. XLA removes the computation of
-        those that the program does not use.
+      plain_operands: arguments of `plain`, by default `operands`. XLA does not compute them in a
+        program that calls the kernel.
     """
     mine = () if plain_operands is None else plain_operands
     return _call_p.bind(
