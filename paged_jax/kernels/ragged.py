@@ -1,14 +1,23 @@
-"""Attention of ragged batches over interleaved pages.
+"""Attention of ragged batches over interleaved pages, and helpers for its backends.
 
-JAX's kernel for TPUs has the same signature and the same page layout, and the models of Levanter,
-EasyDeL and sglang-jax use both. This op also runs on GPUs and CPUs, and reads the pages in place.
+`ragged_paged_attention` has the signature and the page layout of JAX's kernel for TPUs, which
+Levanter, EasyDeL and sglang-jax use. It also runs on GPUs and CPUs, and reads the pages in place.
+
+The chunks of all sequences are concatenated in one array of queries. A decode is a chunk of one
+token. Backends use their decode kernel for single queries, because it splits long contexts, and
+another kernel with larger matmuls for longer chunks, see `attend_in_parts`::
+
+    q  [N, H, D]    | a a a a | b | c | d d d d d d d | (rows without a sequence) |
+    decode  [B, H, D]     -     b   c         -         one row per sequence; others are empty
+    chunks  [N, H, D]  a a a a  -   -  d d d d d d d    tiles of one sequence each
 """
 
 import dataclasses
 import functools
 import math
 import operator
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +25,14 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
-from paged_jax.kernels.backend import Interpret, Pages, Problem, RaggedArgs, RaggedOptions
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    Interpret,
+    Pages,
+    Problem,
+    RaggedArgs,
+    RaggedOptions,
+)
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -34,11 +50,10 @@ from paged_jax.kernels.dispatch import (
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import wider_dtype
-from paged_jax.kernels.ragged_batch import cut_into_tiles, find_chunks, find_rows
 
 _FUNCTION = "ragged_paged_attention"
 
-# Maximum queries of a tile in the backward pass.
+# Maximum queries in a tile of the backward pass.
 _MAX_QUERIES = 128
 
 
@@ -110,7 +125,7 @@ def ragged_paged_attention(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend causally with chunks of one or more tokens in one flat batch.
+    """Attend causally with chunks of one or more tokens, concatenated in one array.
 
     This op takes the arguments of ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which
     runs on TPUs only. It also runs on GPUs and CPUs, and adds `sinks` and `return_lse`.
@@ -119,16 +134,16 @@ def ragged_paged_attention(
     are the last tokens of the sequence. Their keys and values must already be in the pages, see
     `write_kv_pages`.
 
-    The op supports one reverse-mode derivative (`jax.grad`) in `q`, `sinks`, pages of 16 bits or
-    more, and factors that are arrays. The backward pass computes the attention again.
+    The first reverse-mode derivative (`jax.grad`) exists in `q`, `sinks`, pages of 16 bits or more,
+    and factors that are arrays. The backward pass computes the attention again.
 
     Args:
       q: ``[N, H, D]`` floating point.
-      kv_pages: ``[P, C, 2 * K, D]``, of each token the key of head 0, its value, the key of head 1,
-        and so on; floating point or int8. On TPUs JAX's kernel reads them
-        where `D` is 128; else XLA does.
-      kv_lens: integer ``[S]``, tokens in each sequence, its queries included. What is above M * C
-        counts as M * C; where there are fewer tokens than queries, the first queries are none.
+      kv_pages: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
+        value, the key of head 1, and so on. On TPUs JAX's kernel is used if `D` is 128, else XLA.
+      kv_lens: integer ``[S]``, tokens in each sequence, including its queries. Larger lengths than
+        M * C count as M * C. If a sequence has fewer tokens than queries, its first queries are
+        ignored.
       page_indices: integer ``[S, M]``, pages of each sequence in order. Entries past the length may
         hold anything.
       cu_q_lens: integer ``[S + 1]``, ascending from 0 to at most N.
@@ -145,9 +160,12 @@ def ragged_paged_attention(
       sinks: floating point ``[H]``, an additional logit in the softmax of each head, which has no
         value; None for no sinks. On TPUs XLA computes batches with sinks.
       return_lse: also return the log-sum-exp (static). On TPUs XLA then computes the batch.
-      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tile sizes for JAX's kernel
-        on TPUs (static). The other backends choose their own tiles.
-      backend, interpret: see `paged_attention`.
+      num_kv_pages_per_block: pages in a tile of keys of JAX's kernel on TPUs (static). The other
+        backends choose their own tiles.
+      num_queries_per_block: query tokens in a tile of JAX's kernel (static).
+      vmem_limit_bytes: VMEM that JAX's kernel may use (static).
+      backend: see `paged_attention`.
+      interpret: see `paged_attention`.
 
     Returns:
       ``[N, H, D]`` in the dtype of `q`; 0 in rows without a sequence. Softmax and accumulation are
@@ -155,14 +173,15 @@ def ragged_paged_attention(
       softmax denominator, including sinks; -inf in rows without a sequence.
 
     Raises:
-      ValueError, NotImplementedError: as for `paged_attention`.
+      ValueError: see `paged_attention`.
+      NotImplementedError: see `paged_attention`.
 
-    Cost: proportional to the tokens that the queries see, beside a pass over `q`; nothing of the
-    size of the pages is copied.
+    Cost: proportional to the tokens that the queries see, plus one pass over `q`. The pages are not
+    copied.
 
     Example:
       >>> kv_pages = jnp.ones((4, 8, 4, 16))                 # 4 pages of 8 tokens, 2 KV heads
-      >>> q = jnp.ones((6, 4, 16))                           # 1 query, 3 queries, 2 rows unused
+      >>> q = jnp.ones((6, 4, 16))                           # 1 query, 3 queries, 2 unused rows
       >>> out = ragged_paged_attention(q, kv_pages, jnp.array([11, 3]), jnp.array([[2, 0], [1, 9]]),
       ...                              jnp.array([0, 1, 4]), jnp.array([2]), sm_scale=0.25)
       >>> out[:, 0, 0].tolist()
@@ -286,8 +305,13 @@ def _attend(ops: Dispatch, options: RaggedOptions, args: RaggedArgs):
     jax.tree_util.register_dataclass, data_fields=("args",), meta_fields=("wants_pages",)
 )
 @dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What the backward pass needs: the arguments, and whether the pages have a gradient."""
+class _RaggedResiduals:
+    """Inputs of the backward pass.
+
+    Attributes:
+      args: arrays of the call.
+      wants_pages: whether a gradient in the pages is requested.
+    """
 
     args: RaggedArgs
     wants_pages: bool
@@ -300,12 +324,12 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
     if wants_pages and args.pages.dtype.itemsize == 1:
         raise NotImplementedError(
             f"{_FUNCTION}: kv_pages must have 16 bits or more for a gradient in them, got "
-            f"{args.pages.dtype}. Stop it with jax.lax.stop_gradient."
+            f"{args.pages.dtype}. Stop the gradient with jax.lax.stop_gradient."
         )
-    return ops.attend_ragged(args, options), _Residuals(args, wants_pages)
+    return ops.attend_ragged(args, options), _RaggedResiduals(args, wants_pages)
 
 
-def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars: Any):
+def _backward(ops: Dispatch, options: RaggedOptions, residuals: _RaggedResiduals, bars: Any):
     """Compute the gradients on tiles of equal length, after computing their attention again.
 
     The saved results are not used, because JAX's kernel for TPUs returns no log-sum-exp.
@@ -319,9 +343,9 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
         zero if isinstance(bar, SymbolicZero) else bar
         for zero, bar in zip(zeros, bars, strict=True)
     )
-    # Tiles about as long as the average chunk have few padding rows.
+    # Tiles of about the average chunk length have few padding rows.
     tiles, rows_BT = cut_into_tiles(args, min(_MAX_QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
-    # The factor of the values is the factor of the result, and of its gradient.
+    # The factor of the values is also the factor of the output and of its gradient.
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
     lse_bar_BTH = take_or_fill(lse_bar, rows_BT)
@@ -340,3 +364,130 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _Residuals, bars
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class Chunks(NamedTuple):
+    """Queries of each sequence.
+
+    Attributes:
+      starts: i32 ``[B]``, row of the first query.
+      lens: i32 ``[B]``, number of queries, at most the length of the sequence. They are its last
+        tokens.
+    """
+
+    starts: jax.Array
+    lens: jax.Array
+
+
+def find_chunks(args: RaggedArgs) -> Chunks:
+    """Return the queries of each sequence.
+
+    If there are more queries than tokens, the first queries are left out.
+    """
+    ends = args.cu_query_lens[1:]
+    lens = jnp.clip(ends - args.cu_query_lens[:-1], 0, args.context_lens)
+    return Chunks(ends - lens, lens)
+
+
+def attend_in_parts(
+    decode: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]],
+    attend_to_chunks: Callable[[RaggedArgs, Chunks], tuple[jax.Array, jax.Array]],
+    args: RaggedArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with single queries by one function, and with longer chunks by another.
+
+    Args:
+      decode: attends with one query per sequence, like the decode of a backend.
+      attend_to_chunks: attends with the queries of the given chunks, and returns the output
+        ``[N, H, D]`` and the log-sum-exp ``[N, H]``. Other rows of its results are ignored.
+      args: the batch.
+
+    Returns:
+      ``(out, lse)``: ``[N, H, D]`` and ``[N, H]``, 0 and -inf in rows that are not queries.
+    """
+    chunks = find_chunks(args)
+    is_single = chunks.lens == 1
+    single, single_lse = decode(
+        AttentionArgs(
+            q=args.q.at[chunks.starts].get(mode="clip"),
+            pools=args.pages,
+            block_tables=args.block_tables,
+            context_lens=jnp.where(is_single, args.context_lens, 0),
+            query_lens=None,
+            sinks=args.sinks,
+            layer=jnp.zeros((), jnp.int32),
+        )
+    )
+    out, lse = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
+    rows = find_rows(args, chunks)
+    is_single_N1 = is_single[rows.sequence][:, None]
+    return rows.mask(
+        jnp.where(is_single_N1[..., None], single[rows.sequence], out),
+        jnp.where(is_single_N1, single_lse[rows.sequence], lse),
+    )
+
+
+class QueryRows(NamedTuple):
+    """Rows of the queries.
+
+    Attributes:
+      sequence: i32 ``[N]``, sequence of the row.
+      token: i32 ``[N]``, index among the queries of its sequence.
+      is_query: bool ``[N]``; if False, the other fields of the row are meaningless.
+    """
+
+    sequence: jax.Array
+    token: jax.Array
+    is_query: jax.Array
+
+    def mask(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `out` and `lse` with 0 and -inf in rows that are not queries."""
+        is_query_N1 = self.is_query[:, None]
+        return jnp.where(is_query_N1[..., None], out, 0), jnp.where(is_query_N1, lse, -jnp.inf)
+
+
+def find_rows(args: RaggedArgs, chunks: Chunks) -> QueryRows:
+    """Return the sequence and the token of each row of the queries."""
+    rows = jnp.arange(args.q.shape[0], dtype=jnp.int32)
+    # If several sequences start at the same row, only the last of them has queries.
+    starts = args.cu_query_lens[None, :-1]
+    sequence = jnp.sum(starts <= rows[:, None], axis=1, dtype=jnp.int32) - 1
+    sequence = jnp.maximum(sequence, 0)
+    token = rows - chunks.starts[sequence]
+    return QueryRows(sequence, token, (token >= 0) & (token < chunks.lens[sequence]))
+
+
+def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, jax.Array]:
+    """Split the chunks into tiles of equal length, as the batch of a prefill.
+
+    Args:
+      args: the batch.
+      num_queries: queries in a tile (T). The last tile of a chunk is padded.
+
+    Returns:
+      ``(tiles, rows)``: the arguments of a prefill with the maximum number of tiles, and the row of
+      each of their queries in the batch, i32 ``[B', T]``, N in padding.
+    """
+    N = args.q.shape[0]
+    whole = find_chunks(args)
+    num_tiles = (whole.lens + num_queries - 1) // num_queries
+    ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    index = jnp.arange(N // num_queries + len(ends), dtype=jnp.int32)
+    sequence = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
+    sequence = jnp.minimum(sequence, len(ends) - 1)
+    first = (index - (ends - num_tiles)[sequence]) * num_queries
+    lens = jnp.clip(whole.lens[sequence] - first, 0, num_queries)
+    before = (args.context_lens - whole.lens)[sequence] + first
+    token_T = jnp.arange(num_queries, dtype=jnp.int32)
+    rows_BT = (whole.starts[sequence] + first)[:, None] + token_T[None]
+    rows_BT = jnp.where(token_T[None] < lens[:, None], rows_BT, N)
+    tiles = AttentionArgs(
+        q=take_or_fill(args.q, rows_BT),
+        pools=args.pages,
+        block_tables=args.block_tables[sequence],
+        context_lens=jnp.where(lens > 0, before + lens, 0),
+        query_lens=lens,
+        sinks=args.sinks,
+        layer=jnp.zeros((), jnp.int32),
+    )
+    return tiles, rows_BT

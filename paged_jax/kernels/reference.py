@@ -21,7 +21,7 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.pool_format import wider_dtype
-from paged_jax.kernels.ragged_batch import find_chunks, find_rows
+from paged_jax.kernels.ragged import find_chunks, find_rows
 
 
 @dataclass(frozen=True)

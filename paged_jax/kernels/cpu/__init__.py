@@ -26,7 +26,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.cpu import library, ops
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.ragged_batch import attend_in_parts
+from paged_jax.kernels.ragged import attend_in_parts
 
 
 @dataclass(frozen=True)

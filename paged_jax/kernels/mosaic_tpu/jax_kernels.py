@@ -25,7 +25,7 @@ from paged_jax.kernels.backend import Interpret, Problem, RaggedArgs, RaggedOpti
 from paged_jax.kernels.mosaic_tpu.kernel import VMEM_BYTES
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES
-from paged_jax.kernels.ragged_batch import find_chunks, find_rows
+from paged_jax.kernels.ragged import find_chunks, find_rows
 
 try:
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_attention

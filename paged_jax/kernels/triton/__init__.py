@@ -26,7 +26,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.pool_format import QUANTISED
-from paged_jax.kernels.ragged_batch import attend_in_parts
+from paged_jax.kernels.ragged import attend_in_parts
 from paged_jax.kernels.triton import grouped_linear as _grouped
 from paged_jax.kernels.triton import pallas, split_kv, tiles, tuning
 from paged_jax.kernels.triton import write as _write

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options, RaggedArgs
-from paged_jax.kernels.ragged_batch import Chunks
+from paged_jax.kernels.ragged import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 

@@ -23,7 +23,7 @@ from paged_jax.kernels.backend import (
     Weight,
     WriteArgs,
 )
-from paged_jax.kernels.ragged_batch import Chunks, attend_in_parts
+from paged_jax.kernels.ragged import Chunks, attend_in_parts
 from paged_jax.kernels.rope import rope_then_write
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear

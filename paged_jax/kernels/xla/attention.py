@@ -24,7 +24,7 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, RaggedArgs
 from paged_jax.kernels.opaque_call import take_or_fill
-from paged_jax.kernels.ragged_batch import Chunks
+from paged_jax.kernels.ragged import Chunks
 from paged_jax.kernels.rows import take_rows
 
 # Maximum tokens of a sequence in a loop step. Longer tiles waste more on short contexts.
