@@ -22,7 +22,7 @@ from .kernels.writing import paged_write as paged_write
 from .kernels.writing import write_kv_pages as write_kv_pages
 from .llm import LLM as LLM
 from .models.config import LlamaConfig as LlamaConfig
-from .models.layer import Heads as Heads
+from .models.layer_attention import Heads as Heads
 from .models.llama import Llama as Llama
 from .models.paged_model import PagedModel as PagedModel
 from .models.text.tokenizer import Tokenizer as Tokenizer

@@ -182,7 +182,9 @@ def make_plan(
     options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
     engine = EngineConfig(**options)
     weights_dtype = resolve_dtype("plan", engine.dtype, config)
-    pool_dtype = resolve_kv_dtype(engine.kv_dtype, float_type(weights_dtype, config), platform)
+    pool_dtype = resolve_kv_dtype(
+        engine.kv_dtype, float_type(weights_dtype, config.dtype), platform
+    )
     sizes = engine.program_sizes("plan", config, num_eos_token_ids=len(config.eos_token_ids))
     shard = shard_config("plan", config, engine.tensor_parallel_size)
     taken = footprint(

@@ -44,7 +44,7 @@ from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.checks import as_arrays, as_int32
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
-from paged_jax.models.layer import Attend, Heads, Projection, sliding_window_of
+from paged_jax.models.layer_attention import Attend, Heads, Projection, sliding_window_of
 from paged_jax.short_repr import short_repr
 
 # Pools of each group of layers.

@@ -1,7 +1,6 @@
 """One decoder layer of the Llama family. Attention is a function that the caller passes in."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Weight, linear, sum_rows
-from paged_jax.kernels.rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
+from paged_jax.kernels.rope import mean_square, rms_norm, rotate, scale_by
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
 from paged_jax.models.matrices import add_matrix, float_type, get_matrix
 from paged_jax.models.mlp import ExpertWeights, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
-from paged_jax.short_repr import short_repr
 
 # Norms of a layer by `norm_placement`: before attention and the MLP, and after them, before their
 # outputs are added to the residual stream.
@@ -26,73 +25,6 @@ NORMS = {
     "post": ("attention_out_norm", "mlp_out_norm"),
     "parallel": ("input_norm",),
 }
-
-
-class Projection(NamedTuple):
-    """Projected queries, keys and values, before they are normalised and rotated.
-
-    Attributes:
-      qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key and its value.
-      cos: float32 ``[..., D / 2]``, cosines of the rotation angles.
-      sin: float32 ``[..., D / 2]``, sines of the rotation angles.
-      norms: weights ``[D]`` of the RMS norms of queries and of keys, or None.
-      norm_eps: constant added to the mean square of a head.
-      sm_scale: factor of the attention scores; None for ``D ** -0.5``.
-      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
-      sinks: floating point ``[H]``, an additional logit in the softmax of each head, or None.
-    """
-
-    qkv: jax.Array
-    cos: jax.Array
-    sin: jax.Array
-    norms: tuple[jax.Array, jax.Array] | None
-    norm_eps: float
-    sm_scale: float | None = None
-    soft_cap: float | None = None
-    sinks: jax.Array | None = None
-
-    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries ``[..., H, D]``, keys and values ``[..., K, D]``, ready for attention."""
-        return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
-
-
-@short_repr
-class Heads(NamedTuple):
-    """Queries, keys and values of a layer, ready for attention.
-
-    Attributes:
-      q: ``[N, H, D]``, floating point.
-      k: ``[N, K, D]``. Query heads ``g * H / K`` and following share KV head ``g``.
-      v: ``[N, K, D]``.
-      sm_scale, soft_cap, sinks: see `Projection`.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    sm_scale: float | None = None
-    soft_cap: float | None = None
-    sinks: jax.Array | None = None
-
-    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values."""
-        return self.q, self.k, self.v
-
-
-# State that the layers pass on: the K and V pools, or nothing. The caller chooses its type.
-Carry = TypeVar("Carry")
-
-# Attention of one layer: (layer index, projection or heads, carry) -> (output ``[..., H, D]``,
-# floating point, new carry). The index is traced if the layers run in a scan.
-Attend = Callable[[int | jax.Array, Projection | Heads, Carry], tuple[jax.Array, Carry]]
-
-
-def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Array) -> int | None:
-    """Return the sliding window of a layer. The index may be traced if all windows are equal."""
-    if len(set(sliding_windows)) == 1:
-        return sliding_windows[0]
-    assert isinstance(index, int)
-    return sliding_windows[index]
 
 
 class Layer(nnx.Module):
@@ -140,7 +72,7 @@ class Layer(nnx.Module):
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         qkv_heads = (K, H // K + 2, D)
-        float_dtype = float_type(dtype, config)
+        float_dtype = float_type(dtype, config.dtype)
         deviation = config.initializer_range
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
@@ -266,13 +198,17 @@ class Layer(nnx.Module):
         if config.expert_bias:
             logits = _add_bias(logits, self.router_bias[...])
             biases = self.experts_gate_up_bias[...], self.experts_down_bias[...]
+        weights = ExpertWeights(
+            weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases
+        )
+        num_local = weights.down_proj.values.shape[0]
         out = routed_experts(
             config,
             x,
             logits,
-            ExpertWeights(weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases),
+            weights,
             is_token=is_token,
-            shard=self.shard,
+            first_expert=None if self.shard is None else self.shard.index * num_local,
             backend=backend,
         )
         if not config.shared_expert_intermediate_size:

@@ -1,7 +1,6 @@
 """The Llama family as one Flax module, with and without a paged cache."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,8 @@ from paged_jax.arguments import names_arguments
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.models.batch_places import as_token_ids
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer import (
-    Attend,
-    Carry,
-    Heads,
-    Layer,
-    Projection,
-    apply_norm,
-    initial_norm_weight,
-    sliding_window_of,
-)
+from paged_jax.models.layer import Layer, apply_norm, initial_norm_weight
+from paged_jax.models.layer_attention import Attend, Carry, causal_attention
 from paged_jax.models.matrices import (
     add_matrix,
     float_type,
@@ -83,7 +74,7 @@ class Llama(PagedModel):
         self.config = config
         self.scan_layers = scan_layers
         self.shard = shard
-        table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config)
+        table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config.dtype)
         # An embedding that is not the output head stays floating point: a step reads few rows.
         embedding_dtype = dtype if config.tie_word_embeddings else floats
         add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), embedding_dtype)
@@ -242,19 +233,11 @@ class Llama(PagedModel):
         ropes = self.config.ropes
         angles = all_rotations(positions, ropes, self.config.head_dim)
         is_token = positions >= 0 if self.config.num_experts else None
+        options: Any = {"attend": attend, "is_token": is_token, "backend": backend}
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
                 cos, sin = angles[ropes[index]]
-                x, carry = layer(
-                    x,
-                    index=index,
-                    cos=cos,
-                    sin=sin,
-                    attend=attend,
-                    carry=carry,
-                    is_token=is_token,
-                    backend=backend,
-                )
+                x, carry = layer(x, index=index, cos=cos, sin=sin, carry=carry, **options)
             return x, carry
         cos, sin = angles[ropes[0]]
         stack = self.layers
@@ -266,66 +249,8 @@ class Llama(PagedModel):
         ) -> tuple[tuple[jax.Array, Carry], None]:
             (x, carry), (weights, index) = state, layer_and_index
             layer = nnx.merge(graphdef, weights)
-            state = layer(
-                x,
-                index=index,
-                cos=cos,
-                sin=sin,
-                attend=attend,
-                carry=carry,
-                is_token=is_token,
-                stack=stack,
-                backend=backend,
-            )
+            state = layer(x, index=index, cos=cos, sin=sin, carry=carry, stack=stack, **options)
             return state, None
 
         indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
         return lax.scan(body, (x, carry), (stacked, indices))[0]
-
-
-def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
-    """Return causal attention over whole sequences ``[B, T, ...]``, without a cache.
-
-    Args:
-      sliding_windows: sliding window of each layer, see `LlamaConfig`.
-    """
-
-    def attend(
-        index: int | jax.Array, heads: Projection | Heads, carry: Carry
-    ) -> tuple[jax.Array, Carry]:
-        q, k, v = heads.split()
-        sliding_window = sliding_window_of(sliding_windows, index)
-        if heads.soft_cap is None and heads.sinks is None:
-            local = None if sliding_window is None else (sliding_window - 1, 0)
-            out = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
-            )
-        else:
-            out = _masked_attention(q, k, v, heads, sliding_window)
-        return out, carry
-
-    return attend
-
-
-def _masked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, sliding_window: int | None
-) -> jax.Array:
-    """Compute attention with a soft cap or sinks, which `jax.nn` does not support."""
-    B, T, H, D = q.shape
-    K = k.shape[2]
-    scale = D**-0.5 if heads.sm_scale is None else heads.sm_scale
-    q = q.reshape(B, T, K, H // K, D) * scale
-    scores_BKGTN = jnp.einsum("btkgd,bnkd->bkgtn", q, k)
-    if heads.soft_cap is not None:
-        scores_BKGTN = heads.soft_cap * jnp.tanh(scores_BKGTN / heads.soft_cap)
-    distance_TN = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    seen_TN = distance_TN >= 0
-    if sliding_window is not None:
-        seen_TN &= distance_TN < sliding_window
-    scores_BKGTN = jnp.where(seen_TN[None, None, None], scores_BKGTN, -jnp.inf)
-    if heads.sinks is not None:
-        sinks = heads.sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*scores_BKGTN.shape[:-1], 1))
-        scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
-    weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
-    return jnp.einsum("bkgtn,bnkd->btkgd", weights_BKGTN, v).reshape(B, T, H, D)

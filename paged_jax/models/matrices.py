@@ -16,7 +16,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Stack, Weight
-from paged_jax.models.config import LlamaConfig
 
 SCALE = "_scale"  # suffix of the parameter with the scales of a matrix
 
@@ -47,9 +46,14 @@ def quantise(w: Array) -> tuple[Array, Array]:
     return xp.rint(w * (1 / scales)[..., None]).astype(xp.int8), scales
 
 
-def float_type(dtype: DTypeLike, config: LlamaConfig) -> np.dtype:
-    """Return the dtype of parameters that are never quantised, such as norms and biases."""
-    return jnp.dtype(config.dtype if jnp.dtype(dtype) == jnp.int8 else dtype)
+def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of parameters that are never quantised, such as norms and biases.
+
+    Args:
+      dtype: dtype of the matrices.
+      config_dtype: dtype of the config, used with int8 matrices.
+    """
+    return jnp.dtype(config_dtype if jnp.dtype(dtype) == jnp.int8 else dtype)
 
 
 def add_matrix(module: nnx.Module, name: str, w: jax.Array, dtype: DTypeLike) -> None:

@@ -23,7 +23,6 @@ from jax import lax
 
 from paged_jax.kernels.linear import Weight, grouped_linear, linear, sum_rows
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.tensor_parallel import DeviceShard
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -97,7 +96,7 @@ def routed_experts(
     weights: ExpertWeights,
     *,
     is_token: jax.Array | None,
-    shard: DeviceShard | None,
+    first_expert: jax.Array | None,
     backend: str | None,
 ) -> jax.Array:
     """Run the experts that the router chose for each token.
@@ -108,11 +107,11 @@ def routed_experts(
       logits: float32 ``[..., X]``, output of the router.
       weights: the experts on this device.
       is_token: bool ``[...]``, False for padding rows, whose output is 0; None for no padding.
-      shard: this device's share of the model, or None.
+      first_expert: index of the first expert on this device, i32 ``[]``; None if all are here.
       backend: see `grouped_linear`.
 
     Returns:
-      float32 ``[..., E]``. With a shard, the sum over the devices is the output.
+      float32 ``[..., E]``. If the experts are divided, the sum over the devices is the output.
     """
     num_local = weights.down_proj.values.shape[0]
     routes = route(
@@ -120,7 +119,7 @@ def routed_experts(
         config.num_experts_per_tok,
         renormalise=config.norm_topk_prob,
         is_token=None if is_token is None else is_token.reshape(-1),
-        local_experts=None if shard is None else (shard.index * num_local, num_local),
+        local_experts=None if first_expert is None else (first_expert, num_local),
     )
     rows, activation = x.reshape(-1, x.shape[-1]), _gated_activation(config)
     out = apply_experts(rows, routes, weights, activation=activation, backend=backend)

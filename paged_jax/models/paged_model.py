@@ -35,7 +35,7 @@ from paged_jax.models.batch_places import (
     reserve_places,
 )
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer import Attend, Carry
+from paged_jax.models.layer_attention import Attend, Carry
 
 
 class PagedModel(nnx.Module):

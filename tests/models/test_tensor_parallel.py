@@ -11,8 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from paged_jax.models.layer import Heads
-from paged_jax.models.llama import causal_attention
+from paged_jax.models.layer_attention import Heads, causal_attention
 from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
 from tests.support.covering import all_pairs
 from tests.support.tensor_parallel import CONFIG, make_model

@@ -61,7 +61,9 @@ class ModelSpec(Generic[Model]):
 
     def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Model:
         """Build the model with parameters from ``make(name, shape)``. Nothing is initialised."""
-        config = dataclasses.replace(self.config, dtype=float_type(self.dtype, self.config).name)
+        config = dataclasses.replace(
+            self.config, dtype=float_type(self.dtype, self.config.dtype).name
+        )
         graphdef, state = nnx.split(dataclasses.replace(self, config=config)._abstract_model())
         parameters = [
             (path, variable.replace(make(_name(path), variable.shape)))
