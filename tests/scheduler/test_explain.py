@@ -1,4 +1,4 @@
-"""`explain=True`: what a request waited for, why it was preempted, where its prefix match ended."""
+"""`explain=True`: why a request waited or was preempted, and where its prefix match ended."""
 
 import asyncio
 import dataclasses
@@ -28,7 +28,7 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
 
 
 def explain(engine: Engine, prompt, params=GREEDY, **options) -> Explanation:
-    """Of one request that is run to its end."""
+    """Run a request to its end and return its explanation."""
     request_id = engine.add_request(prompt, params, explain=True, **options)
     explanation = finish(engine)[request_id].explanation
     assert explanation is not None
@@ -37,7 +37,7 @@ def explain(engine: Engine, prompt, params=GREEDY, **options) -> Explanation:
 
 
 def check(explanation: Explanation) -> None:
-    """The waits of each sample follow each other, and all of it is JSON."""
+    """Check that the waits of each sample do not overlap, and that the explanation is JSON data."""
     for sample in {wait.sample for wait in explanation.waits}:
         end = 0.0
         for wait in explanation.waits:
@@ -48,7 +48,7 @@ def check(explanation: Explanation) -> None:
     assert json.loads(json.dumps(data)) == data
 
 
-# Where the match in the prefix cache ended
+# Match in the prefix cache
 
 
 def match(engine: Engine, prompt, **changes) -> str:
@@ -58,7 +58,7 @@ def match(engine: Engine, prompt, **changes) -> str:
     return sentence
 
 
-def test_prefix_match_names_the_block_at_which_it_ended(tiny_model) -> None:
+def test_prefix_match_names_the_first_missing_block(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
     assert match(engine, LONG).startswith("block 0 (tokens 0..3) was not in the cache: no request")
     assert match(engine, LONG).startswith("every full block before the last token")
@@ -74,7 +74,7 @@ def test_prefix_match_names_the_block_at_which_it_ended(tiny_model) -> None:
     assert match(engine, LONG).startswith("block 0")
 
 
-def test_prefix_match_says_that_caching_is_off(tiny_model) -> None:
+def test_prefix_match_says_that_caching_is_disabled(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES, enable_prefix_caching=False)
     assert match(engine, LONG) == "nothing was looked up: the engine runs without prefix caching"
 
@@ -82,13 +82,13 @@ def test_prefix_match_says_that_caching_is_off(tiny_model) -> None:
 # Waits
 
 
-def test_outputs_explain_nothing_to_those_who_did_not_ask(tiny_model) -> None:
+def test_explanation_is_none_unless_requested(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
     request_id = engine.add_request(OTHER, GREEDY)
     assert finish(engine)[request_id].explanation is None
 
 
-def test_waits_last_from_arrival_to_the_first_step(tiny_model) -> None:
+def test_waits_cover_the_time_from_arrival_to_the_first_step(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
     engine.add_request(OTHER, dataclasses.replace(SEEDED, n=4), request_id="first")
     engine.step()
@@ -110,7 +110,7 @@ def test_waits_last_from_arrival_to_the_first_step(tiny_model) -> None:
     assert reasons["third"][-1][0] == "same prefix"
 
 
-def test_a_wait_that_goes_on_is_told_so_far(tiny_model) -> None:
+def test_current_wait_is_reported_so_far(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
     engine.add_request(OTHER, dataclasses.replace(SEEDED, n=4))
     engine.add_request(LONG, GREEDY, request_id="late", explain=True)
@@ -120,10 +120,10 @@ def test_a_wait_that_goes_on_is_told_so_far(tiny_model) -> None:
     assert output is not None and output.explanation is not None
     assert [wait.reason for wait in output.explanation.waits] == ["turn", "slots"]
     assert output.explanation.waits[-1].seconds > 0
-    assert output.explanation.prefix_match is None, "it has never been looked up"
+    assert output.explanation.prefix_match is None, "it was never looked up"
     again = output.explanation.waits[-1]
     finish(engine)
-    assert output.explanation.waits[-1] == again, "an output does not change any more"
+    assert output.explanation.waits[-1] == again, "an output does not change later"
 
 
 def test_samples_share_an_explanation(tiny_model) -> None:
@@ -133,7 +133,7 @@ def test_samples_share_an_explanation(tiny_model) -> None:
     assert [waits[i].reason for i in range(3)] == ["turn", "fork", "fork"]
 
 
-def test_a_request_names_the_one_that_computes_its_prefix(tiny_model) -> None:
+def test_wait_names_the_request_that_computes_the_prefix(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
     engine.add_request(LONG, GREEDY, request_id="a")
     explanation = explain(engine, LONG, request_id="b")
@@ -144,7 +144,7 @@ def test_a_request_names_the_one_that_computes_its_prefix(tiny_model) -> None:
 
 
 def scheduled(requests: list[tuple[int, int]], num_slots: int = 4, **options) -> list[Explanation]:
-    """Explanations of requests of so many prompt tokens and priorities, one added each step."""
+    """Return explanations of requests with these prompt lengths and priorities, one per step."""
     sizes = {"num_blocks": 10, "max_num_batched_tokens": 100, "max_chunk": 100, **options}
     scheduler = Scheduler(num_slots, sizes.pop("num_blocks"), C, **sizes)
     engine, histories = FakeEngine(scheduler, num_slots, eos=None), []
@@ -162,8 +162,8 @@ def scheduled(requests: list[tuple[int, int]], num_slots: int = 4, **options) ->
     return explanations
 
 
-def test_waits_for_blocks_count_them() -> None:
-    # The first holds 5 of 10 blocks and will want more, the second wants 6.
+def test_wait_for_blocks_counts_needed_and_free_blocks() -> None:
+    # The first request holds 5 of 10 blocks and may grow. The second needs 6.
     _, second = scheduled([(18, 0), (22, 0)])
     assert [wait.reason for wait in second.waits] == ["turn", "blocks"]
     assert second.waits[1].detail == (
@@ -171,15 +171,15 @@ def test_waits_for_blocks_count_them() -> None:
     )
 
 
-def test_waits_for_blocks_that_nobody_counted_are_bounded() -> None:
-    # All blocks but one are held, and that one is kept for the two that will want more.
+def test_wait_for_blocks_gives_a_bound_if_the_prefix_was_not_looked_up() -> None:
+    # One block is free, and it is reserved for the two running requests.
     third = scheduled([(17, 0), (13, 0), (8, 0)])[2]
     assert third.waits[1].detail == (
         "it needed up to 2 blocks, 1 were free, 1 of these reserved for running samples"
     )
 
 
-def test_waits_for_the_budget_name_it() -> None:
+def test_wait_for_the_budget_names_the_budget() -> None:
     _, second = scheduled([(30, 0), (6, 0)], max_num_batched_tokens=8, max_chunk=8)
     assert ("budget", "a step had no tokens left of 8") in [
         (wait.reason, wait.detail) for wait in second.waits
@@ -190,10 +190,10 @@ def test_waits_for_the_budget_name_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
-def test_preemption_notes_say_what_was_lost_and_why(kind) -> None:
+def test_preemption_note_says_what_was_lost_and_why(kind) -> None:
     explanations = scheduled([(17, 0), (13, 0)], preemption=kind)
     notes = [note for explanation in explanations for note in explanation.preemptions]
-    assert notes == explanations[1].preemptions, "the most senior one stays"
+    assert notes == explanations[1].preemptions, "the most senior request is not preempted"
     assert [(note.kind, note.num_tokens) for note in notes] == [(kind, 16)]
     assert notes[0].detail == (
         "the next tokens of 2 samples needed 1 more block, 0 were free; "
@@ -203,7 +203,7 @@ def test_preemption_notes_say_what_was_lost_and_why(kind) -> None:
     assert "preempted" in reasons[1:]
 
 
-def test_preemption_notes_say_why_this_one() -> None:
+def test_preemption_note_says_why_this_sample_was_chosen() -> None:
     low, lower, _ = scheduled([(9, 1), (5, 2), (29, 0)])
     cause = "request 2 arrived with the better priority 0; "
     assert [note.detail for note in lower.preemptions] == [
@@ -213,7 +213,7 @@ def test_preemption_notes_say_why_this_one() -> None:
     assert [note.detail for note in low.preemptions] == [alone]
 
 
-def test_preemption_notes_compare_with_the_next_in_line() -> None:
+def test_preemption_note_compares_with_the_second_choice() -> None:
     requests = [(5, 1), (7, 1), (13, 1), (60, 0)]
     least, next_one, *_ = scheduled(requests, num_blocks=20, preemption="recompute")
     assert least.preemptions[0].detail == (
@@ -223,10 +223,10 @@ def test_preemption_notes_compare_with_the_next_in_line() -> None:
     assert "it was preempted before request 2" in next_one.preemptions[0].detail
 
 
-# The ways in
+# Entry points
 
 
-def test_llm_and_async_engine_pass_it_on(tiny_folder) -> None:
+def test_llm_and_async_engine_return_explanations(tiny_folder) -> None:
     llm = LLM(tiny_folder, **SIZES)
     [output] = llm.generate("the cat", GREEDY, explain=True, use_tqdm=False)
     assert output.explanation is not None and output.explanation.waits[0].reason == "turn"
@@ -240,7 +240,7 @@ def test_llm_and_async_engine_pass_it_on(tiny_folder) -> None:
     assert all(output.explanation is not None for output in asyncio.run(main()))
 
 
-def test_new_weights_let_a_request_wait_again(tiny_model) -> None:
+def test_new_weights_make_a_request_wait_again(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES)
     request_id = engine.add_request(LONG, GREEDY, explain=True)
     engine.step()

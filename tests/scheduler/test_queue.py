@@ -1,4 +1,4 @@
-"""Clients take turns for slots, so that none holds up the others."""
+"""Fairness between clients: they take turns for slots."""
 
 import random
 from collections import Counter
@@ -10,7 +10,7 @@ from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeEngine, make_request
 
 
-def test_clients_take_turns() -> None:
+def test_fair_queue_orders_clients_by_turns() -> None:
     running = make_request(0, [1], max_tokens=4, client="a")
     queue = FairQueue(running.sequences)
     requests = [
@@ -22,7 +22,7 @@ def test_clients_take_turns() -> None:
     first, second, third, fourth, fifth, sixth, last = (r.sequences[0] for r in requests)
     for request in requests[::-1]:
         queue.add(request.sequences[0])
-    # Turns: a has one that runs, and its sixth stands before its first.
+    # Client a has one running sequence, and its sixth request comes before its first.
     assert list(queue) == [sixth, third, fourth, first, last, second, fifth]
     queue.remove(fourth)
     assert fourth not in queue and third in queue and len(queue) == 6
@@ -33,8 +33,8 @@ def test_clients_take_turns() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_comes_late_gets_the_next_slots(seed: int) -> None:
-    """Whatever one client has queued; and from there both have as many slots."""
+def test_late_client_gets_the_next_slots(seed: int) -> None:
+    """A long queue of one client does not delay another; then both use equally many slots."""
     rng = random.Random(seed)
     num_slots = rng.randint(2, 6)
     scheduler = Scheduler(num_slots, 400, 4, max_num_batched_tokens=64, max_chunk=16)

@@ -1,4 +1,4 @@
-"""A sequence's text: what is final, what is held back, and what stops it. No arrays here."""
+"""`Sequence` and `Completion`: final text, held-back text, and the end of a sample."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
 
 
 def feed(sequence: Sequence, token_ids: list[int]) -> list[str]:
-    """Append tokens until the sequence stops; the text that is final after each."""
+    """Append tokens until the sequence stops; return the final text after each token."""
     texts = []
     for token_id in token_ids:
         assert not sequence.is_finished
@@ -45,7 +45,7 @@ def feed(sequence: Sequence, token_ids: list[int]) -> list[str]:
         if sequence.is_finished:
             break
     for earlier, later in zip(texts, texts[1:], strict=False):
-        assert later.startswith(earlier), "text was taken back"
+        assert later.startswith(earlier), "final text must not change"
     return texts
 
 
@@ -69,11 +69,11 @@ def make_request(num_prompt_tokens: int = 3, max_tokens: int = 100, n: int = 1) 
     return request
 
 
-REQUEST = make_request()  # sequences hold theirs only weakly
+REQUEST = make_request()  # a strong reference: sequences hold the request only weakly
 
 
 def start(tokenizer: Tokenizer | None, max_length: int = 103, **params) -> Sequence:
-    """The third sequence of a prompt of three tokens."""
+    """Return the third sequence of a prompt of three tokens."""
     completion = Completion(SamplingParams(**params), tokenizer)
     return Sequence(REQUEST, 2, [1] * 3, max_length, completion)
 
@@ -85,7 +85,7 @@ def ends(sequence: Sequence) -> tuple[str | None, str | int | None]:
 
 @given(data=st.data(), stop=st.sampled_from([None, "END", ["the", "b\\nc", "aab"]]))
 @settings(max_examples=300, derandomize=True)
-def test_extend_gives_what_append_gives(tokenizer, data, stop) -> None:
+def test_extend_gives_the_same_result_as_append(tokenizer, data, stop) -> None:
     params = data.draw(
         st.fixed_dictionaries(
             {
@@ -116,7 +116,7 @@ def append_all(sequence: Sequence, token_ids: list[int], logprobs: list[float]) 
             sequence.append(token_id, logprob, eos_token_ids=frozenset([EOS]))
 
 
-def test_extend_takes_plain_text(tokenizer) -> None:
+def test_extend_accepts_plain_text(tokenizer) -> None:
     sequence = start(tokenizer, stop="END")
     a, b, E = ids_of(tokenizer, "a", "b", "E")
     sequence.append(a, -0.5, eos_token_ids=frozenset([EOS]))
@@ -125,7 +125,7 @@ def test_extend_takes_plain_text(tokenizer) -> None:
     assert (output.text, output.token_ids, output.cumulative_logprob) == ("ab", [a, b, E], -1.25)
 
 
-def test_append_collects_tokens_until_max_tokens(tokenizer) -> None:
+def test_append_stops_at_max_tokens(tokenizer) -> None:
     sequence = start(tokenizer, max_length=6)
     assert feed(sequence, ids_of(tokenizer, "a", "b", "c", "d")) == ["a", "ab", "abc"]
     output = sequence.output()
@@ -145,7 +145,7 @@ def test_output_is_a_snapshot(tokenizer) -> None:
     assert before.text == "a"
 
 
-def test_end_of_sequence_stops_without_a_reason_or_a_text(tokenizer) -> None:
+def test_append_stops_at_eos_without_stop_reason_and_text(tokenizer) -> None:
     for skip_special_tokens in (True, False):
         sequence = start(tokenizer, skip_special_tokens=skip_special_tokens)
         assert feed(sequence, [*ids_of(tokenizer, "a"), EOS])[-1] == "a"
@@ -154,20 +154,20 @@ def test_end_of_sequence_stops_without_a_reason_or_a_text(tokenizer) -> None:
         assert output.token_ids[-1] == EOS
 
 
-def test_end_of_sequence_that_is_also_a_stop_token_has_no_reason(tokenizer) -> None:
+def test_append_has_no_stop_reason_if_eos_is_also_a_stop_token(tokenizer) -> None:
     sequence = start(tokenizer, stop_token_ids=[EOS])
     feed(sequence, [EOS])
     assert ends(sequence) == ("stop", None)
 
 
-def test_end_of_sequence_is_ignored_on_request(tokenizer) -> None:
+def test_append_ignores_eos_if_requested(tokenizer) -> None:
     sequence = start(tokenizer, max_length=5, ignore_eos=True, skip_special_tokens=False)
     [a] = ids_of(tokenizer, "a")
     assert feed(sequence, [EOS, a])[-1] == "</s>a"
     assert sequence.completion.finish_reason == "length"
 
 
-def test_stop_token_wins_over_max_tokens(tokenizer) -> None:
+def test_stop_token_takes_precedence_over_max_tokens(tokenizer) -> None:
     [a] = ids_of(tokenizer, "a")
     sequence = start(tokenizer, max_length=4, stop_token_ids=[a])
     feed(sequence, [a])
@@ -175,7 +175,7 @@ def test_stop_token_wins_over_max_tokens(tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "ba")])
-def test_stop_token_is_in_the_text_only_on_request(tokenizer, include, text) -> None:
+def test_stop_token_is_in_the_text_only_if_requested(tokenizer, include, text) -> None:
     a, b = ids_of(tokenizer, "a", "b")
     sequence = start(tokenizer, stop_token_ids=[a], include_stop_str_in_output=include)
     assert feed(sequence, [b, a, b])[-1] == text
@@ -192,19 +192,19 @@ def test_stop_string_ends_the_text(tokenizer, tokens, include, text) -> None:
     assert ends(sequence) == ("stop", "END")
 
 
-def test_stop_string_wins_over_max_tokens(tokenizer) -> None:
+def test_stop_string_takes_precedence_over_max_tokens(tokenizer) -> None:
     sequence = start(tokenizer, max_length=4, stop="END")
     feed(sequence, ids_of(tokenizer, "END"))
     assert ends(sequence) == ("stop", "END")
 
 
-def test_held_back_text_is_released_when_it_is_no_stop_string(tokenizer) -> None:
+def test_text_is_final_once_it_cannot_be_a_stop_string(tokenizer) -> None:
     sequence = start(tokenizer, stop="END")
     texts = feed(sequence, ids_of(tokenizer, "a", "E", "N", "E", "x"))
     assert texts == ["a", "a", "a", "aEN", "aENEx"]
 
 
-def test_held_back_text_is_released_at_the_end(tokenizer) -> None:
+def test_held_back_text_is_final_at_the_end(tokenizer) -> None:
     sequence = start(tokenizer, max_length=6, stop="END")
     assert feed(sequence, ids_of(tokenizer, "a", "E", "N"))[-1] == "aEN"
     assert sequence.completion.finish_reason == "length"
@@ -219,13 +219,13 @@ def test_stop_string_that_overlaps_itself_is_found(tokenizer) -> None:
     assert sequence.completion.stop_reason == "aab"
 
 
-def test_earliest_of_several_stop_strings_wins(tokenizer) -> None:
+def test_earliest_stop_string_ends_the_text(tokenizer) -> None:
     sequence = start(tokenizer, stop=["he", "t", "x"])
     assert feed(sequence, ids_of(tokenizer, "a", " the"))[-1] == "a "
     assert sequence.completion.stop_reason == "t"
 
 
-def test_min_tokens_holds_stops_off(tokenizer) -> None:
+def test_min_tokens_delays_stops(tokenizer) -> None:
     a, b = ids_of(tokenizer, "a", "b")
     for params in ({"stop_token_ids": [a]}, {"stop": "a"}):
         sequence = start(tokenizer, min_tokens=2, **params)
@@ -234,13 +234,13 @@ def test_min_tokens_holds_stops_off(tokenizer) -> None:
         assert sequence.output().text == "bab"
 
 
-def test_half_a_character_is_held_back(tokenizer) -> None:
+def test_incomplete_character_is_held_back(tokenizer) -> None:
     first, second, a = ids_of(tokenizer, "<0xC3>", "<0xA9>", "a")
     sequence = start(tokenizer)
     assert feed(sequence, [a, first, second]) == ["a", "a", "a\u00e9"]
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(tokenizer) -> None:
+def test_incomplete_character_at_the_end_becomes_a_replacement_character(tokenizer) -> None:
     first, a = ids_of(tokenizer, "<0xC3>", "a")
     sequence = start(tokenizer, max_length=5)
     assert feed(sequence, [a, first])[-1] == "a\ufffd"
@@ -248,13 +248,13 @@ def test_half_a_character_at_the_end_is_shown_as_such(tokenizer) -> None:
     assert feed(sequence, [a, first, EOS])[-1] == "a\ufffd"
 
 
-def test_without_a_tokenizer_there_is_no_text() -> None:
+def test_text_is_empty_without_a_tokenizer() -> None:
     sequence = start(None, stop_token_ids=[7])
     assert feed(sequence, [5, 7]) == ["", ""]
     assert ends(sequence) == ("stop", 7)
 
 
-def test_logprobs_are_kept_where_asked_for(tokenizer) -> None:
+def test_logprobs_are_kept_if_requested(tokenizer) -> None:
     candidates = {3: Logprob(-0.5, 1, " the")}
     for params, expected in (({"logprobs": 1}, [candidates]), ({}, None)):
         sequence = start(tokenizer, **params)
@@ -262,7 +262,7 @@ def test_logprobs_are_kept_where_asked_for(tokenizer) -> None:
         assert sequence.output().logprobs == expected
 
 
-def test_is_finished_when_all_sequences_are() -> None:
+def test_request_is_finished_when_all_sequences_are() -> None:
     some = make_request(3, 2, n=2)
     for number, sequence in enumerate(some.sequences):
         assert not some.is_finished and not some.output().finished
@@ -280,7 +280,7 @@ def test_mark_keeps_the_first_time() -> None:
     assert dataclasses.asdict(some.output().metrics) == dataclasses.asdict(expected)
 
 
-def test_end_keeps_what_the_tokens_have_said_before() -> None:
+def test_end_keeps_an_earlier_finish_reason() -> None:
     one = make_request(1, max_tokens=2, n=2)
     one.sequences[0].append(3, -1.0, eos_token_ids=frozenset({3}))
     for sequence in one.sequences:

@@ -1,4 +1,4 @@
-"""The scheduler: each rule by itself, then random histories, run by a fake device."""
+"""Requests and deadlines in the scheduler, and random histories run by a fake device."""
 
 import weakref
 
@@ -17,79 +17,12 @@ from tests.support.fake_memory import (
     VOCABULARY,
     FakeEngine,
     FakeMemory,
-    draw,
     expected_tokens,
     make_request,
 )
+from tests.support.scheduling import C, add, check_outputs, make_engine, prompt_of
 
-C = 4
 PREEMPTIONS = ("auto", "recompute", "swap")
-
-
-def make_engine(
-    num_slots: int = 4,
-    num_blocks: int = 20,
-    *,
-    budget: int = 100,
-    max_chunk: int = 100,
-    max_steps: int = 1,
-    **options,
-) -> FakeEngine:
-    scheduler = Scheduler(
-        num_slots,
-        num_blocks,
-        C,
-        max_num_batched_tokens=budget,
-        max_chunk=max_chunk,
-        max_steps=max_steps,
-        **options,
-    )
-    return FakeEngine(scheduler, num_slots, eos=None)
-
-
-def prompt_of(number: int, length: int) -> list[int]:
-    """Prompts that share no block, unless they have the same number."""
-    return [1 + (number + 3 * position) % (VOCABULARY - 1) for position in range(length)]
-
-
-def add(
-    engine: FakeEngine,
-    number: int,
-    length: int,
-    max_tokens: int = 3,
-    *,
-    num_samples: int = 1,
-    prompt: list[int] | None = None,
-    priority: int = 0,
-    deadline: float | None = None,
-    salt: str = "",
-) -> list[Sequence]:
-    """Queue a request that arrives as the one of this number."""
-    request = make_request(
-        number,
-        prompt or prompt_of(number, length),
-        max_tokens=max_tokens,
-        num_samples=num_samples,
-        salt=salt,
-        priority=priority,
-        deadline=deadline,
-    )
-    engine.scheduler.add(request.sequences)
-    return request.sequences
-
-
-def check_outputs(engine: FakeEngine) -> None:
-    """All are gone with the right tokens, and all blocks are back."""
-    assert not engine.scheduler.has_unfinished
-    assert engine.memory.num_free == engine.scheduler.num_blocks
-    for s in engine.finished:
-        prompt, token_ids = s.token_ids[: s.num_prompt_tokens], list(s.token_ids)
-        while len(prompt) < s.max_length:
-            prompt.append(draw(prompt, s.index, engine.window))
-        assert token_ids == prompt
-
-
-# Requests come and go
 
 
 @pytest.mark.parametrize(
@@ -102,14 +35,14 @@ def check_outputs(engine: FakeEngine) -> None:
         ({"preemption": "drop"}, "must be auto, recompute or swap, got 'drop'"),
     ],
 )
-def test_scheduler_refuses_sizes_that_cannot_work(sizes, message):
+def test_scheduler_rejects_invalid_sizes(sizes, message):
     with pytest.raises(ValueError, match=f"Scheduler: .*{message}"):
         make_engine(**sizes)
 
 
-def test_add_refuses_what_could_never_run_alone():
+def test_add_rejects_sequences_that_do_not_fit_the_pool():
     engine = make_engine(num_blocks=5)
-    add(engine, 0, length=1, max_tokens=20)  # The last token is never written: 5 blocks.
+    add(engine, 0, length=1, max_tokens=20)  # 5 blocks: the last token is never written
     message = "pool of 5 blocks of 4 tokens, got 7 prompt tokens and 15 new ones, which need 6"
     with pytest.raises(ValueError, match=message):
         add(engine, 1, length=7, max_tokens=15, num_samples=2)
@@ -120,10 +53,10 @@ def test_add_refuses_what_could_never_run_alone():
     assert len(engine.scheduler.waiting) == 1
     engine.run()
     check_outputs(engine)
-    add(engine, 0, length=3)  # The name is free again.
+    add(engine, 0, length=3)  # the id is free again
 
 
-def test_abort_brings_every_block_home():
+def test_abort_frees_all_blocks():
     engine = make_engine(num_slots=3)
     running = add(engine, 0, length=9, max_tokens=9, num_samples=2)
     waiting = add(engine, 1, length=9, num_samples=3)
@@ -139,7 +72,7 @@ def test_abort_brings_every_block_home():
     assert (scheduler.stats.num_aborted, scheduler.stats.num_finished) == (5, 1)
 
 
-def test_abort_forgets_what_was_swapped_out():
+def test_abort_frees_swapped_blocks():
     engine = make_engine(num_slots=1, preemption="swap")
     [victim] = add(engine, 0, length=9, max_tokens=9, priority=1)
     engine.step()
@@ -163,7 +96,7 @@ def test_finish_after_abort_does_nothing():
     check_outputs(engine)
 
 
-def test_restart_goes_on_with_the_tokens_that_there_are():
+def test_restart_continues_with_the_known_tokens():
     engine = make_engine(num_slots=2, max_chunk=4)
     old = add(engine, 0, length=9, max_tokens=9, num_samples=2, deadline=50.0)
     old += add(engine, 1, length=9)
@@ -182,7 +115,7 @@ def test_restart_goes_on_with_the_tokens_that_there_are():
     assert engine.finished == old[2:]
 
 
-def test_requests_are_kept_as_long_as_they_have_unfinished_sequences(no_collector):
+def test_scheduler_holds_requests_until_their_sequences_finish(no_collector):
     engine = make_engine(num_slots=2)
     sequences = add(engine, 0, length=9, max_tokens=9, num_samples=2)
     sequences += add(engine, 1, length=9, deadline=1.0)
@@ -199,7 +132,7 @@ def test_requests_are_kept_as_long_as_they_have_unfinished_sequences(no_collecto
     assert first() is None
 
 
-def test_samples_go_on_if_the_first_leaves_before_they_are_forked():
+def test_finish_of_the_leader_queues_its_siblings():
     engine = make_engine(max_chunk=4)
     first, second, third = add(engine, 0, length=11, num_samples=3)
     engine.step()
@@ -210,7 +143,7 @@ def test_samples_go_on_if_the_first_leaves_before_they_are_forked():
     assert set(engine.finished) == {second, third}
 
 
-def test_deadlines_end_requests_wherever_they_are():
+def test_schedule_expires_waiting_and_running_requests():
     engine = make_engine(num_slots=2)
     running = add(engine, 0, length=9, max_tokens=20, deadline=2.0)
     waiting = add(engine, 1, length=9, num_samples=4, deadline=1.0)
@@ -226,7 +159,7 @@ def test_deadlines_end_requests_wherever_they_are():
     assert engine.scheduler.stats.num_expired == 5
 
 
-def test_a_deadline_does_not_end_a_later_request_of_the_same_name():
+def test_schedule_keeps_a_later_request_with_an_expired_id():
     engine = make_engine()
     [old] = add(engine, 0, length=3, deadline=5.0)
     engine.run()
@@ -236,7 +169,7 @@ def test_a_deadline_does_not_end_a_later_request_of_the_same_name():
     assert old in engine.finished
 
 
-def test_deadlines_in_a_far_future_are_forgotten_with_their_requests():
+def test_deadlines_of_finished_requests_are_removed():
     engine = make_engine()
     for number in range(50):
         add(engine, number, length=3, deadline=1e9 + number)
@@ -247,636 +180,12 @@ def test_deadlines_in_a_far_future_are_forgotten_with_their_requests():
     assert engine.step(now=6.0).expired == [left]
 
 
-# Prefill and budget
-
-
-def test_prefill_reads_chunks_and_decodes_in_the_step_that_ends_it():
-    engine = make_engine(max_chunk=4)
-    [sequence] = add(engine, 0, length=11, max_tokens=2)
-    plans = [engine.step() for _ in range(4)]
-    assert [plan.chunks for plan in plans] == [[(sequence, n)] for n in (4, 4, 2)] + [[]]
-    assert [plan.decodes for plan in plans] == [[], [], [sequence], [sequence]]
-    check_outputs(engine)
-
-
-def test_a_prompt_of_one_token_needs_no_prefill():
-    engine = make_engine()
-    [sequence] = add(engine, 0, length=1)
-    plan = engine.step()
-    assert (plan.chunks, plan.decodes) == ([], [sequence])
-
-
-def test_decodes_are_served_before_chunks():
-    engine = make_engine(budget=10, num_blocks=40)
-    first, second = (add(engine, i, length=5, max_tokens=20)[0] for i in range(2))
-    engine.step()
-    assert (first.num_prefill, second.num_prefill) == (0, 0)
-    [third] = add(engine, 2, length=30)
-    plan = engine.step()
-    assert plan.decodes == [first, second] and plan.chunks == [(third, 8)]
-    [last] = add(engine, 3, length=5)
-    assert engine.step().chunks == [(third, 8)] and last.waits_for == "budget"
-
-
-def test_a_prompt_of_one_token_that_preempts_draws_none_if_none_is_asked_for():
-    engine = make_engine(num_slots=1)
-    add(engine, 0, length=5, max_tokens=9, priority=1)
-    engine.step()
-    [urgent] = add(engine, 1, length=1, max_tokens=0)
-    assert engine.step().computed == [urgent] and engine.finished == [urgent]
-    engine.run()
-    check_outputs(engine)
-
-
-def test_a_prefill_that_uses_up_the_budget_decodes_in_the_next_step():
-    engine = make_engine(budget=8)
-    [sequence] = add(engine, 0, length=9)
-    assert engine.step().decodes == []
-    plan = engine.step()
-    assert plan.decodes == [sequence] and not plan.chunks
-
-
-def test_a_prefill_that_used_up_the_blocks_decodes_in_a_later_step():
-    engine = make_engine(num_blocks=6, max_chunk=4)
-    [sequence] = add(engine, 0, length=9)
-    engine.step()
-    # As if others had taken all blocks but the next one.
-    assert engine.memory.reserve({3: 4 * C})
-    plan = engine.step()
-    assert plan.chunks == [(sequence, 4)] and plan.decodes == []
-    engine.memory.empty(3)
-    assert engine.step().decodes == [sequence]
-
-
-def test_the_most_senior_prefill_comes_first():
-    engine = make_engine(num_slots=3, budget=6, num_blocks=40)
-    [first], [second] = add(engine, 0, length=20), add(engine, 1, length=20)
-    engine.step()
-    [urgent] = add(engine, 2, length=20, priority=-1)
-    assert first.slot is not None and second.waits_for == "budget"
-    assert engine.step().chunks == [(urgent, 6)]
-    engine.run()
-    assert engine.finished == [urgent, first, second]
-
-
-# Admission
-
-
-def test_a_prompt_runs_in_far_fewer_blocks_where_all_layers_have_a_window():
-    window, groups = 9, (LayerGroup(9, (0, 1)),)
-    scheduler = Scheduler(
-        2, 3, C, max_num_batched_tokens=64, max_chunk=32, max_steps=4, groups=groups
-    )
-    engine = FakeEngine(scheduler, 2, eos=None, window=window)
-    [first], [second] = add(engine, 0, length=200, max_tokens=20), add(engine, 1, length=90)
-    engine.run()
-    assert {len(first.token_ids), len(second.token_ids)} == {220, 93}
-    check_outputs(engine)
-    # A window that is cut anywhere lies in three blocks, of which the last takes the next token.
-    small = Scheduler(1, 2, C, max_num_batched_tokens=64, max_chunk=32, groups=groups)
-    request = make_request(2, prompt_of(2, 50), max_tokens=5)
-    with pytest.raises(ValueError, match="pool of 2 blocks of 4 tokens, .* which need 3"):
-        small.add(request.sequences)
-
-
-def test_samples_are_counted_with_whole_rows_where_all_layers_have_a_window():
-    """They share blocks at first; what they give back is free once the last has done so."""
-    scheduler = Scheduler(
-        4, 8, C, max_num_batched_tokens=64, max_chunk=32, groups=(LayerGroup(9, (0, 1)),)
-    )
-    engine = FakeEngine(scheduler, 4, eos=None, window=9)
-    sequences = add(engine, 0, length=20, max_tokens=12, num_samples=4)
-    [(_, children)] = engine.step().forks
-    assert len(children) == 1 and engine.memory.num_free > 3
-    engine.run()
-    check_outputs(engine)
-    assert len(sequences) == len(engine.finished) and scheduler.stats.num_preemptions == 0
-
-
-def test_groups_of_layers_are_swapped_with_what_each_keeps():
-    """Of 20 tokens, one of four layers has 5 blocks, the others 2 each: 11 / 4, rounded up."""
-    groups = (LayerGroup(None, (3,)), LayerGroup(9, (0, 1, 2)))
-    scheduler = Scheduler(1, 20, C, max_num_batched_tokens=9, max_chunk=9, groups=groups)
-    assert [scheduler.block_budget.num_swapped(n) for n in (20, 8)] == [3, 2]
-    assert scheduler.block_budget.num_wanted(20) == scheduler.block_budget.num_required(20) == 5
-
-
-def test_a_large_request_is_not_overtaken():
-    engine = make_engine(num_blocks=10)
-    add(engine, 0, length=17, max_tokens=4)
-    [large], [small] = add(engine, 1, length=25), add(engine, 2, length=1)
-    plan = engine.step()
-    assert len(plan.decodes) == 1 and plan.leave_on_stop
-    assert (large.waits_for, small.waits_for) == ("blocks", "turn")
-    engine.run()
-    assert engine.finished[0].request.request_id == "0"
-    check_outputs(engine)
-
-
-def test_a_small_stream_does_not_starve_a_large_request():
-    engine = make_engine(num_slots=3, num_blocks=12)
-    for number in range(3):
-        add(engine, number, length=9, max_tokens=10)
-    engine.step()
-    [large] = add(engine, 3, length=40, max_tokens=8)
-    for number in range(4, 100):
-        add(engine, number, length=9, max_tokens=10)
-        engine.step()
-        if large in engine.finished:
-            break
-    # Ten steps for those before it, eight of its own, and a few to get in.
-    assert number < 4 + 10 + 8 + 4
-
-
-def test_admission_keeps_blocks_for_those_that_run():
-    # Three blocks for each, and when the third comes, one kept back for each of the other two.
-    for num_blocks, num_running in ((11, 3), (10, 2)):
-        engine = make_engine(num_blocks=num_blocks, enable_prefix_caching=False)
-        for number in range(4):
-            add(engine, number, length=10, max_tokens=12)
-        assert len(engine.step().decodes) == num_running
-
-
-def test_admission_keeps_no_block_for_who_will_never_need_one():
-    # Three blocks for each, which hold all that they will ever write.
-    engine = make_engine(num_blocks=9, enable_prefix_caching=False)
-    for number in range(4):
-        add(engine, number, length=10, max_tokens=3)
-    assert len(engine.step().decodes) == 3
-
-
-def test_admission_counts_the_rest_of_prompts_that_are_half_read():
-    engine = make_engine(num_blocks=12, max_chunk=4)
-    add(engine, 0, length=32)
-    [second] = add(engine, 1, length=16)
-    engine.step()
-    # Eleven blocks are free, and seven of them promised.
-    assert engine.memory.num_free == 11 and second.waits_for == "blocks"
-
-
-def test_a_request_that_waits_for_blocks_is_not_looked_up_in_every_step():
-    engine = make_engine(num_blocks=10)
-    add(engine, 0, length=17, max_tokens=12)
-    [large] = add(engine, 1, length=25)
-    for _ in range(8):
-        engine.step()
-    assert large.waits_for == "blocks"
-    # Once for the first; then beside its prefill, and after that.
-    assert engine.memory.num_attempts == 3
-    engine.run()
-    check_outputs(engine)
-
-
-def test_a_request_that_waits_for_blocks_is_looked_up_again_when_others_have_its_prefix():
-    engine = make_engine(num_blocks=12)
-    add(engine, 5, length=21, max_tokens=9)
-    engine.step()
-    prompt = prompt_of(0, 21)
-    [sequence] = add(engine, 1, length=21, prompt=prompt)
-    engine.step()
-    assert sequence.waits_for == "blocks"
-    add(engine, 0, length=21, max_tokens=9, prompt=prompt, priority=-1)
-    engine.step()
-    assert sequence.waits_for == "blocks"
-    engine.step()
-    assert sequence.slot is not None
-    engine.run()
-    check_outputs(engine)
-
-
-# The prefix cache
-
-
-def test_equal_prompts_that_arrive_together_are_prefilled_once():
-    engine = make_engine(max_chunk=6)
-    prompt = prompt_of(0, 14)
-    add(engine, 0, length=14)
-    equal = [add(engine, n, length=14, prompt=prompt)[0] for n in (1, 2)]
-    [longer] = add(engine, 3, length=16, prompt=prompt + [2, 2])
-    [other] = add(engine, 4, length=6, salt="other")
-    plan = engine.step()
-    assert all(s.waits_for == "same prefix" for s in (*equal, longer))
-    assert [s.request.request_id for s, _ in plan.chunks] == ["0", "4"], "others go past them"
-    assert plan.num_steps == 1 and other in plan.decodes
-    engine.run()
-    check_outputs(engine)
-    # Three blocks for all, and what is past them: 1 token of each prompt but the last, or 3.
-    assert engine.num_prefilled == 5 + 12 + 1 + 1 + 1 + 3
-    assert engine.scheduler.stats.num_cached_tokens == 3 * 12
-
-
-def test_nobody_waits_for_a_block_that_decode_will_fill():
-    engine = make_engine(max_chunk=4)
-    add(engine, 0, length=8)
-    engine.step()
-    [longer] = add(engine, 1, length=12, prompt=prompt_of(0, 12))
-    plan = engine.step()
-    assert len(plan.chunks) == 2 and longer.num_computed == 8
-
-
-def test_prompts_with_different_salts_share_nothing():
-    engine = make_engine()
-    for number, salt in enumerate(("", "a", "b")):
-        add(engine, number, length=14, prompt=prompt_of(0, 14), salt=salt)
-    assert len(engine.step().chunks) == 3
-    assert engine.scheduler.stats.num_cached_tokens == 0
-
-
-def test_without_prefix_caching_nothing_is_looked_up():
-    engine = make_engine(enable_prefix_caching=False)
-    for number in range(2):
-        add(engine, number, length=14, prompt=prompt_of(0, 14))
-    assert [n for _, n in engine.step().chunks] == [13, 13]
-    engine.run()
-    assert engine.memory.num_attempts == engine.scheduler.stats.num_queried_tokens == 0
-
-
-def test_a_cached_prompt_still_computes_its_last_token():
-    engine = make_engine()
-    for number, num_computed in ((0, 12), (1, 0)):
-        [sequence] = add(engine, number, length=13, prompt=prompt_of(0, 13))
-        plan = engine.step()
-        assert sum(n for _, n in plan.chunks) == num_computed
-        assert plan.decodes == [sequence]
-        engine.run()
-    check_outputs(engine)
-
-
-# Samples
-
-
-@pytest.mark.parametrize("length", [1, 8, 9, 10])
-@pytest.mark.parametrize("max_tokens", [1, 6])
-def test_samples_fork_before_the_first_decode(length, max_tokens):
-    engine = make_engine(max_steps=4)
-    leader, *others = add(engine, 0, length, max_tokens, num_samples=4)
-    plan = engine.step()
-    assert plan.forks == [(leader, others)] and plan.decodes == [leader, *others]
-    assert engine.num_prefilled == length - 1
-    engine.run()
-    check_outputs(engine)
-    assert len(engine.finished) == 4
-
-
-def test_samples_without_a_slot_wait_and_find_the_prompt_in_the_cache():
-    engine = make_engine(num_slots=2)
-    leader, second, third, fourth = add(engine, 0, length=14, num_samples=4)
-    [later] = add(engine, 1, length=2)
-    plan = engine.step()
-    assert plan.forks == [(leader, [second])]
-    assert engine.scheduler.waiting == [third, fourth, later]
-    engine.run()
-    check_outputs(engine)
-    assert engine.num_prefilled == 13 + 1 + 1 + 1
-
-
-def test_samples_without_blocks_wait():
-    engine = make_engine(num_blocks=6)
-    leader, second, *rest = add(engine, 0, length=10, max_tokens=6, num_samples=4)
-    # Three blocks for the prompt, one for the copy of its last: one is left for each that runs.
-    assert engine.step().forks == [(leader, [second])]
-    engine.run()
-    check_outputs(engine)
-
-
-@pytest.mark.parametrize(("budget", "step_of_fork"), [(11, 0), (10, 1), (8, 1)])
-def test_samples_fork_one_step_later_if_the_prompt_used_up_the_budget(budget, step_of_fork):
-    engine = make_engine(budget=budget)
-    leader, *others = add(engine, 0, length=9, num_samples=3)
-    add(engine, 1, length=20)
-    plans = [engine.step() for _ in range(2)]
-    assert plans[step_of_fork].forks == [(leader, others)]
-    assert plans[step_of_fork].decodes == [leader, *others]
-    if step_of_fork:
-        assert not plans[0].decodes
-
-
-def test_samples_fork_after_their_leader_was_preempted():
-    engine = make_engine(num_slots=2, max_chunk=4)
-    leader, other = add(engine, 0, length=14, num_samples=2, priority=1)
-    engine.step()
-    first, second = add(engine, 1, length=3, num_samples=2)
-    engine.step()
-    assert first.slot is not None and second.waits_for == "slots"
-    engine.step()
-    assert (leader.waits_for, other.waits_for) == ("preempted", "fork")
-    engine.run()
-    check_outputs(engine)
-    assert set(engine.finished) == {leader, other, first, second}
-
-
-# Preemption
-
-
-def make_full(*, max_tokens: int = 30, **options) -> tuple[FakeEngine, list[Sequence]]:
-    """Three with two of nine blocks each; they take the others in the next step."""
-    engine = make_engine(num_blocks=9, enable_prefix_caching=False, **options)
-    sequences = [add(engine, n, length=5, max_tokens=max_tokens)[0] for n in range(3)]
-    for _ in range(4):
-        engine.step()
-    assert engine.memory.num_free == 3
-    assert [s.num_computed for s in sequences] == [8, 8, 8]
-    return engine, sequences
-
-
-def test_preemption_frees_just_enough_and_spares_the_most_senior():
-    engine, sequences = make_full()
-    while not engine.scheduler.stats.num_preemptions:
-        plan = engine.step()
-    # All have 12 tokens, and there is no block: one goes, and the other two have its three.
-    assert plan.decodes == sequences[:2]
-    assert sequences[2].waits_for == "preempted" and sequences[2].num_preemptions == 1
-    engine.run()
-    check_outputs(engine)
-
-
-def test_nobody_is_admitted_in_a_step_that_preempted():
-    engine, sequences = make_full()
-    [small] = add(engine, 3, length=1, max_tokens=1)
-    while not engine.scheduler.stats.num_preemptions:
-        plan = engine.step()
-        assert small.slot is None
-    assert plan.decodes == sequences[:2] and engine.memory.num_free >= 1
-
-
-def test_who_loses_least_is_preempted_before_who_came_last():
-    engine = make_engine(num_blocks=9, enable_prefix_caching=False)
-    [first] = add(engine, 0, length=1, max_tokens=28)
-    [young] = add(engine, 1, length=4, max_tokens=28)
-    [old] = add(engine, 2, length=9, max_tokens=20)
-    while not engine.scheduler.stats.num_preemptions:
-        engine.step()
-    assert young.num_preemptions == 1 and not old.num_preemptions
-    assert not first.num_preemptions
-    engine.run()
-    check_outputs(engine)
-
-
-def test_who_has_the_worst_priority_is_preempted_first():
-    engine = make_engine(num_blocks=9, enable_prefix_caching=False)
-    [low] = add(engine, 0, length=9, max_tokens=24, priority=5)
-    [high] = add(engine, 1, length=2, max_tokens=28)
-    [middle] = add(engine, 2, length=2, max_tokens=28, priority=1)
-    while not engine.scheduler.stats.num_preemptions:
-        engine.step()
-    assert [s.num_preemptions for s in (low, high, middle)] == [1, 0, 0]
-
-
-def test_who_came_back_is_spared_until_it_has_progressed():
-    """Though it would lose less: else the same one might be preempted again and again."""
-    engine = make_engine(
-        num_slots=2, num_blocks=40, max_chunk=2, enable_prefix_caching=False, preemption="recompute"
-    )
-    [long] = add(engine, 0, length=17, max_tokens=40, priority=1)
-    [short] = add(engine, 1, length=9, max_tokens=40, priority=1)
-    while len(long.token_ids) == 17:
-        engine.step()
-
-    def preempt(number: int) -> list[int]:
-        """How often either was preempted once a request that is preferred has its slot."""
-        add(engine, number, length=1, max_tokens=1, priority=0)
-        engine.step()
-        return [long.num_preemptions, short.num_preemptions]
-
-    assert preempt(2) == [0, 1], "it loses less"
-    engine.step()
-    assert 0 < short.num_computed < len(short.token_ids) - 1, "back, and not there yet"
-    assert short.num_computed < long.num_computed
-    assert preempt(3) == [1, 1]
-    num_tokens = len(long.token_ids)
-    while len(long.token_ids) == num_tokens:
-        engine.step()
-    assert short.num_computed < long.num_computed
-    assert preempt(4) == [1, 2], "both have got further"
-    engine.run()
-    check_outputs(engine)
-
-
-@pytest.mark.parametrize(
-    ("costs", "is_swap"),
-    [
-        (PreemptionCosts(seconds_per_token=1.0, seconds_per_block=1.9), True),
-        (PreemptionCosts(seconds_per_token=1.0, seconds_per_block=2.1), False),
-        (PreemptionCosts(1.0, 1.9, max_swapped_blocks=2), False),
-    ],
-)
-def test_the_cheaper_way_to_preempt_is_taken(costs, is_swap):
-    # Twelve tokens in three blocks, each of them copied twice.
-    engine, sequences = make_full(costs=costs, max_tokens=12)
-    while not engine.scheduler.stats.num_preemptions:
-        engine.step()
-    assert sequences[2].is_swapped is is_swap
-    stats = engine.scheduler.stats
-    assert (stats.num_swap_preemptions, stats.num_recompute_preemptions) == (is_swap, not is_swap)
-    num_prefilled = engine.num_prefilled
-    while sequences[2].slot is None:
-        engine.step()
-    assert stats.num_recomputed_tokens == (0 if is_swap else 12)
-    assert engine.num_prefilled - num_prefilled == stats.num_recomputed_tokens
-    engine.run()
-    check_outputs(engine)
-
-
-def test_what_is_found_in_the_cache_is_not_counted_as_recomputed():
-    engine = make_engine(num_slots=1, preemption="recompute")
-    [low] = add(engine, 0, length=11, max_tokens=4, priority=1)
-    engine.step()
-    add(engine, 1, length=2, max_tokens=1)
-    engine.step()
-    assert low.num_preemptions == 1
-    engine.run()
-    check_outputs(engine)
-    # Of its eleven tokens in the cache two full blocks were still there.
-    assert engine.scheduler.stats.num_recomputed_tokens == 3
-
-
-def test_host_memory_is_shared_by_all_that_are_swapped_out():
-    engine = make_engine(preemption="swap", costs=PreemptionCosts(max_swapped_blocks=5))
-    low = [add(engine, n, length=9, max_tokens=9, priority=1)[0] for n in range(3)]
-    engine.step()
-    for number in range(3, 7):
-        add(engine, number, length=2, max_tokens=2)
-    engine.step()
-    assert sum(s.is_swapped for s in low) == 1
-    engine.run()
-    check_outputs(engine)
-
-
-def test_prefills_that_have_no_block_left_preempt():
-    engine = make_engine(num_blocks=8, max_chunk=4, num_slots=2)
-    [first], [second] = add(engine, 0, length=30), add(engine, 1, length=24)
-    scheduler, memory = engine.scheduler, engine.memory
-    engine.step()
-    assert second.waits_for == "blocks"
-    # As if it had been let in all the same.
-    scheduler._queue.waiting.remove(second)
-    scheduler._queue.take_slot(second)
-    while not scheduler.stats.num_preemptions:
-        plan = engine.step()
-    assert second.waits_for == "preempted" and [s for s, _ in plan.chunks] == [first]
-    assert memory.num_free
-    engine.run()
-    check_outputs(engine)
-
-
-# Priorities
-
-
-def test_a_better_priority_takes_the_slot_of_the_worst():
-    engine = make_engine(num_slots=2)
-    [worst] = add(engine, 0, length=5, max_tokens=9, priority=3)
-    [bad] = add(engine, 1, length=5, max_tokens=9, priority=2)
-    engine.step()
-    [good] = add(engine, 2, length=5, max_tokens=4, priority=1)
-    plan = engine.step()
-    assert plan.decodes == [bad, good] and worst.waits_for == "preempted"
-    [equal] = add(engine, 3, length=5, max_tokens=4, priority=2)
-    assert engine.step().decodes == [good, bad] and equal.waits_for == "slots"
-    engine.run()
-    check_outputs(engine)
-    assert engine.finished[0] is good and engine.finished[-1] is worst
-
-
-def test_a_better_priority_takes_blocks_and_no_more_than_it_needs():
-    engine = make_engine(num_blocks=12, enable_prefix_caching=False)
-    low = [add(engine, n, length=13, max_tokens=9, priority=1)[0] for n in range(2)]
-    engine.step()
-    assert engine.memory.num_free == 4
-    [good] = add(engine, 2, length=20, max_tokens=4)
-    assert engine.step().decodes == [low[0], good]
-    engine.run()
-    check_outputs(engine)
-
-
-def test_a_better_priority_may_take_all_blocks_there_are():
-    """Those that the worse one holds, that it will still fill, and that is kept back for it."""
-    engine = make_engine(num_blocks=12, max_chunk=4, enable_prefix_caching=False)
-    [low] = add(engine, 0, length=13, max_tokens=9, priority=1)
-    engine.step()
-    assert engine.memory.num_free == 11 and low.num_prefill
-    [good] = add(engine, 1, length=45, max_tokens=4)
-    engine.step()
-    assert good.slot is not None and low.waits_for == "preempted"
-    engine.run()
-    check_outputs(engine)
-
-
-def test_equal_prompts_of_a_better_priority_are_prefilled_once():
-    engine = make_engine()
-    add(engine, 0, length=5, max_tokens=9, priority=1)
-    engine.step()
-    urgent = [add(engine, n, length=9, prompt=prompt_of(1, 9))[0] for n in (1, 2)]
-    assert engine.step().chunks == [(urgent[0], 8)]
-    engine.run()
-    assert engine.num_prefilled == 4 + 8
-
-
-def test_nobody_is_preempted_in_vain():
-    engine = make_engine(num_blocks=12, enable_prefix_caching=False)
-    [good] = add(engine, 0, length=29, max_tokens=4, priority=0)
-    [low] = add(engine, 1, length=1, max_tokens=9, priority=2)
-    engine.step()
-    [middle] = add(engine, 2, length=30, max_tokens=4, priority=1)
-    plan = engine.step()
-    assert plan.decodes == [good, low] and middle.waits_for == "blocks"
-    engine.run()
-    check_outputs(engine)
-    assert not engine.scheduler.stats.num_preemptions
-
-
-def test_nobody_is_preempted_for_blocks_that_others_hold_as_well():
-    engine = make_engine(num_slots=5, num_blocks=14)
-    prompt = prompt_of(0, 25)
-    add(engine, 0, length=25, prompt=prompt, max_tokens=3)
-    engine.step()
-    low = [add(engine, n, length=25, prompt=prompt, max_tokens=3, priority=2)[0] for n in (1, 2, 3)]
-    engine.step()
-    assert engine.memory.num_free == 4 and engine.memory.num_held(low) == 3
-    [middle] = add(engine, 4, length=30, max_tokens=3, priority=1)
-    engine.step()
-    assert middle.waits_for == "blocks" and not engine.scheduler.stats.num_preemptions
-    engine.run()
-    check_outputs(engine)
-
-
-def test_a_better_priority_goes_first_among_those_that_wait():
-    engine = make_engine(num_slots=1)
-    sequences = [add(engine, n, length=3, priority=-n)[0] for n in range(3)]
-    engine.run()
-    assert engine.finished == sequences[::-1]
-
-
-# How many steps
-
-
-def test_many_steps_are_dispatched_when_nothing_but_decoding_goes_on():
-    engine = make_engine(num_slots=2, max_steps=8, max_chunk=4)
-    add(engine, 0, length=3, max_tokens=20)
-    plan = engine.step()
-    assert (plan.num_steps, plan.leave_on_stop) == (8, False)
-    add(engine, 1, length=9, max_tokens=3)
-    [waiting] = add(engine, 2, length=3, max_tokens=3)
-    plan = engine.step()
-    assert (plan.num_steps, plan.leave_on_stop) == (1, True), "a prompt is half read"
-    plan = engine.step()
-    assert (plan.num_steps, plan.leave_on_stop) == (8, True)
-    # It left as soon as one had stopped, which made room.
-    assert waiting in engine.step().decodes
-
-
-def test_no_more_steps_are_dispatched_than_the_longest_may_take():
-    engine = make_engine(max_steps=8)
-    add(engine, 0, length=3, max_tokens=2)
-    add(engine, 1, length=3, max_tokens=5)
-    assert engine.step().num_steps == 5
-    assert not engine.scheduler.has_unfinished
-
-
-def test_one_step_is_dispatched_while_somebody_waits_for_the_budget():
-    engine = make_engine(max_steps=8, budget=5)
-    add(engine, 0, length=5, max_tokens=9)
-    [other] = add(engine, 1, length=2, max_tokens=9)
-    plan = engine.step()
-    assert other.waits_for == "budget" and len(plan.decodes) == 1
-    assert [plan.num_steps, engine.step().num_steps] == [1, 8]
-
-
-@pytest.mark.parametrize(("num_slots", "num_steps"), [(2, 8), (4, 1)])
-@pytest.mark.parametrize("too_large", [False, True])
-def test_one_step_is_dispatched_while_somebody_waits_for_a_prefix(num_slots, num_steps, too_large):
-    """But many if it has to wait for a slot as well."""
-    engine = make_engine(num_slots=num_slots, max_steps=8)
-    add(engine, 0, length=5, max_tokens=9)
-    [equal] = add(engine, 1, length=5, max_tokens=9, prompt=prompt_of(0, 5))
-    add(engine, 2, length=5, max_tokens=9)
-    if too_large:
-        add(engine, 3, length=75)
-    plan = engine.step()
-    assert equal.waits_for == "same prefix" and len(plan.decodes) == 2
-    assert plan.num_steps == num_steps
-
-
-def test_a_reason_to_wait_that_is_outdated_does_not_hold_up_others():
-    engine = make_engine(num_slots=2, max_steps=8, max_chunk=4)
-    add(engine, 0, length=9, max_tokens=30)
-    [equal] = add(engine, 1, length=9, max_tokens=9, prompt=prompt_of(0, 9))
-    add(engine, 2, length=2, max_tokens=30)
-    engine.step()
-    assert equal.waits_for == "same prefix"
-    add(engine, 3, length=2, max_tokens=3, priority=-1)
-    add(engine, 4, length=2, max_tokens=20, priority=-1)
-    for _ in range(2):
-        plan = engine.step()
-    assert equal.waits_for == "turn"
-    assert plan.num_steps > 1
-
-
-def test_nothing_to_do_is_an_empty_plan():
+def test_schedule_returns_an_empty_plan_without_requests():
     engine = make_engine(max_steps=8)
     assert engine.step() == StepPlan()
 
 
-def test_stats_count_what_happened():
+def test_stats_count_admissions_and_cached_tokens():
     engine = make_engine(num_slots=3)
     add(engine, 0, length=9, num_samples=3)
     add(engine, 1, length=9, prompt=prompt_of(0, 9))
@@ -900,7 +209,7 @@ def bounded(max_examples: int) -> settings:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts and deadlines in pools that are too small for what arrives."""
+    """Random arrivals, aborts and deadlines in pools that are too small for all requests."""
 
     @initialize(
         num_slots=st.integers(1, 5),
@@ -956,7 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from(["", "", "a", "b"]),
     )
     def add(self, stem, num_stem, tail, num_samples, max_tokens, priority, lifetime, client):
-        num_samples = num_samples if max_tokens else 1  # as SamplingParams has it
+        num_samples = num_samples if max_tokens else 1  # as in SamplingParams
         number = len(self.requests)
         deadline = None if lifetime is None else self.now + lifetime
         prompt = [(stem + i) % VOCABULARY for i in range(num_stem)] + tail
@@ -992,13 +301,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.engine.step(self.now)
         self.gone.update(plan.expired)
         if plan.expired or self.scheduler.stats.num_preemptions > num_preemptions:
-            return  # others than those ran when the line was looked at
+            return  # the running sequences changed before the queue was read
         still = [rank for s, rank in before.items() if s.waits_for not in ("", "same prefix")]
         let_in = [rank for s, rank in before.items() if not s.waits_for]
         assert not still or not let_in or max(let_in) < min(still)
 
     def ranks(self) -> dict[Sequence, tuple[int, ...]]:
-        """Of those that wait: priority, how many of its client are served before it, arrival."""
+        """Return the rank of each waiting sequence: priority, turn, arrival, index."""
         waiting, running = self.scheduler.waiting, self.scheduler.running
         served = [s.request.client for s in running]
         return {
@@ -1045,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rows_are_bounded()
 
     def rows_are_bounded(self):
-        """A row is what the scheduler counts, and no longer than a window and a program are."""
+        """Check that rows have the counted length, at most a window and one program."""
         memory, block_budget = self.engine.memory, self.scheduler.block_budget
         most_tokens = max(self.scheduler.max_chunk, self.scheduler.max_steps)
         most, total = max_blocks_in_window(self.window, most_tokens, C), 0
@@ -1054,13 +363,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             counted = block_budget.num_in_row(sequence.num_computed, sequence.program_start)
             assert num_held == counted <= most
             total += counted
-        if self.scheduler.max_steps == 1:  # else those of several steps may share some
+        if self.scheduler.max_steps == 1:  # with several steps, rows may share blocks
             assert total <= self.scheduler.num_blocks
 
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        # Each of these steps puts some token in the cache; and little is computed twice.
+        # Each step computes at least one token, and few tokens are computed twice.
         most = 20 + 4 * sum(s.max_length for s in self.prompts)
         self.engine.num_steps = 0
         while self.scheduler.has_unfinished:

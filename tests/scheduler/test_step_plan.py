@@ -1,4 +1,4 @@
-"""Which plans can be made before it is known what the last one has drawn."""
+"""`Lookahead`: plans made before the tokens of the last plan are known."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.fake_memory import FakeMemory, append, make_request
 
 
 class Steps:
-    """A scheduler that runs ahead, over eight blocks of four tokens."""
+    """A scheduler with lookahead and eight blocks of four tokens."""
 
     def __init__(self, *, num_slots: int = 2, max_steps: int = 8, runs_ahead: bool = True):
         self.memory = FakeMemory(num_slots, 8, 4)
@@ -40,7 +40,7 @@ class Steps:
         return self.scheduler.lookahead.next_plan(plan, now)
 
 
-def test_more_of_the_same_is_planned_in_halves() -> None:
+def test_next_plan_runs_half_of_max_steps() -> None:
     steps = Steps()
     steps.add()
     plan = steps.plan()
@@ -52,29 +52,29 @@ def test_more_of_the_same_is_planned_in_halves() -> None:
     last = steps.ahead(ahead)
     assert last is not None and last.num_steps == 4
     append(plan.decodes[0], [1] * 4)
-    # All 12 tokens are drawn by then.
+    # These plans generate all 12 tokens.
     assert steps.ahead(last) is None
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 8])
-def test_no_more_is_queued_at_once_than_may_be(max_steps) -> None:
+def test_two_plans_have_at_most_max_steps(max_steps) -> None:
     steps = Steps(max_steps=max_steps)
     steps.add()
     plan = steps.plan()
     ahead = steps.ahead(plan)
     assert ahead is not None
-    # One step each is the least that there can be.
+    # Each plan has at least one step.
     assert plan.num_steps + ahead.num_steps <= max(2, max_steps + 1)
 
 
-def test_nothing_is_planned_ahead_unless_asked_for() -> None:
+def test_next_plan_is_none_if_lookahead_is_disabled() -> None:
     steps = Steps(runs_ahead=False)
     steps.add()
     plan = steps.plan()
     assert plan.num_steps == 8 and steps.ahead(plan) is None
 
 
-def test_a_request_that_arrives_is_planned_for_first() -> None:
+def test_next_plan_is_none_after_an_arrival() -> None:
     steps = Steps()
     steps.add()
     plan = steps.plan()
@@ -85,7 +85,7 @@ def test_a_request_that_arrives_is_planned_for_first() -> None:
     assert len(plan.decodes) == 2 and steps.ahead(plan) is not None
 
 
-def test_prompts_are_read_before_anything_is_planned_ahead() -> None:
+def test_next_plan_is_none_during_prefill() -> None:
     steps = Steps()
     steps.add(num_prompt=12)
     plan = steps.plan()
@@ -93,7 +93,7 @@ def test_prompts_are_read_before_anything_is_planned_ahead() -> None:
     assert steps.ahead(steps.plan()) is not None
 
 
-def test_those_that_lack_blocks_look_for_a_prompt_before_anything_is_planned_ahead() -> None:
+def test_next_plan_is_none_if_a_chunk_may_help_a_waiting_request() -> None:
     steps = Steps()
     steps.add(num_prompt=9)
     steps.add(num_prompt=20)
@@ -102,7 +102,7 @@ def test_those_that_lack_blocks_look_for_a_prompt_before_anything_is_planned_ahe
     assert steps.ahead(plan) is None
 
 
-def test_those_that_wait_for_a_slot_come_next_when_one_has_ended() -> None:
+def test_next_plan_is_none_if_a_sequence_ends_while_others_wait() -> None:
     steps = Steps(num_slots=2)
     for _ in range(3):
         steps.add()
@@ -115,7 +115,7 @@ def test_those_that_wait_for_a_slot_come_next_when_one_has_ended() -> None:
     assert len(steps.plan().decodes) == 2
 
 
-def test_those_that_have_ended_are_left_out_where_nobody_waits() -> None:
+def test_next_plan_omits_finished_sequences() -> None:
     steps = Steps()
     steps.add()
     steps.add()
@@ -128,7 +128,7 @@ def test_those_that_have_ended_are_left_out_where_nobody_waits() -> None:
     assert steps.ahead(ahead) is None
 
 
-def test_a_deadline_is_looked_at_in_time() -> None:
+def test_next_plan_is_none_after_a_deadline() -> None:
     steps = Steps()
     steps.add(deadline=5.0)
     plan = steps.plan()
@@ -136,7 +136,7 @@ def test_a_deadline_is_looked_at_in_time() -> None:
     assert steps.ahead(plan, 5.0) is None
 
 
-def test_blocks_that_ran_out_are_made_free_first() -> None:
+def test_next_plan_is_none_after_close() -> None:
     steps = Steps()
     steps.add()
     plan = steps.plan()
@@ -146,7 +146,7 @@ def test_blocks_that_ran_out_are_made_free_first() -> None:
     assert steps.ahead(steps.plan()) is not None
 
 
-def test_a_restart_forgets_what_was_planned() -> None:
+def test_next_plan_is_none_after_a_restart() -> None:
     steps = Steps()
     steps.add()
     plan = steps.plan()

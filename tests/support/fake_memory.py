@@ -287,7 +287,7 @@ class FakeEngine:
         self.window = window
         self.memory = FakeMemory(num_slots, scheduler.num_blocks, scheduler.block_size, window)
         self.finished: list[Sequence] = []
-        self.finished_requests: set[Request] = set()  # tokens that the scheduler has dropped
+        self.finished_requests: set[Request] = set()  # the scheduler no longer holds them
         self.num_prefilled = 0
         self.num_steps = 0
 
