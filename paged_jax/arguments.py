@@ -16,8 +16,9 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 class ArgumentError(ValueError):
-    """Error for an argument with an invalid value: ``FUNCTION: FIELD must RULE, got VALUE.``
+    """Error for an argument with an invalid value.
 
+    The message is ``FUNCTION: FIELD must RULE, got VALUE.``, followed by advice.
     The HTTP server reads the parts: its messages name the field, but not the function.
 
     Args:

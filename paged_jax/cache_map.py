@@ -1,9 +1,9 @@
-"""Describes an engine's cache as data: which samples hold which blocks, and what has changed.
+"""The state of an engine's cache as data: the blocks of each sample, and changes between steps.
 
-`snapshot` describes one moment, `changes` what happened between two, `block_text` one block, for
-pages and tools: `dataclasses.asdict` makes JSON of all that they return. Call them between two
-steps, in the thread that runs the engine: through `AsyncEngine.call`, or in `on_step`. A beam
-search is not shown: it holds blocks, but is no request of the engine.
+`snapshot` returns the current state, `changes` compares two states, and `block_text` returns the
+content of a block. `dataclasses.asdict` converts the results to JSON types. Call these functions
+between two steps, in the thread that runs the engine: with `AsyncEngine.call` or in `on_step`.
+Beam searches are not included, because they are no requests of the engine.
 """
 
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ class RunningSample:
     """A sample that has a slot.
 
     Attributes:
-      request_id, sample: name of the request, and index among its samples.
-      num_samples: samples of the request, finished ones included.
+      request_id, sample: id of the request, and index of the sample in it.
+      num_samples: number of samples of the request, including finished samples.
       slot: row of the block tables.
-      priority: rank of the request; lower is served first.
-      num_prompt_tokens: tokens that were given.
-      num_tokens: tokens that are known, generated ones included. Outputs may lack the last ones,
-        which the device has drawn and the host has yet to read.
-      num_computed: tokens that are in the cache.
-      num_preemptions: times that the sample lost its slot.
-      is_fork: whether the slot began as a copy of that of another sample.
-      block_ids: the sample's blocks, in the order of its tokens, without those given back.
-      state: ``"prefill"`` while its prompt is computed, then ``"decode"``.
+      priority: priority of the request; lower values are served first.
+      num_prompt_tokens: number of tokens in the prompt.
+      num_tokens: number of tokens, including generated tokens. The device may have generated
+        tokens that the host has not read and that outputs do not contain yet.
+      num_computed: number of tokens in the cache.
+      num_preemptions: number of times that the sample was preempted.
+      is_fork: whether the slot was forked from the slot of another sample.
+      block_ids: blocks of the sample, in the order of its tokens, without freed blocks.
+      state: ``"prefill"`` while the prompt is computed, then ``"decode"``.
     """
 
     request_id: str
@@ -56,11 +56,11 @@ class RunningSample:
 
 @dataclass(frozen=True)
 class WaitingSample:
-    """A sample that has no slot. Other attributes are those of `RunningSample`.
+    """A sample that has no slot. `RunningSample` describes the other attributes.
 
     Attributes:
-      reason: what it waits for, see `Wait`.
-      is_swapped: whether its blocks are in host memory.
+      reason: the reason why the sample waits, see `Wait`.
+      is_swapped: whether the blocks of the sample are in host memory.
     """
 
     request_id: str
@@ -75,24 +75,29 @@ class WaitingSample:
 @short_repr
 @dataclass(frozen=True)
 class CacheMap:
-    """The cache at one moment; where layers keep different tokens, that of the first group.
+    """State of the cache at one moment.
+
+    If layers form several groups, all fields except `groups` describe the first group.
 
     Attributes:
-      block_size: tokens in a block.
-      num_blocks: P, blocks in the pool.
-      ref_counts: number of samples that hold each block.
-      is_cached: whether each block can be found in the prefix cache.
-      digests: name of each block's content there, 16 hex digits; ``""`` if not cached.
-      free_order: blocks that no sample holds, in the order in which they will be taken.
-      sequences: samples that have a slot, the most senior first.
-      waiting: the others that have not finished, the most senior first.
-      num_free, num_cached_only: blocks that no sample holds, and those of them that can be found.
-      num_used, num_shared: blocks that a sample holds, and that several do.
-      num_preemptions: preemptions since the engine was built.
-      num_queried_tokens, num_cached_tokens: tokens looked up in the prefix cache since then, found.
-      hit_rate: the fraction found, 0 to 1.
-      num_cache_resets: times that all that was cached was given up.
-      groups: where layers keep different tokens, the blocks of each group of them, else empty.
+      block_size: number of tokens in a block.
+      num_blocks: number of blocks in the pool (P).
+      ref_counts: number of samples that use each block.
+      is_cached: whether the prefix cache can find each block.
+      digests: digest of the content of each cached block, 16 hex digits; ``""`` if not cached.
+      free_order: blocks that no sample uses, in the order of their allocation.
+      sequences: samples with a slot, the oldest of the highest priority first.
+      waiting: samples without a slot that have not finished, in the same order.
+      num_free: number of blocks that no sample uses.
+      num_used: number of blocks that samples use.
+      num_shared: number of blocks that several samples use.
+      num_cached_only: number of cached blocks that no sample uses.
+      num_preemptions: number of preemptions since the engine was built.
+      num_queried_tokens: number of tokens that were looked up in the prefix cache since then.
+      num_cached_tokens: number of these tokens that were found.
+      hit_rate: num_cached_tokens / num_queried_tokens, 0 to 1.
+      num_cache_resets: number of times that the prefix cache was emptied.
+      groups: use of blocks by each group of layers; empty if there is a single group.
     """
 
     block_size: int
@@ -118,15 +123,15 @@ class CacheMap:
 @short_repr
 @dataclass(frozen=True)
 class BlockText:
-    """The content of a block, for one of the samples that hold it.
+    """Content of a block in one of the samples that use it.
 
     Attributes:
-      request_id, sample: the holder; None for a block that is only cached.
-      start: position of the first of the tokens in the holder's sequence; None without a holder.
-      token_ids: tokens in the block, from `start` on; fewer than block_size while it is not full,
-        or while the host has yet to read them.
-      text: the text of these tokens, special ones included; ``""`` without a tokenizer.
-      is_cached: whether the block can be found in the prefix cache.
+      request_id, sample: the sample; None if the block is cached but no sample uses it.
+      start: position of the first token in the sample; None without a sample.
+      token_ids: tokens in the block. There are fewer than block_size if the block is not full, or
+        if the host has not read all of them.
+      text: text of the tokens, including special tokens; ``""`` without a tokenizer.
+      is_cached: whether the prefix cache can find the block.
     """
 
     request_id: str | None
@@ -140,16 +145,16 @@ class BlockText:
 @short_repr
 @dataclass(frozen=True)
 class CacheEvent:
-    """Something that happened between two maps.
+    """Event between two states of the cache.
 
     Attributes:
-      kind: ``"preempt"`` (a sample lost its slot), ``"admit"`` (one got a slot), ``"evict"``
-        (cached blocks were taken for other tokens), ``"copy_on_write"`` (a sample was about to
-        write into a block that others held, and got a copy), ``"finish"`` (one has ended).
-      request_id: the request of the sample; of an eviction, the one that got the blocks; None if
-        that is not known any more.
-      block_ids: the blocks that were lost, got, evicted or given back; of a copy the source, where
-        it is known, and the copy.
+      kind: ``"preempt"`` (a sample lost its slot), ``"admit"`` (a sample got a slot), ``"evict"``
+        (cached blocks were reused for other tokens), ``"copy_on_write"`` (a sample got a copy of a
+        shared block, to write into it), ``"finish"`` (a sample finished).
+      request_id: the request of the sample. For an eviction, the request that got the blocks, or
+        None if it is unknown.
+      block_ids: blocks that were released, allocated or evicted. For a copy, the source (if it is
+        known) and the copy.
       text: the event as a sentence.
     """
 
@@ -160,9 +165,9 @@ class CacheEvent:
 
 
 def snapshot(engine: Engine) -> CacheMap:
-    """Return which samples hold which blocks, and which samples wait, now.
+    """Return the current state of the cache, with running and waiting samples.
 
-    Costs one transfer from the device, of P digests and the block tables.
+    Copies the block tables and P digests from the device, in one transfer.
 
     Example:
       >>> engine = Engine(num_blocks=8, max_num_seqs=2)
@@ -209,12 +214,17 @@ def snapshot(engine: Engine) -> CacheMap:
 
 
 def block_text(engine: Engine, block_id: int) -> list[BlockText]:
-    """Return the content of a block: an entry for each holder, or one if it is only cached.
+    """Return the content of a block, with an entry for each sample that uses it.
 
-    Empty if the block is free and not cached. Costs one transfer from the device.
+    A block that is cached but unused has one entry, and a block that is neither has none. Makes
+    one transfer from the device.
+
+    Args:
+      engine: the engine.
+      block_id: index of the block in the pool.
 
     Raises:
-      ValueError: there is no such block.
+      ValueError: `block_id` is out of range.
 
     Example:
       >>> engine = Engine(max_num_seqs=2)
@@ -251,9 +261,14 @@ def block_text(engine: Engine, block_id: int) -> list[BlockText]:
 
 
 def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
-    """Return what happened between two maps of one engine, in the order in which a step does it.
+    """Return the events between two states of an engine, in the order of the work in a step.
 
-    A sample that came and went between the two leaves no event; a map after every step misses few.
+    Samples that start and finish between the two states leave no event. With a state after each
+    step, few events are missed.
+
+    Args:
+      before: the earlier state.
+      after: the later state.
 
     Example:
       >>> engine = Engine(max_num_seqs=2)
@@ -274,7 +289,7 @@ _Sample = RunningSample | WaitingSample
 def _running(sequence: Sequence, block_ids: list[int], num_computed: int) -> RunningSample:
     assert sequence.slot is not None
     request = sequence.request
-    # The device may be ahead of what the host knows.
+    # The device may have generated tokens that the host has not read.
     num_unread = num_computed - sequence.num_computed
     return RunningSample(
         request_id=request.request_id,
@@ -313,7 +328,7 @@ def _decode(engine: Engine, token_ids: list[int], *, continues_text: bool) -> st
 
 
 class _Comparison:
-    """Two maps of one engine, their samples by request and index."""
+    """Comparison of two states, with their samples by request and index."""
 
     def __init__(self, before: CacheMap, after: CacheMap):
         self._before = before
@@ -351,8 +366,8 @@ class _Comparison:
                 evicted.setdefault(holders.get(block), []).append(block)
         events = []
         for request_id, block_ids in evicted.items():
-            for_whom = "" if request_id is None else f" for request {request_id}"
-            text = _counted(block_ids, "the cache gave up {}") + for_whom
+            beneficiary = "" if request_id is None else f" for request {request_id}"
+            text = _counted(block_ids, "the cache evicted {}") + beneficiary
             events.append(CacheEvent("evict", request_id, block_ids, text))
         return events
 
@@ -363,13 +378,13 @@ class _Comparison:
     def ends(self) -> list[CacheEvent]:
         def event(key: tuple[str, int], sample: _Sample) -> CacheEvent:
             block_ids = self._old_blocks(key)
-            text = f"{_name(sample)} has ended" + _counted(block_ids, " and gave {} back")
+            text = f"{_name(sample)} finished" + _counted(block_ids, " and released {}")
             return CacheEvent("finish", sample.request_id, block_ids, text)
 
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _origin(self, sample: RunningSample) -> str:
-        """Where the first blocks of a newcomer came from."""
+        """Return words for the origin of the first blocks of a sample that got a slot."""
         old = self._old.get(_key(sample))
         if sample.is_fork:
             return " as a copy of another sample's"
@@ -379,10 +394,11 @@ class _Comparison:
         return _counted(found, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
-        """The copies that the samples of a request made when they became forks of the first.
+        """Return the copies of blocks that the samples of a request got when they were forked.
 
-        Each feeds the last token of the prompt in that very step. Where that does not begin a
-        block, all of them write into the same one, and all but the one in the last slot get a copy.
+        Each sample computes the last token of the prompt in the step of the fork. Unless that
+        token is the first of a block, all samples write into the same block, and all except the
+        sample in the last slot get a copy.
         """
         present = [s for s in self._new.values() if s.request_id == request_id]
         settled = [s for s in present if not self._is_preempted(s)]
@@ -392,7 +408,7 @@ class _Comparison:
         if not offset:
             return []
         found = [self._blocks_at(writer, column) for writer in writers]
-        if not all(found):  # given back already
+        if not all(found):  # freed already
             return []
         blocks = [block for [block] in found]
         shared: list[int] = []
@@ -401,7 +417,7 @@ class _Comparison:
             shared = [] if old is None else self._blocks_at(old, column)
             if not shared and len(present) == writers[0].num_samples:
                 shared = blocks[-1:]
-        # The others have copies even if the one in the last slot has ended since.
+        # The other samples have copies, even if the sample in the last slot has finished.
         [kept] = shared or blocks[-1:]
         events = []
         for writer, block in zip(writers, blocks, strict=True):
@@ -412,13 +428,13 @@ class _Comparison:
         return events
 
     def _blocks_at(self, sample: RunningSample, column: int) -> list[int]:
-        """The block in a column of a sample's row; the first ones may have been given back."""
+        """Return the block in a column of a sample's row; [] if it was freed."""
         num_blocks = num_blocks_needed(sample.num_computed, self._after.block_size)
         index = column - num_blocks + len(sample.block_ids)
         return sample.block_ids[index : index + 1] if index >= 0 else []
 
     def _newcomers(self) -> list[RunningSample]:
-        """The samples that have a slot, and had none at some time since `before`."""
+        """Return the samples with a slot that had no slot at some time since `before`."""
         return [
             sample
             for sample in self._after.sequences
@@ -430,7 +446,7 @@ class _Comparison:
         return sample.num_preemptions > (0 if old is None else old.num_preemptions)
 
     def _is_kept(self, block: int) -> bool:
-        """Whether the cache holds now what it held there before."""
+        """Return whether a block is still cached with the same content."""
         digest = self._before.digests[block]
         return bool(digest) and self._after.digests[block] == digest
 
@@ -448,6 +464,6 @@ def _name(sample: _Sample) -> str:
 
 
 def _counted(block_ids: list[int], text: str) -> str:
-    """The text with the number of blocks in it, or nothing if there are none."""
+    """Insert the number of blocks into a text; return "" if there are none."""
     count = len(block_ids)
     return text.format(f"{count} block{'s' * (count > 1)}") if count else ""

@@ -104,7 +104,7 @@ def add_engine_arguments(
 
     Args:
       parser: the parser of a command that builds an engine.
-      defaults: words for the defaults, by option, where they are not those of `EngineConfig`.
+      defaults: words for the defaults of options that the command changes.
     """
     group = parser.add_argument_group("engine")
     add_option_flags(group, option_specs(), defaults or {})
@@ -132,7 +132,7 @@ def add_option_flags(
     Args:
       group: a parser or a group of it.
       options: the options; those without a flag are skipped.
-      defaults: words for the defaults, by option, where they are not those of the options.
+      defaults: words for the defaults of options that the command changes.
     """
     for each in options:
         if each.flag is None:
@@ -159,7 +159,7 @@ def _name_flags(text: str) -> str:
 
 
 def given_options(args: argparse.Namespace, options: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Return the values of those options whose flags were given."""
+    """Return the options that were set on the command line, with their values."""
     values = {each.name: getattr(args, each.name, None) for each in options if each.flag}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -1,7 +1,7 @@
-"""The dimension letters of paged_jax, and the one place where shapes are checked against them.
+"""Dimension letters, and checks of shapes against them.
 
-Shapes in comments and docstrings, arrays named for their dimensions and einsums use these letters
-and no others, as ``tests/test_dims.py`` sees to.
+Shapes in comments and docstrings, names of arrays and einsums use only these letters.
+``tests/test_dims.py`` checks it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,24 @@ DIMS: Mapping[str, str] = {
     "V": "vocabulary",
     "E": "hidden size",
     "F": "hidden size of the MLP",
-    "N": "tokens or rows, whatever sequence they belong to; keys in a context or in a tile",
+    "N": "tokens or rows of any sequences; keys of a context or of a tile",
     "Q": "tiles of queries that cover the T tokens of a sequence",
-    "R": "rows of a tile of queries: a token and a head of the group each",
-    "W": "columns of the block table that a step may touch, M at most",
-    "X": "stop tokens of a request, at most",
+    "R": "rows of a tile of queries: pairs of a token and a head of the group",
+    "W": "columns of the block table that a step may change, at most M",
+    "X": "maximum number of stop tokens of a request",
 }
 
 
 def check_sizes(function: str, name: str, shape: Sequence[Any]) -> None:
-    """Check that sizes are numbers. `jax.export.symbolic_shape` makes others.
+    """Check that the sizes of an array are integers, because kernels need static sizes.
+
+    Args:
+      function: the name that the error begins with.
+      name: the name of the array.
+      shape: the shape of the array.
 
     Raises:
-      ValueError: a size is a symbol. Kernels are made for sizes that are known.
+      ValueError: a size is symbolic, see `jax.export.symbolic_shape`.
     """
     if not all(isinstance(size, Integral) for size in shape):
         sizes = ", ".join(map(str, shape))
@@ -46,17 +51,17 @@ def check_sizes(function: str, name: str, shape: Sequence[Any]) -> None:
 
 
 def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
-    """Read the size of every letter from arrays, refusing arrays that do not agree.
+    """Return the size of each dimension letter, and check that all arrays agree.
 
     Args:
-      function: the name of the caller, for the message.
-      **arrays: array and letters of each argument, such as ``q=(q, "BHD")``.
+      function: the name that errors begin with.
+      **arrays: each argument as a pair of the array and its letters, such as ``q=(q, "BHD")``.
 
     Returns:
       The size of each letter.
 
     Raises:
-      ValueError: an array has another rank than its letters, or two arrays disagree on a letter.
+      ValueError: an array has a wrong number of dimensions, or arrays disagree on a letter.
 
     Example:
       >>> import numpy as np
@@ -76,7 +81,7 @@ def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
                     f"{function}: {name} must have {letter} ({DIMS[letter]}) = {sizes[letter]} "
-                    f"as {owner[letter]} has, got shape {list(shape)} for [{', '.join(letters)}]."
+                    f"like {owner[letter]}, got shape {list(shape)} for [{', '.join(letters)}]."
                 )
             owner.setdefault(letter, name)
     return sizes

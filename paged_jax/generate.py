@@ -1,4 +1,4 @@
-"""Generate text from the command line: ``python -m paged_jax.generate --prompt "It is"``."""
+"""Command line for text generation: ``python -m paged_jax.generate --prompt "It is"``."""
 
 import argparse
 import contextlib
@@ -27,14 +27,14 @@ from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_NUM_SEQS = 16
 _MAX_TOKENS = 128
-# Events that --show-blocks tells.
+# Number of events that --show-blocks prints.
 _MAX_EVENTS = 50
-# Line ends of Unicode that JSON leaves as they are: `str.splitlines` would split an object there.
+# Unicode line ends that JSON does not escape. `str.splitlines` would split an object there.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line, and return the exit status; expected errors print one line."""
+    """Run the command line and return its exit status; expected errors print one line."""
     status = Status(has_lines=True)
     parser = _parser()
     args = parser.parse_args(argv)
@@ -71,8 +71,8 @@ def _parser() -> Parser:
     output.add_argument(
         "--show-blocks",
         action="store_true",
-        help="draw the block tables before, at their fullest and after, and say what happened to "
-        "blocks; with --n and a prompt of more than a block, samples share blocks until they write",
+        help="draw the block tables before, at their fullest and after, and list the events; with "
+        "--n and a prompt longer than a block, samples share blocks until they write",
     )
     output.add_argument(
         "--profile",
@@ -87,7 +87,7 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="most tokens to generate for each sample; default: the model's, or 128",
+        help="maximum number of tokens to generate for each sample; default: the model's, or 128",
     )
     for name, number in NUMBERS.items():
         if number.help is not None:
@@ -112,9 +112,8 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
-    # Checks the parameters before the model is loaded.
     given = _given_params(args)
-    SamplingParams(**given)
+    SamplingParams(**given)  # checks the parameters before the model is loaded
     if args.profile is not None:
         check_profile_folder(args.profile)
     status.say("loading the model")
@@ -137,7 +136,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         _complete(llm, prompts, params, write, pictures, status)
     if pictures is not None:
         pictures.finish()
-    summary = _summary(llm)  # may compile, and say so
+    summary = _summary(llm)  # may compile a program and show that in the status line
     status.clear()
     print(summary, file=sys.stderr)
 
@@ -150,17 +149,17 @@ def _complete(
     pictures: "_BlockPictures | None",
     status: Status,
 ) -> None:
-    """Complete the prompts and write each when it is complete, a stream as its text comes."""
+    """Complete the prompts; write each output when it is complete, or a stream as it grows."""
     is_stream = isinstance(write, _Streamer)
-    # Several prompts get a bar, on a terminal; one prompt needs none, as its text appears.
+    # On a terminal, several prompts have a progress bar. The text of a single prompt is streamed.
     bar = status.bar("requests", unit="req", total=len(prompts))
     note = llm.speed_note()
     with (
         bar if len(prompts) > 1 else contextlib.nullcontext(),
         contextlib.closing(llm.stream(prompts, params)) as outputs,
     ):
-        counted = _counted(outputs, lambda num: status.advance(num, note), pictures)
-        for output in _in_order(counted, partial=is_stream):
+        observed = _observed(outputs, lambda num: status.advance(num, note), pictures)
+        for output in _in_order(observed, partial=is_stream):
             status.clear()
             _raise_error(output)
             write(output, llm)
@@ -180,7 +179,7 @@ def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt is not None:
-        # A newline at the end of piped text ends its last line and is no part of the prompt.
+        # The last newline of piped text is not part of the prompt.
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         if not text:
             raise ValueError("--prompt must not be empty.")
@@ -193,13 +192,13 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
             f"{path}. Write one JSON object per line."
         )
     try:
-        # splitlines would also split at U+2028 and the like, which a JSON text may contain.
+        # splitlines would also split at line ends such as U+2028, which JSON texts may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: it is not UTF-8 text."
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: {reason}."
@@ -241,7 +240,7 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
 
 
 def _given_params(args: argparse.Namespace) -> dict[str, Any]:
-    """The parameters that the user gave; the others are as the model's authors recommend."""
+    """Return the sampling parameters that the user set; the model's defaults fill in the others."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     return {
         name: value for name, value in vars(args).items() if name in names and value is not None
@@ -254,14 +253,15 @@ def _raise_error(output: RequestOutput) -> None:
             raise FloatingPointError(completion.stop_reason)
 
 
-def _counted(
+def _observed(
     outputs: Iterator[tuple[int, RequestOutput]],
     advance: Callable[[int], None],
     pictures: "_BlockPictures | None",
 ) -> Iterator[tuple[int, RequestOutput]]:
+    """Yield the outputs; advance the progress bar and update the pictures for each."""
     for index, output in outputs:
         if pictures is not None:
-            pictures.look()
+            pictures.update()
         advance(int(output.finished))
         yield index, output
 
@@ -269,7 +269,7 @@ def _counted(
 def _in_order(
     outputs: Iterator[tuple[int, RequestOutput]], *, partial: bool
 ) -> Iterator[RequestOutput]:
-    """Finished outputs in the order of the prompts; unfinished ones too if ``partial``."""
+    """Yield finished outputs in the order of the prompts, or all outputs if `partial`."""
     done: dict[int, RequestOutput] = {}
     following = 0
     for index, output in outputs:
@@ -283,7 +283,7 @@ def _in_order(
 
 
 class _Streamer:
-    """Writes the text of one sample as it is generated."""
+    """Writer that prints the text of a single sample as it is generated."""
 
     def __init__(self) -> None:
         self._num_written = 0
@@ -331,32 +331,32 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 
 
 class _BlockPictures:
-    """Draws the block tables on stderr: before, at their fullest, and after."""
+    """Pictures of the block tables on stderr: before, at their fullest, and after."""
 
     def __init__(self, llm: LLM, status: Status):
         self._llm = llm
         self._status = status
         self._last = snapshot(llm)
-        self._most, self._fullest = 0, ""
+        self._max_used, self._fullest = 0, ""
         self._events: list[str] = []
         self._print(self._draw("before"))
 
-    def look(self) -> None:
-        """Note what happened since the last look, and how full the pool is. Writes nothing."""
+    def update(self) -> None:
+        """Record the events since the last call, and the tables if they are at their fullest."""
         now = snapshot(self._llm)
         self._events += [event.text for event in changes(self._last, now)]
         self._last = now
-        if now.num_used >= self._most:
-            self._most, self._fullest = now.num_used, self._draw("at its fullest")
+        if now.num_used >= self._max_used:
+            self._max_used, self._fullest = now.num_used, self._draw("at its fullest")
 
     def finish(self) -> None:
-        """Write the fullest picture, what happened, and the last picture."""
-        self.look()
+        """Print the fullest tables, the events, and the tables at the end."""
+        self.update()
         num_left = len(self._events) - _MAX_EVENTS
         rest = [f"and {num_left} more"] if num_left > 0 else []
         events = [f"  {event}" for event in (*self._events[:_MAX_EVENTS], *rest)]
         self._print(self._fullest)
-        self._print("\n".join(["what happened to blocks:", *events]))
+        self._print("\n".join(["events:", *events]))
         self._print(self._draw("after"))
 
     def _draw(self, title: str) -> str:

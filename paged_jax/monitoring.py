@@ -20,7 +20,7 @@ class Status:
     Args:
       is_shown: whether bars are shown; None shows them on a terminal and in a notebook.
       has_lines: whether status lines are written while no bar is shown. On a terminal each line
-        replaces the last one; elsewhere every line stays.
+        replaces the previous line; elsewhere all lines stay.
 
     Example:
       >>> status = Status(is_shown=False)

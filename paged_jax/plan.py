@@ -1,6 +1,6 @@
-"""Prints what fits in memory, before it is loaded: ``python -m paged_jax.plan --memory 24GiB``.
+"""Command line that plans the memory of an engine: ``python -m paged_jax.plan --memory 24GiB``.
 
-Only ``config.json`` and the headers of the weights are read, if there are any;
+It reads only ``config.json`` and the headers of the weight files, if there are any.
 `paged_jax.engine.memory_plan` computes the plan.
 """
 
@@ -34,14 +34,14 @@ _OPTIONS = [each for each in option_specs() if each.decides_memory]
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
-# As vLLM and Kubernetes do.
+# A letter alone is decimal, as in vLLM and Kubernetes.
 _UNITS |= {letter: 1000**i for i, letter in enumerate("kmgt", 1)}
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 1 where it does not fit, in one line."""
+    """Run the command line and return its exit status, 1 if the model does not fit."""
     parser = _parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _print(args))
@@ -58,7 +58,7 @@ def _print(args: argparse.Namespace) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m paged_jax.plan",
-        description="Show what an engine takes of a device's memory, and how many sequences fit.",
+        description="Show the memory that an engine needs on a device, and how many sequences fit.",
     )
     parser.add_argument(
         "--model",
@@ -69,8 +69,8 @@ def _parser() -> Parser:
         "--memory",
         type=parse_bytes,
         metavar="SIZE",
-        help="memory of a device: 24GiB, 24GB, 512MiB or the like, or a number of bytes; "
-        "default: that of --device, or of this machine's device",
+        help="memory of a device, such as 24GiB, 24GB, 512MiB or a number of bytes; "
+        "default: the memory of --device, or of this machine's device",
     )
     parser.add_argument(
         "--memory-fraction",
@@ -82,14 +82,13 @@ def _parser() -> Parser:
     parser.add_argument(
         "--platform",
         choices=_PLATFORMS,
-        help="platform of the device; default: that of --device, or the one that JAX finds on this "
-        "machine",
+        help="platform of the device; default: the platform of --device, or of this machine",
     )
     parser.add_argument(
         "--device",
         type=str.lower,
         choices=tuple(DEVICES),
-        help="plan for this device, and show the least time of a decode step there",
+        help="plan for this device, and show the minimum time of a decode step on it",
     )
     add_option_flags(parser, _OPTIONS, {})
     parser.add_argument(
@@ -97,8 +96,8 @@ def _parser() -> Parser:
         type=int,
         nargs="+",
         metavar="N",
-        help="lengths, in tokens, for which to count the sequences that fit; default: several "
-        "lengths up to --max-model-len",
+        help="sequence lengths in tokens, for which to show how many sequences fit; default: "
+        "several lengths up to --max-model-len",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -107,8 +106,11 @@ def _parser() -> Parser:
 def parse_bytes(text: str) -> int:
     """Read a size in bytes.
 
+    Args:
+      text: number with an optional unit, upper or lower case.
+
     Raises:
-      ArgumentTypeError: it is not one.
+      ArgumentTypeError: the text is not a size.
 
     Example:
       >>> parse_bytes("24GiB"), parse_bytes("24 GB"), parse_bytes("512")
@@ -149,12 +151,12 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
 
 
 def _memory(device: DeviceSpec | None) -> int:
-    """Bytes of the device, or of this machine's."""
+    """Return the bytes of memory of a device; by default of this machine's first device."""
     if device is not None:
         return device.memory
     here = device_memory(jax.devices()[0])
     if here is None:
-        raise ValueError("--memory must be given: the device does not say how much it has.")
+        raise ValueError("--memory must be given, because this device does not report its memory.")
     return here.total
 
 
@@ -173,7 +175,13 @@ def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
 def as_dict(
     plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = None
 ) -> dict[str, Any]:
-    """The plan as a dict of names and bytes of each device, for machines."""
+    """Return the plan as a dict for JSON. Bytes are per device.
+
+    Args:
+      plan: the plan.
+      lengths: sequence lengths in tokens, for which to count sequences.
+      device: the device for the times of decode steps; None leaves the times out.
+    """
     footprint, sizes = plan.footprint, plan.sizes
     return {
         "num_parameters": plan.num_parameters,
@@ -201,7 +209,7 @@ def as_dict(
 
 
 def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
-    """Layers that keep the same tokens, and their blocks."""
+    """Return the groups of layers that keep the same tokens, with their blocks."""
     sizes = plan.footprint.group_sizes(plan.num_blocks)
     return [
         {
@@ -233,7 +241,7 @@ def _length_as_dict(plan: MemoryPlan, length: int, device: DeviceSpec | None) ->
 
 
 def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = None) -> str:
-    """The plan as lines of text, for people."""
+    """Return the plan as lines of text. The arguments are the same as for `as_dict`."""
     lines = [f"{name:<8}{format_bytes(size):>12}  {note}" for name, size, note in _rows(plan)]
     lines += ["", *_table(plan, lengths, device)]
     sizes = plan.sizes
@@ -241,8 +249,8 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
     if plan.num_engine_blocks < plan.num_blocks:
         lines += [
             "",
-            f"{at_once} at once and can use {plan.num_engine_blocks:,} blocks: an engine takes no "
-            "more unless --max-num-seqs is larger.",
+            f"{at_once} at once and can use {plan.num_engine_blocks:,} blocks: an engine allocates "
+            "no more unless --max-num-seqs is larger.",
         ]
     elif any(plan.num_paged(length) > sizes.num_slots for length in lengths):
         lines += ["", f"{at_once} at once, see --max-num-seqs; others wait."]
@@ -250,7 +258,7 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
 
 
 def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Name, bytes and a note of each part of a device's memory, and of what it sends."""
+    """Return the name, bytes and a note for each use of memory, and for the bytes sent."""
     footprint, sizes, num_devices = plan.footprint, plan.sizes, plan.num_devices
     program = max(footprint.steps, key=lambda name: footprint.steps[name])
     parameters = f"{plan.num_parameters:,} parameters in {plan.dtype}"
@@ -258,7 +266,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         ("memory", plan.memory, f"on {plan.platform}"),
         ("weights", footprint.weights, parameters),
         ("state", footprint.state, f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"),
-        ("step", footprint.step, f"at most; {program} takes most"),
+        ("step", footprint.step, f"at most; {program} needs most"),
         *_block_rows(plan),
     ]
     if num_devices == 1:
@@ -277,7 +285,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """The blocks of each group of layers, and what one takes in all of them."""
+    """Return rows for the blocks of each group of layers, a block and a sequence."""
     footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
     rows = []
     for group, size in zip(footprint.groups, footprint.group_sizes(plan.num_blocks), strict=True):
@@ -291,14 +299,15 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     if plan.has_windows:
         length = plan.sizes.max_model_len
         taken = plan.sequence_bytes(length)
-        note = f"of {length:,} tokens, {taken / plan.uniform_bytes(length):.3f} of what it would "
+        share = taken / plan.uniform_bytes(length)
+        note = f"of {length:,} tokens, {share:.3f} of the bytes if all layers kept all tokens"
         rows[-1] = ("a block", footprint.block, f"{rows[-1][2]} in all layers")
-        rows.append(("sequence", taken, note + "take if all layers kept all tokens"))
+        rows.append(("sequence", taken, note))
     return rows
 
 
 def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
-    """The layers of a group, and what they keep."""
+    """Describe the layers of a group and the tokens that they keep."""
     layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
     if group.window is None:
         return f"{layers} that keep all tokens"
@@ -306,7 +315,7 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:
-    """Lines about the sequences of each length."""
+    """Yield the lines of the table of sequence lengths."""
     titles = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
     yield titles if device is None else f"{titles}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"
     for length in lengths:
@@ -320,7 +329,7 @@ def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> I
         yield line
     if device is not None:
         yield ""
-        yield "No decode step can be faster than that, by what is published of the device."
+        yield "The times are lower bounds, computed from the published figures of the device."
 
 
 def _ratio(plan: MemoryPlan, length: int) -> float | None:

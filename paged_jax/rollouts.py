@@ -1,9 +1,9 @@
-"""Generation as one pure function: for training loops, evals, and whatever else is jitted.
+"""Text generation as a pure function, for training loops and other jitted programs.
 
-The cache is made inside, with blocks for every row at its full length, and gone afterwards. Samples
-of one prompt share its blocks; rows of different prompts, or of prompts that are given twice, take
-as much as a contiguous cache of the same lengths. Layers with a sliding window take little more
-than it: their blocks are given back and taken again while the program runs.
+The function creates a cache with enough blocks for the full length of every row. Samples of the
+same prompt share its blocks; different rows of `prompt_token_ids` share none, even if they are
+equal. A layer with a sliding window needs little more than its window, because blocks
+that have left the window are freed and reused while the program runs.
 """
 
 import dataclasses
@@ -37,21 +37,24 @@ from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, settle
 from paged_jax.short_repr import short_repr
 
-# Tokens that a row gets before the blocks that have left windows are given back: few beside the
-# windows of models, and so many that giving back costs nothing beside computing them.
-_MOST_AT_ONCE = 256
+# Number of tokens per row after which blocks that have left their window are freed. This is small
+# compared to the windows of models, and large enough that the cost of freeing does not matter.
+_MAX_TOKENS_PER_PASS = 256
 
 
 @short_repr
 class Rollout(NamedTuple):
-    """What was generated in each of B rows, N tokens at most. A stop token counts.
+    """Generated tokens of B rows. The samples of a prompt are consecutive rows.
 
-    With ``num_samples`` of a prompt, its samples are rows that follow each other.
+    Attributes:
+      token_ids: i32 [B, N] for at most N tokens per row, 0 after `num_tokens`.
+      logprobs: f32 [B, N], log-probabilities of the tokens at temperature 1, without filters.
+      num_tokens: i32 [B], number of generated tokens. A stop token counts.
     """
 
-    token_ids: jax.Array  # i32 [B, N]; 0 past num_tokens
-    logprobs: jax.Array  # f32 [B, N], under the model at temperature 1, unfiltered
-    num_tokens: jax.Array  # i32 [B]
+    token_ids: jax.Array
+    logprobs: jax.Array
+    num_tokens: jax.Array
 
 
 @names_arguments
@@ -73,55 +76,54 @@ def rollout(
     cache_dtype: DTypeLike = jnp.float32,
     backend: str | None = None,
 ) -> Rollout:
-    """Continue a batch of prompts. One program, allocation included: jit it, scan over it.
+    """Generate text after a batch of prompts, in one program that can be jitted and scanned.
 
-    The weights are an argument like any other, so nothing has to be loaded or copied when they
-    change. No gradient flows through a rollout: score its tokens with `model`, which does pass one.
+    The weights are an ordinary argument, so changed weights need no loading and no copy. Gradients
+    do not flow through a rollout. Score the tokens with `model` to get gradients.
 
-    What it does not save: the cache holds blocks for every prompt and every sample at full length,
-    T and N tokens, whatever `num_tokens` and however early rows stop, and prompts share none. An
-    `Engine` takes blocks only as sequences grow, and holds what prompts have in common once;
-    `LLM.rollout` draws the same tokens with one.
+    The cache has blocks for the full length of every prompt and sample, T and N tokens, even if
+    prompts are short or rows stop early. An `Engine` allocates blocks as sequences grow, and
+    stores common prefixes of prompts once; `LLM.rollout` generates the same tokens with an engine.
 
     Args:
       model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
       prompt_token_ids: integer [B, T], each row padded at its end.
-      num_tokens: integer [B], tokens in each prompt, 1 to T; inside `jit`, where it is not known,
-        others count as the nearer of the two.
-      max_tokens: N, most tokens to generate in a row (static). T + N is at most
+      num_tokens: integer [B], number of tokens in each prompt, 1 to T. Traced values outside of
+        this range are clipped to it.
+      max_tokens: N, maximum number of tokens to generate in a row (static). T + N must not exceed
         ``model.config.max_position_embeddings``.
-      num_samples: samples to draw from each prompt (static): rows of the result that follow each
-        other. Each prompt is computed once, and its blocks are held once.
-      temperature, top_k, top_p, min_p: see `SamplingParams`; one for all prompts or one for each;
-        they may be traced.
-      seed: an integer of 0 to 2**32 - 1, or ``jax.random.key`` of it, one for all prompts or one
-        for each; may be traced, as from the number of the training step. A raw key of
-        ``jax.random.PRNGKey`` is rejected, because its words look like the seeds of two or four
-        prompts: pass ``jax.random.wrap_key_data(key)``. Row b of the result is sample b of its
-        seed, so rows with the same prompt differ, and a row's draws do not depend on the rows
-        beside it.
-      stop_token_ids: tokens that end a row; None for ``model.config.eos_token_ids``, () for none
-        (static).
+      num_samples: number of samples of each prompt (static). They are consecutive rows of the
+        result. Each prompt is computed and stored once.
+      temperature: divisor of the logits, see `SamplingParams`. This and the next three take a
+        value for all prompts or a value for each prompt [B], and may be traced.
+      top_k: number of tokens to sample from, see `SamplingParams`.
+      top_p: probability mass of the tokens to sample from, see `SamplingParams`.
+      min_p: minimum probability relative to the most probable token, see `SamplingParams`.
+      seed: integers from 0 to 2**32 - 1 or keys of ``jax.random.key``, for all prompts or for each
+        prompt [B]; may be traced, for example the number of the training step. A raw key of
+        ``jax.random.PRNGKey`` is rejected, because it looks like the seeds of two or four prompts:
+        pass ``jax.random.wrap_key_data(key)``. Row b draws as sample number b of its seed, so rows
+        with the same prompt differ, and draws do not depend on the other rows.
+      stop_token_ids: tokens that end a row (static). The default None means
+        ``model.config.eos_token_ids``; () means no tokens.
       token_bias: biases of tokens in all rows (static), such as
         ``GenerationConfig.from_folder(folder).token_bias(...)``, which `LLM.rollout` applies.
-      block_size: C, tokens in a block of the cache, see `PagedCache`.
-      cache_dtype: the dtype of K and V; on CPU, leave it at float32.
-      backend: the backend of the attention, see `paged_attention`.
+      block_size: C, number of tokens in a block of the cache.
+      cache_dtype: the dtype of K and V. On CPUs, float32 is the fastest.
+      backend: the backend of the kernels, see `paged_attention`.
 
     Returns:
-      The tokens, their log-probabilities and how many there are in each row; of ``B * num_samples``
-      rows, as if each prompt had been given `num_samples` times.
+      A `Rollout` with ``B * num_samples`` rows.
 
     Raises:
-      ValueError: shapes or types do not fit together, a size is not positive, rows may grow longer
-        than the model's positions, or a stop token is no token id. Outside of `jit` also for a
-        number of tokens or a sampling parameter out of range, and for a token of a prompt outside
-        of the vocabulary.
+      ValueError: shapes or types do not match, a size is not positive, T + N exceeds the model's
+        positions, or a stop token is not a token id. If values are not traced, also if a number of
+        tokens, a sampling parameter or a token of a prompt is out of range.
 
-    Cost: memory for K and V of B * (T + num_samples * N) tokens, and up to a block more for each
-    sample; in layers with a sliding window at most of the window and 256 tokens, and up to two
-    blocks more, for each of B * num_samples rows; a pass over B * T tokens, then time until the
-    last row has stopped.
+    Cost: memory for K and V of B * (T + num_samples * N) tokens, plus at most one block for each
+    sample. A layer with a sliding window needs at most its window, 256 tokens and two blocks for
+    each of the B * num_samples rows. Time for a pass over B * T tokens, and for decoding until
+    the last row stops.
 
     Example:
       >>> from flax import nnx
@@ -142,22 +144,22 @@ def rollout(
     num_tokens = jnp.asarray(num_tokens).astype(jnp.int32)
     B, T = prompts.shape
     _check_fits(model, T, max_tokens)
-    # A loop without a bound has no reverse derivative; this keeps jax.grad from asking for one.
+    # jax.grad cannot differentiate a loop without a static bound.
     model = jax.tree.map(lax.stop_gradient, model)
     num_tokens = jnp.clip(num_tokens, 1, T)
     num_rows = B * num_samples
-    most_at_once = _most_at_once(model.config.sliding_windows, max(T - 1, max_tokens))
+    tokens_per_pass = _tokens_per_pass(model.config.sliding_windows, max(T - 1, max_tokens))
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
-    most_in_row = _most_in_row(model, T + max_tokens, most_at_once, block_size)
+    max_in_row = _max_blocks_in_row(model, T + max_tokens, tokens_per_pass, block_size)
     cache = model.create_cache(
         num_slots=num_rows,
         max_length=num_cached_tokens_at(T + max_tokens),
-        num_blocks=min(num_blocks, num_rows * most_in_row),
+        num_blocks=min(num_blocks, num_rows * max_in_row),
         block_size=block_size,
-        max_tokens=most_at_once,
+        max_tokens=tokens_per_pass,
         dtype=cache_dtype,
     )
-    cache = _prefill(model, cache, prompts, num_tokens, num_samples, most_at_once, backend)
+    cache = _prefill(model, cache, prompts, num_tokens, num_samples, tokens_per_pass, backend)
 
     last_tokens = prompts[jnp.arange(B, dtype=jnp.int32), num_tokens - 1]
     last_tokens, num_tokens = (jnp.repeat(x, num_samples) for x in (last_tokens, num_tokens))
@@ -174,14 +176,14 @@ def rollout(
         max_lengths=num_tokens + max_tokens,
         constraints=Constraints.create(num_rows, vocab_size=0, max_forced=0),
     )
-    slots, steps = jnp.arange(num_rows, dtype=jnp.int32), min(max_tokens, most_at_once)
+    slots, steps = jnp.arange(num_rows, dtype=jnp.int32), min(max_tokens, tokens_per_pass)
     draws, num_new = _decode(model, state, slots, max_tokens, steps, backend)
     return Rollout(draws.token_ids.T, draws.logprobs.T, num_new)
 
 
-def _most_at_once(windows: Sequence[int | None], num_tokens: int) -> int:
-    """Most tokens that a row gets before blocks are given back: all, where none ever are."""
-    return num_tokens if set(windows) == {None} else min(num_tokens, _MOST_AT_ONCE)
+def _tokens_per_pass(windows: Sequence[int | None], num_tokens: int) -> int:
+    """Return the number of tokens per row in a pass; all tokens if no layer has a window."""
+    return num_tokens if set(windows) == {None} else min(num_tokens, _MAX_TOKENS_PER_PASS)
 
 
 def _decode(
@@ -192,47 +194,54 @@ def _decode(
     steps: int,
     backend: str | None,
 ) -> tuple[Draws, jax.Array]:
-    """Draw up to `max_tokens` for each row, `steps` at a time, and count them.
+    """Draw up to `max_tokens` tokens in each row, in passes of `steps` tokens.
 
-    Between the two blocks that have left windows are given back.
+    Blocks that have left their window are freed between two passes.
+
+    Returns:
+      The draws, and the number of tokens in each row.
     """
     decode = functools.partial(decode_steps, max_steps=steps, backend=backend)
     if steps == max_tokens:
         tokens, _ = decode(model, state, slots, steps)
         return tokens.draws, tokens.num_new
 
-    def go_on(carry: tuple[DecodeState, jax.Array, jax.Array, jax.Array]) -> Any:
+    def decode_pass(
+        carry: tuple[DecodeState, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array]:
         state, drawn, num_new, start = carry
         tokens, state = decode(model, state, slots, steps)
         drawn = lax.dynamic_update_slice_in_dim(drawn, tokens.drawn, start, axis=0)
-        # Fewer than all steps are made where every row has stopped.
+        # A pass is shorter than `steps` only if every row has stopped.
         end = jnp.where(tokens.num_steps < steps, max_tokens, start + steps)
         return state, drawn, num_new + tokens.num_new, end
 
-    num_rows, most = slots.shape[0], steps * -(-max_tokens // steps)
-    drawn, num_new = jnp.zeros((most, num_rows, 3), jnp.int32), jnp.zeros(num_rows, jnp.int32)
+    num_rows, size = slots.shape[0], steps * -(-max_tokens // steps)
+    drawn, num_new = jnp.zeros((size, num_rows, 3), jnp.int32), jnp.zeros(num_rows, jnp.int32)
     carry = state, drawn, num_new, jnp.int32(0)
-    _, drawn, num_new, _ = lax.while_loop(lambda carry: carry[3] < max_tokens, go_on, carry)
+    _, drawn, num_new, _ = lax.while_loop(lambda carry: carry[3] < max_tokens, decode_pass, carry)
     return Draws.unpack(drawn[:max_tokens]), num_new
 
 
-def _most_in_row(model: PagedModel, length: int, most_at_once: int, block_size: int) -> int:
-    """Most blocks that a row of so many tokens can hold of the layers that keep most."""
+def _max_blocks_in_row(
+    model: PagedModel, length: int, tokens_per_pass: int, block_size: int
+) -> int:
+    """Return the maximum number of blocks of a row with `length` tokens, in the largest group."""
     window, num_cached = model.config.layer_groups[0].sliding_window, num_cached_tokens_at(length)
-    return max_blocks_in_slot(window, num_cached, most_at_once, block_size)
+    return max_blocks_in_slot(window, num_cached, tokens_per_pass, block_size)
 
 
 def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> int:
-    """Most blocks that the samples of a prompt of 1 to T tokens need."""
+    """Return the maximum number of blocks for the samples of a prompt with 1 to T tokens."""
 
     def blocks(length: int) -> int:
-        # Samples go on in copies of the block that the prompt has begun; the last one keeps it.
+        # Samples write into copies of the prompt's last, partly filled block.
         shared = num_cached_tokens_at(length) // block_size
         whole = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
         return shared + num_samples * (whole - shared)
 
-    # Not always of the longest prompt: one that ends within a block leaves all of that block to its
-    # samples. Those that are shorter by a block or more need no more than these.
+    # The longest prompt does not always need the most blocks: if it fills its last block, samples
+    # need no copy of that block. Lengths vary within one block; shorter prompts need fewer blocks.
     return max(blocks(length) for length in range(max(1, T - block_size + 1), T + 1))
 
 
@@ -242,26 +251,26 @@ def _prefill(
     prompt_token_ids: jax.Array,
     num_tokens: jax.Array,
     num_samples: int,
-    most_at_once: int,
+    tokens_per_pass: int,
     backend: str | None,
 ) -> PagedCache:
-    """The empty cache with all tokens of the prompts but their last, shared by their samples."""
+    """Fill the empty cache with all tokens of the prompts except the last, shared by samples."""
     T = prompt_token_ids.shape[1]
     if T == 1:
         return cache
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
     firsts = num_samples * (slots // num_samples)
     token_ids, rows = prompt_token_ids[:, :-1], slots[::num_samples]
-    if T - 1 <= most_at_once:
+    if T - 1 <= tokens_per_pass:
         _, cache, _ = model.prefill(cache, token_ids, rows, num_tokens - 1, backend=backend)
     else:
-        num_chunks = -(-(T - 1) // most_at_once)
-        token_ids = jnp.pad(token_ids, ((0, 0), (0, num_chunks * most_at_once - (T - 1))))
+        num_chunks = -(-(T - 1) // tokens_per_pass)
+        token_ids = jnp.pad(token_ids, ((0, 0), (0, num_chunks * tokens_per_pass - (T - 1))))
 
-        def append(chunk: jax.Array, cache: PagedCache) -> Any:
-            start = chunk * most_at_once
-            counts = jnp.clip(num_tokens - 1 - start, 0, most_at_once)
-            ids = lax.dynamic_slice_in_dim(token_ids, start, most_at_once, axis=1)
+        def append(chunk: jax.Array, cache: PagedCache) -> PagedCache:
+            start = chunk * tokens_per_pass
+            counts = jnp.clip(num_tokens - 1 - start, 0, tokens_per_pass)
+            ids = lax.dynamic_slice_in_dim(token_ids, start, tokens_per_pass, axis=1)
             chosen = jnp.where(counts > 0, rows, -1)
             return model.prefill(cache, ids, chosen, counts, backend=backend)[1]
 
@@ -283,12 +292,13 @@ def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
 def check_prompts(
     function: str, vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
 ) -> None:
-    """Refuse prompts [B, T] and their lengths [B] that do not fit together, or tokens out of range.
+    """Check the shapes and dtypes of prompts and their lengths, and the values if not traced.
 
     Args:
-      function: the name that messages begin with.
-      vocab_size: V.
-      prompt_token_ids, num_tokens: see `rollout`; their values are checked where they are known.
+      function: the name that errors begin with.
+      vocab_size: V, size of the vocabulary.
+      prompt_token_ids: integer [B, T], see `rollout`.
+      num_tokens: integer [B], see `rollout`.
 
     Raises:
       ValueError: see `rollout`.
@@ -300,8 +310,8 @@ def check_prompts(
     B, T = sizes["B"], sizes["T"]
     if not B or not T:
         raise ValueError(
-            f"{function}: prompt_token_ids must hold a token, got shape [{B}, {T}]. Pass one row "
-            "for each prompt, of at least one token."
+            f"{function}: prompt_token_ids must have at least one row and one column, got shape "
+            f"[{B}, {T}]. Pass one row for each prompt."
         )
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -320,7 +330,7 @@ def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Ar
     """Return the tokens that end a row, i32[1, X]."""
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
-    for token_id in stop_token_ids:  # a tokenizer may have tokens that the model does not
+    for token_id in stop_token_ids:  # may exceed the vocabulary: a tokenizer may have more tokens
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             rule = f"must hold token ids >= 0 and < 2**31, got {token_id!r}. Pass () for none."
             raise ArgumentError("rollout", rule, "stop_token_ids")
@@ -342,7 +352,7 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 def _sampling(
     num_rows: int, vocab_size: int, rows: dict[str, jax.Array], token_bias: TokenBias
 ) -> SlotSampling:
-    """What `sampling.write_rows` writes, for all rows at once; the values may be traced."""
+    """Return the sampling state of all rows, as `write_rows` would write it for known values."""
     num_biases = len(token_bias.all_ids)
     state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0)
     shape = num_rows, num_biases
@@ -360,7 +370,7 @@ def _sampling(
 
 
 def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array:
-    """One value for each row, of one for all prompts or one for each."""
+    """Return one value for each row from one value for all prompts or one for each prompt."""
     if value.shape not in ((), (B,)):
         raise ValueError(
             f"rollout: {name} must be one value or have shape [{B}], got shape {list(value.shape)}."
@@ -368,7 +378,7 @@ def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array
     return jnp.repeat(jnp.broadcast_to(value, (B,)), num_samples)
 
 
-# Words of a raw key: 2 of threefry2x32, 4 of rbg and unsafe_rbg.
+# Number of words of a raw key: 2 for threefry2x32, 4 for rbg and unsafe_rbg.
 _WORDS_OF_RAW_KEYS = (2, 4)
 
 
@@ -388,10 +398,10 @@ def _keys(seed: ArrayLike) -> jax.Array:
     if seed.dtype == np.uint32 and seed.ndim and seed.shape[-1] in _WORDS_OF_RAW_KEYS:
         raise ValueError(
             f"rollout: seed must not be a raw key of jax.random.PRNGKey, got uint32 "
-            f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed); "
-            "for one seed for each prompt, pass int32 numbers."
+            f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed), "
+            "or int32 numbers as one seed for each prompt."
         )
-    # NumPy's integers are cast by NumPy, as jnp.asarray cuts 64 bits down to a signed 32.
+    # astype before jnp.asarray, which would truncate 64-bit integers of NumPy to int32.
     low = jnp.asarray(seed.astype(np.uint32))
     return jax.random.wrap_key_data(
         jnp.stack([jnp.zeros_like(low), low], axis=-1), impl="threefry2x32"
@@ -401,10 +411,11 @@ def _keys(seed: ArrayLike) -> jax.Array:
 def _checked_seeds(seed: ArrayLike) -> np.ndarray:
     """Return seeds of Python or NumPy as an array, and check that they are in range."""
     seeds = np.asarray(seed)
-    if seeds.dtype.kind in "iuO":  # an integer of more than 64 bits is an object for NumPy
+    if seeds.dtype.kind in "iuO":  # "O": integers of more than 64 bits
         wrong = [number for number in seeds.ravel().tolist() if not 0 <= number < 2**32]
         if wrong:
             raise ValueError(
-                f"rollout: seed must be in [0, 2**32), got {wrong[0]}. Pass the number of the step."
+                f"rollout: seed must be in [0, 2**32), got {wrong[0]}. Pass the number of the "
+                "training step."
             )
     return seeds

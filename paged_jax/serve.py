@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: ``python -m paged_jax.serve``."""
+"""Command line for the HTTP server: ``python -m paged_jax.serve``."""
 
 import argparse
 import dataclasses
@@ -44,9 +44,9 @@ _logger = logging.getLogger("paged_jax.serve")
 
 _API_KEY = "PAGED_JAX_API_KEY"
 _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
-# Objects in cycles, none of them large, before Python's garbage collector looks for those that are
-# not used any more. By default, a few requests have as many: half a percent of a server's time.
-_GARBAGE = 20_000
+# Number of new objects after which Python's garbage collector runs. With the default, it would run
+# after a few requests, and take half a percent of the server's time.
+_GC_THRESHOLD = 20_000
 _HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LIMIT_HELP = {
@@ -56,21 +56,21 @@ _LIMIT_HELP = {
     "header_timeout": "seconds to receive the headers",
     "body_timeout": "seconds to receive the body",
     "send_timeout": "seconds before a client that reads nothing is disconnected",
-    "max_queue": "samples that wait for a place in the batch",
-    "max_streams": "answers streamed at the same time",
+    "max_queue": "samples that wait for a slot",
+    "max_streams": "responses streamed at the same time",
     "max_connections": "open connections",
     "max_prompts": "prompts in a request",
     "max_prompt_tokens": "tokens in a prompt",
     "max_n": "samples for each prompt",
     "max_logprobs": "most probable tokens reported at each position",
-    "max_answer_logprobs": "log-probabilities in an answer",
+    "max_answer_logprobs": "log-probabilities in a response",
     "max_stop": "stop strings in a request",
     "max_stop_chars": "characters in a stop string",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal, and return the exit status; expected errors print one line."""
+    """Serve until a signal and return the exit status; expected errors print one line."""
     parser = _parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _serve(args))
@@ -83,7 +83,7 @@ def _serve(args: argparse.Namespace) -> None:
         Engine(**engine_options(args)).follow()
         return
     settings = _settings(args)
-    # An address in use is reported before the model is loaded, which may take long.
+    # An address in use is reported before the model is loaded, which can take minutes.
     listener = _listener(args.host, args.port)
     hint = _hint(url_of(listener), settings)
     startup = Startup(lambda note: _make_service(args, settings, hint, note))
@@ -100,7 +100,7 @@ def _serve(args: argparse.Namespace) -> None:
     with logs_on_stderr(args.log_level, args.log_format):
         server.run([listener])
     if startup.is_making:
-        # Nobody was promised anything, and a compiler that is at work does not let Python end.
+        # No request has been accepted, and Python could not exit while a program is compiled.
         sys.stderr.flush()
         os._exit(0)
     startup.check()
@@ -115,7 +115,7 @@ def _make_service(
       args: the options of the command line.
       settings: settings of the service.
       hint: the last line of the log.
-      note: function that is called with each line about the progress. The log also has it.
+      note: function that is called with each line of progress, in addition to the log.
     """
 
     def report(line: str) -> None:
@@ -127,18 +127,18 @@ def _make_service(
     engine = Engine(**engine_options(args))
     if not args.no_warmup:
         engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
-    # The model and its programs live as long as the process. Without `freeze`, Python's garbage
-    # collector searches them from time to time, which delays every stream by a third of a second.
+    # The model and its programs live as long as the process. Without `freeze`, each full garbage
+    # collection traverses them, which delays all streams by a third of a second.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GARBAGE)
+    gc.set_threshold(_GC_THRESHOLD)
     report(_summary(engine, settings.model_name, time.perf_counter() - start))
     _logger.info(hint)
     return Service(engine, settings)
 
 
 def _hint(url: str, settings: Settings) -> str:
-    """Return the line that says how to use the server: its page of the cache, and a request."""
+    """Return a line with the address of the cache page and an example request."""
     key = f'-H "Authorization: Bearer ${_API_KEY}" ' if settings.api_keys else ""
     has_page = not settings.api_keys or settings.admin_key is not None
     page = f"{url}/cache shows the cache; t" if has_page else "T"
@@ -148,7 +148,7 @@ def _hint(url: str, settings: Settings) -> str:
 
 
 def _summary(engine: Engine, name: str, seconds: float) -> str:
-    """What is served, in one line."""
+    """Return a line about the model, the pool and the startup time."""
     cache = engine.cache
     pool = cache.groups[0].pools.k
     [device, *others] = sorted(pool.devices(), key=lambda device: device.id)
@@ -203,7 +203,7 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="model name in requests and answers; default: the name of the model's folder",
+        help="model name in requests and responses; default: the name of the model's folder",
     )
     server.add_argument(
         "--api-key",
@@ -221,16 +221,16 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "--allowed-host",
         action="append",
         metavar="NAME",
-        help="accepted name in the Host header; may be repeated; default: any name, but on a "
-        "loopback address only the names of that address",
+        help="accepted name in the Host header; may be repeated; default: any name, or only the "
+        "names of the address if --host is a loopback address",
     )
     server.add_argument(
         "--keep-alive",
         type=int,
         default=75,
         metavar="SECONDS",
-        help="seconds after which an idle connection is closed; longer than a load balancer in "
-        "front keeps it, often 60; default: 75",
+        help="seconds after which an idle connection is closed; must be longer than the timeout of "
+        "a load balancer in front of the server, often 60; default: 75",
     )
     server.add_argument(
         "--root-path",
@@ -244,8 +244,8 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--no-warmup",
         action="store_true",
-        help="compile each program when it is first needed, rather than all before the server is "
-        "ready",
+        help="compile each program when it is first needed, instead of all programs before the "
+        "server is ready",
     )
     server.add_argument(
         "--drain-timeout",
@@ -267,26 +267,27 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="/health reports a stalled engine if it has work but ends no step for this long; "
-        "default: 60",
+        help="/health reports a stalled engine if it has work but finishes no step for this many "
+        "seconds; default: 60",
     )
     server.add_argument(
         "--profile",
         metavar="DIR",
-        help="folder for profiles, which POST /start_profile and /stop_profile record; both need "
-        "the --admin-key",
+        help="folder for profiles, recorded between POST /start_profile and /stop_profile; both "
+        "need the --admin-key",
     )
     server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="default: info, which has a line for each request; debug has probes too",
+        help="minimum level of log lines; default: info, which logs each request; debug also logs "
+        "probes",
     )
     server.add_argument(
         "--log-format",
         default="text",
         choices=get_args(LogFormat),
-        help="lines for people, or JSON, an object a line; default: text",
+        help="plain text, or a JSON object per line; default: text",
     )
 
 
@@ -310,7 +311,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--admin-key must differ from each --api-key.")
     if args.profile is not None:
         if admin_key is None:
-            raise ValueError("--profile must be given with --admin-key, whose holder records.")
+            raise ValueError("--profile must be given with --admin-key, which profiles require.")
         check_profile_folder(args.profile)
     if args.served_model_name == "":
         raise ValueError(
@@ -334,7 +335,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_host_name(name: str) -> None:
-    """Check that a Host header can equal the name. Its port and brackets are not compared."""
+    """Check that a name can match a Host header, which is compared without port and brackets."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -352,19 +353,19 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
 def _admin_key(args: argparse.Namespace) -> str | None:
     if args.admin_key is not None:
         return args.admin_key
-    # Files of secrets often end with a line end.
+    # Secret files often end with a newline.
     return os.environ.get(_ADMIN_KEY, "").strip() or None
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which does not listen yet."""
+    """Return a socket that is bound to the address but does not listen yet."""
     listener = None
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
             0
         ]
         listener = socket.socket(family, kind, number)
-        # Connections left by a server that has just ended do not block the address.
+        # Lets a new server bind while connections of the previous server are still closing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

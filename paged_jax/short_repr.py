@@ -13,7 +13,7 @@ C = TypeVar("C")
 
 
 def short_repr(cls: C) -> C:
-    """Give a dataclass or NamedTuple a one-line `repr` of at most 200 characters.
+    """Give a dataclass or NamedTuple a short `repr`: a single line of at most 200 characters.
 
     Arrays are shown as dtype and shape, so nothing is copied from a device. Long texts and lists
     are cut. Fields with default values are omitted.
@@ -42,7 +42,7 @@ def shortened(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """Return a text in one line, cut to 200 characters."""
+    """Return a text as a single line of at most 200 characters."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 5]} ...)"
 
@@ -63,8 +63,8 @@ def format_bytes(num_bytes: int) -> str:
 def integers(array: Any, ndim: int) -> np.ndarray | None:
     """Return the values of an integer array with `ndim` dimensions; None if they cannot be read.
 
-    The values cannot be read while a function is traced, after the array was donated, or if other
-    processes hold a part of it. A `repr` must not fail in these cases.
+    The values cannot be read while a function is traced, after the array was donated, or if parts
+    of it are in other processes. A `repr` must not fail in these cases.
     """
     try:
         values = np.asarray(array)

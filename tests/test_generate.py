@@ -230,7 +230,7 @@ def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
     assert events.count("as a copy of another sample's") == 3
     # The last block of the prompt is not full: all but one sample write into a copy of it.
     assert len(re.findall(r"got a copy of block 1 to write into, block \d", events)) == 3
-    assert events.count("has ended and gave") == 4
+    assert events.count("finished and released") == 4
 
 
 def test_a_contiguous_cache_gives_the_same_text(run) -> None:

@@ -214,7 +214,7 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         ({"prompt_token_ids": PROMPTS * 1.0}, "rollout: prompt_token_ids must be an integer array"),
         (
             {"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]},
-            r"rollout: prompt_token_ids must hold a token, got shape \[0, 5\]",
+            r"rollout: prompt_token_ids must have at least one row .* got shape \[0, 5\]",
         ),
     ],
 )
@@ -413,7 +413,10 @@ def live_bytes() -> int:
         ({"num_tokens": NUM_TOKENS * 0}, r"LLM\.rollout: num_tokens must be in 1\.\.5, .* got 0"),
         ({"prompt_token_ids": PROMPTS + 999}, r"must be in 0\.\.42, the vocabulary, got 999"),
         ({"prompt_token_ids": PROMPTS * 1.0}, "must be an integer array, got float64"),
-        ({"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]}, "must hold a token"),
+        (
+            {"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]},
+            "at least one row and one column",
+        ),
         ({"sampling_params": [SamplingParams()]}, "one or as many as the 3 prompts, got 1"),
         (
             {"sampling_params": [SamplingParams(n=n) for n in (1, 2, 1)]},
@@ -459,7 +462,7 @@ def test_rollout_takes_blocks_for_windows_alone(layer_types, monkeypatch) -> Non
     monkeypatch.setattr(Llama, "create_cache", create_cache)
     outs = []
     for most in (10**6, 5):
-        monkeypatch.setattr(sys.modules[Rollout.__module__], "_MOST_AT_ONCE", most)
+        monkeypatch.setattr(sys.modules[Rollout.__module__], "_MAX_TOKENS_PER_PASS", most)
         run = functools.partial(
             rollout, max_tokens=13, num_samples=2, block_size=4, stop_token_ids=(4, 20)
         )

@@ -1,7 +1,7 @@
-"""Whether a trainer and the engine compute the same model, asked before training.
+"""Comparison of a trainer's forward pass with the model of the engine, before training.
 
-A trainer that is given samples of another model than its own says nothing: importance ratios are
-wrong, and rewards rise more slowly or not at all. One call finds that, and mostly says why.
+If the two differ, no error is raised in training: the importance ratios are wrong, and rewards rise
+slowly or not at all. `compare_forwards` finds the difference, and in most cases the reason.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from paged_jax.dims import bind
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 
-# What models are known to take where their config says something else.
+# Values that some implementations use instead of the values in the model's config.
 _THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 _EPSILONS = (1e-6, 1e-5)
 
 
 class Comparison(NamedTuple):
-    """How far two forwards are apart.
+    """Difference between two forward passes.
 
     Attributes:
       largest: largest difference of log-probabilities, in nats.
-      is_close: whether it is within the tolerance.
-      explanation: a sentence: what differs, as far as that is known.
-      config: the config with which the model computes what the other forward does; None if none
-        was found, the model's own if it does already.
+      is_close: whether `largest` is within the tolerance.
+      explanation: a sentence with the probable reason.
+      config: a config that makes the model equal to the other forward pass. It is the model's own
+        config if `is_close`, and None if no such config was found.
     """
 
     largest: float
@@ -46,23 +46,20 @@ def compare_forwards(
     *,
     tolerance: float = 1e-3,
 ) -> Comparison:
-    """Compare a model with another forward over the same weights.
+    """Compare a model with another forward pass that uses the same weights.
+
+    If they differ, common values of the base of the rotary embedding and of the epsilon of the
+    norms are tried, to find the reason. Each value costs one more forward pass of the model.
 
     Args:
-      model: the engine's, such as ``llm.model``.
-      logprobs_of: function of tokens i32 [B, T] to the log-probability of each but the first, given
-        those before it: f32 [B, T - 1].
-      token_ids: i32 [B, T], T at least 3; random ones will do.
-      tolerance: largest difference that rounding may make, in nats; 1e-5 was seen in float32.
-
-    Returns:
-      The difference, and what explains it: the base of the rotary embedding and the epsilon of the
-      norms are tried at the values that models have.
+      model: the model of the engine, such as ``llm.model``.
+      logprobs_of: function that takes tokens i32 [B, T] and returns the log-probability of each
+        token except the first, given the tokens before it, f32 [B, T - 1].
+      token_ids: i32 [B, T] with T at least 3; random tokens are sufficient.
+      tolerance: largest difference that counts as rounding, in nats. In float32, 1e-5 was observed.
 
     Raises:
-      ValueError: the shapes are others.
-
-    Cost: a forward of both, compiled; of the model, for each value that is tried, once more.
+      ValueError: `logprobs_of` returns another shape.
 
     Example:
       >>> from paged_jax import LlamaConfig
@@ -83,27 +80,27 @@ def compare_forwards(
     ours = np.asarray(jax.jit(token_logprobs)(model, token_ids))
     largest = float(np.max(np.abs(ours - theirs)))
     if largest <= tolerance:
-        return Comparison(largest, True, "Both compute the same.", model.config)
+        return Comparison(largest, True, "Both compute the same values.", model.config)
     for name, value in _variations(model.config):
         config = dataclasses.replace(model.config, **{name: value})
         varied = np.asarray(jax.jit(token_logprobs)(_with_config(model, config), token_ids))
         if float(np.max(np.abs(varied - theirs))) <= tolerance:
             own = getattr(model.config, name)
-            why = f"The other forward computes with {name} = {value:g}, the config says {own:g}."
+            why = f"The other forward pass uses {name} = {value:g}, but the config has {own:g}."
             return Comparison(largest, False, why, config)
     return Comparison(largest, False, _where(np.abs(ours - theirs), tolerance), None)
 
 
 def token_logprobs(model: Llama, token_ids: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """The log-probability of each token but the first, given those before it.
+    """Return the log-probability of each token except the first, given the tokens before it.
 
     Args:
       model: the model.
       token_ids: i32 [B, T].
-      temperature: divides the logits.
+      temperature: divisor of the logits.
 
     Returns:
-      f32 [B, T - 1]; differentiable in the weights.
+      f32 [B, T - 1], differentiable with respect to the weights.
     """
     logprobs = jax.nn.log_softmax(model(token_ids)[:, :-1] / temperature)
     return jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=2)[..., 0]
@@ -116,22 +113,22 @@ def _variations(config: LlamaConfig) -> Iterator[tuple[str, float]]:
 
 
 def _with_config(model: Llama, config: LlamaConfig) -> Llama:
-    """The weights in a model of another config, of the same shapes."""
+    """Return a model with the same weights and another config."""
     kind = {"dtype": model.norm.dtype, "scan_layers": model.scan_layers}
     other = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), **kind))
     return nnx.merge(nnx.graphdef(other), nnx.state(model))
 
 
 def _where(difference: np.ndarray, tolerance: float) -> str:
-    """Where forwards part, which hints at why."""
+    """Describe the position of the first difference, which suggests the reason."""
     is_off = difference > tolerance
     if is_off[:, 0].any():
         return (
-            "They differ from the first token on, where neither positions nor attention matter: "
+            "They differ from the first token on, which does not depend on positions or attention: "
             "compare the embeddings, the order of axes in the mapping, the norms and the head."
         )
     first = int(np.argmax(is_off.any(axis=0)))
     return (
         f"They agree for the first {first} tokens and differ then: compare the rotary embedding "
-        "(its base, scaling, and order of numbers), the mask, and the window."
+        "(base, scaling, and order of channels), the mask, and the window."
     )

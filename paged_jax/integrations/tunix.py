@@ -1,9 +1,9 @@
-"""Tunix's learners take their samples from the engine: `PagedRollout`. The extra is ``tunix``.
+"""`PagedRollout`: a rollout worker for the learners of Tunix. Needs the extra ``tunix``.
 
     ClusterConfig(rollout_engine=functools.partial(PagedRollout, max_num_seqs=64), ...)
 
-The rest of a Tunix program stays as it is. The trainer's weights come to the engine after each of
-its steps, by `LLM.update_params`; the engine holds a copy of its own, in its own layout.
+The rest of a Tunix program does not change. The engine has its own copy of the weights, in its own
+layout. `LLM.update_params` copies the trainer's weights after each training step.
 """
 
 import functools
@@ -27,8 +27,8 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.sampling.params import SamplingParams
 
-# What Tunix's Llama 3, Qwen 2 and Qwen 3 call their parameters. Its matrices are [in, out], with an
-# axis for heads.
+# Names of the parameters of Tunix's Llama 3, Qwen 2 and Qwen 3, with the Hugging Face names. Tunix
+# stores matrices as [in, out], with a separate axis for heads.
 MAPPING: NameMap = {
     "embedder.input_embedding": "model.embed_tokens.weight",
     "final_norm.w": "model.norm.weight",
@@ -49,25 +49,25 @@ MAPPING: NameMap = {
     "layers.*.mlp.down_proj.kernel": ("model.layers.*.mlp.down_proj.weight", (1, 0)),
 }
 
-# By the package of `tunix.models` that defines them.
+# Fields of the config, by the package of `tunix.models` that defines the model.
 _FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama3": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True},
 }
-# Tokens that the forwards are compared on: enough for attention and positions to matter.
+# Number of tokens in the comparison of forward passes, enough to test attention and positions.
 _NUM_COMPARED = 16
 
 
 def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
-    """The configuration of a model of Tunix.
+    """Return the configuration of a Tunix model.
 
     Args:
       actor: a Llama 3, Qwen 2 or Qwen 3 of Tunix, without experts.
-      **changes: fields of `LlamaConfig` that get other values.
+      **changes: fields of `LlamaConfig` to change.
 
     Raises:
-      ValueError: it is another model.
+      ValueError: the model is not supported.
     """
     module = type(actor).__module__
     family = module.removeprefix("tunix.models.").split(".")[0]
@@ -95,33 +95,34 @@ def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
 
 
 class PagedRollout(base_rollout.BaseRollout):
-    """A rollout worker of Tunix over an engine, for ``ClusterConfig(rollout_engine=PagedRollout)``.
+    """Tunix rollout worker with an engine, for ``ClusterConfig(rollout_engine=PagedRollout)``.
 
-    Before the first sample the trainer's forward is compared with the engine's. Where the trainer
-    computes otherwise than its config says, and one value explains it, the engine does as the
-    trainer does, with a warning; any other difference is refused. (In Tunix 0.1.7 Llama 3 and
-    Qwen 3 take 1,000,000 for any ``config.rope_theta``, so checkpoints of Llama 3 are wrong in it.)
+    The constructor compares the forward passes of the trainer and the engine. If the trainer's
+    computation does not match its config, and the change of a single value of the config explains
+    it, the engine uses that value, with a warning. Any other difference raises an error. (In Tunix
+    0.1.7, Llama 3 and Qwen 3 always use a ``rope_theta`` of 1,000,000, so it computes Llama 3
+    checkpoints incorrectly.)
 
-    The engine takes the devices of `mesh`: each has its part of the weights and of the cache, see
-    `LLM`. Weights of adapters (LoRA) and ``offload_to_cpu=True`` are not supported.
+    The engine uses all devices of `mesh`; each device has a part of the weights and of the cache,
+    see `LLM`. Adapters (LoRA) and ``offload_to_cpu=True`` are not supported.
 
     Args:
-      rollout_actor: the trainer's model.
-      tokenizer: the trainer's.
-      mesh: the rollout's mesh.
-      rollout_config: lengths, and by its `seed` that of all samples.
-      config: configuration of the model; by default `config_of` the trainer's.
+      rollout_actor: the model of the trainer.
+      tokenizer: the tokenizer of the trainer.
+      mesh: the mesh of the rollout.
+      rollout_config: maximum lengths, and the seed of all samples.
+      config: configuration of the model; by default ``config_of(rollout_actor)``.
       mapping: names of the trainer's parameters, see `LLM.update_params`.
-      tolerance: largest difference between the forwards, in nats; by default 1e-3, and 0.05 where
-        weights are narrower than float32.
-      **engine_options: those of `LLM`, such as `max_num_seqs` and `num_blocks`.
+      tolerance: largest allowed difference between the forward passes, in nats; by default 1e-3,
+        or 0.05 if the weights have fewer bits than float32.
+      **engine_options: options of `LLM`, such as `max_num_seqs` and `num_blocks`.
 
     Attributes:
       llm: the engine.
-      comparison: how far the forwards were apart in the beginning.
+      comparison: the difference between the forward passes, with the config of the trainer.
 
     Raises:
-      ValueError: the model is not supported, or its forward is another.
+      ValueError: the model is not supported, or the forward passes differ.
     """
 
     def __init__(
@@ -158,14 +159,14 @@ class PagedRollout(base_rollout.BaseRollout):
             return
         if self.comparison.config is None:
             raise ValueError(
-                "PagedRollout: the engine must compute what the trainer does, got a difference of "
-                f"{self.comparison.largest:.3g} nats. {self.comparison.explanation}"
+                "PagedRollout: the engine must compute the same as the trainer, got a difference "
+                f"of {self.comparison.largest:.3g} nats. {self.comparison.explanation}"
             )
         warnings.warn(
-            f"PagedRollout: {self.comparison.explanation} The engine does as the trainer does.",
+            f"PagedRollout: {self.comparison.explanation} The engine uses the trainer's value.",
             stacklevel=2,
         )
-        del self.llm  # its memory is free before as much is taken again
+        del self.llm  # frees its memory before the next engine allocates as much
         self.llm = _engine(self.comparison.config, rollout_actor, mapping, mesh, options)
 
     def _compare(self, actor: nnx.Module, tolerance: float) -> Comparison:
@@ -189,10 +190,10 @@ class PagedRollout(base_rollout.BaseRollout):
     def generate(
         self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
     ) -> base_rollout.RolloutOutput:
-        """Draw a sample after each prompt; those of equal prompts in a row share its blocks.
+        """Generate a sample for each prompt. Equal consecutive prompts share blocks.
 
-        Log-probabilities, with ``return_logprobs``, are those of the trainer's loss: at the
-        temperature of the sampling, unfiltered.
+        With ``return_logprobs``, log-probabilities are computed as in the trainer's loss: at the
+        sampling temperature, without filters.
         """
         counts = [len(list(group)) for _, group in itertools.groupby(prompts)]
         num_samples = counts[0] if len(set(counts)) == 1 else 1
@@ -216,7 +217,7 @@ class PagedRollout(base_rollout.BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """Log-probabilities of completions under the engine's weights, f32 [B, N].
+        """Return the log-probabilities of completions under the engine's weights, f32 [B, N].
 
         Args:
           prompt_tokens: i32 [B, T], padded at the beginning.
@@ -230,27 +231,27 @@ class PagedRollout(base_rollout.BaseRollout):
         return _completion_logprobs(self.llm.model, *arrays, self.pad_id(), scale)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take the trainer's weights.
+        """Copy the trainer's weights into the engine.
 
         Raises:
-          NotImplementedError: they are those of adapters (LoRA).
+          NotImplementedError: the weights are adapters (LoRA).
         """
         if filter_types is not None and nnx.LoRAParam in tuple(filter_types):
             raise NotImplementedError(
-                "PagedRollout: weights must be those of the model, got LoRA's. Train without LoRA."
+                "PagedRollout: the weights must not be LoRA adapters. Train without LoRA."
             )
         self.llm.update_params(params, mapping=self._mapping)
 
     def pad_id(self) -> int:
-        """The token that pads prompts and completions."""
+        """Return the token that pads prompts and completions."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """The token that ends a completion."""
+        """Return the token that ends a completion."""
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """None: no model shares its weights with the trainer's, so Tunix brings the new ones."""
+        """Return None: the engine has its own weights, so Tunix calls `update_params`."""
         return None
 
     def _encode(self, text: str) -> list[int]:
@@ -258,7 +259,7 @@ class PagedRollout(base_rollout.BaseRollout):
         return self._tokenizer.dedup_bos_ids([*bos, *self._tokenizer.encode(text)])
 
     def _params(self, config: base_rollout.RolloutConfig, num_samples: int) -> SamplingParams:
-        # Tunix takes whatever is the padding for no token, and would misread what comes after it.
+        # Tunix ignores padding tokens, so a generated padding token must end the completion.
         stop_token_ids = {*(config.eos_tokens or [self.eos_id()]), self.pad_id()}
         return SamplingParams(
             n=num_samples,
@@ -278,11 +279,11 @@ def _engine(
     mesh: jax.sharding.Mesh,
     options: dict[str, Any],
 ) -> LLM:
-    """An engine with the weights of a trainer's model."""
+    """Build an engine with the weights of a trainer's model."""
     device = mesh.devices.flat[0]
     if mesh.size > 1:
         options = {"mesh": mesh, **options}
-        device = jax.local_devices(backend="cpu")[0]  # which has room for all of the zeros
+        device = jax.local_devices(backend="cpu")[0]  # one device may lack memory for all zeros
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     )
@@ -291,14 +292,14 @@ def _engine(
     state = jax.device_put(state, device)
     llm = LLM(nnx.merge(graphdef, state), **options)
     del state
-    llm.sleep(level=2)  # gives the zeros back before the weights come
+    llm.sleep(level=2)  # frees the zeros before the weights are copied
     llm.update_params(nnx.state(actor, nnx.Param), mapping=mapping)
     llm.wake_up()
     return llm
 
 
 def _as_int(seed: jax.Array | int | None) -> int:
-    """The engine's seed, from which each sample of each step gets one of its own."""
+    """Return the seed of the engine as an integer."""
     if seed is None:
         return 0
     if isinstance(seed, int):
@@ -309,7 +310,7 @@ def _as_int(seed: jax.Array | int | None) -> int:
 
 
 def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts i32 [B, T], padded at their end to the usual width or a power of two, and lengths."""
+    """Pad prompts at their end, to `width` or a power of two; return i32 [B, T] and lengths."""
     lengths = np.array([len(row) for row in ids], np.int32)
     longest = int(lengths.max())
     width = width if longest <= width else 1 << (longest - 1).bit_length()
@@ -320,7 +321,7 @@ def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarr
 
 
 def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The same prompts, padded at their beginning."""
+    """Return the same prompts, padded at their beginning."""
     columns = np.arange(padded.shape[1])[None, :] + lengths[:, None]
     return np.take_along_axis(padded, columns % padded.shape[1], axis=1)
 
@@ -329,7 +330,7 @@ def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def _completion_logprobs(
     model: Llama, prompts: jax.Array, completions: jax.Array, pad_id: int, temperature: float
 ) -> jax.Array:
-    """f32 [B, N]; rows are moved to the left, since our forward knows no padding before them."""
+    """Return log-probabilities f32 [B, N]. Rows are shifted to the left to remove left padding."""
     tokens = jnp.concatenate([prompts, completions], axis=1)
     pads = jnp.sum(jnp.cumprod(prompts == pad_id, axis=1), axis=1)[:, None]
     columns = jnp.arange(tokens.shape[1])[None, :]

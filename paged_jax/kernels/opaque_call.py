@@ -1,13 +1,13 @@
-"""Calls of functions as a single JAX primitive that other transformations do not look into.
+"""Calls of functions as a single JAX primitive that hides their content.
 
 The primitive has two uses:
 
-- `jax.experimental.checkify` reports each index past the end of an array as an error. It ignores
-  ``mode="drop"``, with which the ops and the allocator drop rows. It does not check inside this
-  primitive.
-- In a module for several platforms, JAX lowers each branch of `jax.lax.platform_dependent` for all
-  platforms. A kernel for one platform cannot be lowered for another. This primitive is lowered for
-  the platform of its kernel only.
+- `jax.experimental.checkify` reports every out-of-range index, even in scatters with
+  ``mode="drop"``. The ops and the allocator use such scatters to drop rows on purpose. `checkify`
+  does not look inside the primitive.
+- In a program for several platforms, JAX lowers all branches of `jax.lax.platform_dependent` for
+  each platform, but a kernel can be lowered for its own platform only. The primitive is lowered
+  for that platform only.
 
 Under `jax.disable_jit` the functions are called directly.
 """
@@ -62,7 +62,7 @@ def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) 
 
 
 def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that can be lowered for one platform only.
+    """Call a function that can only be lowered for a single platform.
 
     Args:
       platform: ``"cuda"`` or ``"tpu"``. In a module for several platforms, the call is in a branch
@@ -83,7 +83,7 @@ def take_or_fill(array: jax.Array, index: Index, *, fill_value: int = 0) -> jax.
       array: the array.
       index: indices into the first axis, or a tuple with indices into each leading axis. Negative
         indices are out of range.
-      fill_value: value of the rows whose index is out of range.
+      fill_value: value of rows with an index out of range.
     """
     return array.at[index].get(mode="fill", fill_value=fill_value, wrap_negative_indices=False)
 
@@ -193,8 +193,8 @@ def _transposed(cotangents: Any, *operands: Any, program: ClosedJaxpr, platform:
     return [next(pulled) if i in linear else None for i in range(len(operands))]
 
 
-# Operands and results are plain arrays. JAX (since 0.12) would otherwise ask for a rule of its own
-# if a program contains a primitive of hijax, such as those in some functions of `jax.numpy`.
+# Since JAX 0.12, some functions of `jax.numpy` use primitives of hijax, which JAX would lower by
+# another rule of this primitive. It needs none, because operands and results are plain arrays.
 _call_p.is_high = lambda *operands, **params: False  # type: ignore[method-assign]
 _call_p.def_impl(_run)
 _call_p.def_effectful_abstract_eval(_abstract)

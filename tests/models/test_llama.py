@@ -296,7 +296,7 @@ def test_call_refuses_what_are_no_tokens(token_ids, message) -> None:
         ({"token_ids": [[3, 4], [5, 61]]}, "token_ids must be in 0..60, the vocabulary, got 61"),
         ({"token_ids": [[3, 4], [-5, 6]]}, "token_ids must be in 0..60, the vocabulary, got -5"),
         ({"token_ids": [[3.0, 4.0], [5.0, 6.0]]}, "token_ids must be an integer array"),
-        ({"slots": i32(0)}, r"slots must have B .* = 2 as token_ids has, got shape \[1\]"),
+        ({"slots": i32(0)}, r"slots must have B .* = 2 like token_ids, got shape \[1\]"),
     ],
 )
 def test_steps_refuse_what_cannot_be_meant(changes, message) -> None:
