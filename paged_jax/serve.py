@@ -49,24 +49,6 @@ _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
 _GC_THRESHOLD = 20_000
 _HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_LIMIT_HELP = {
-    "max_body_bytes": "bytes of a request's body; default: 16 for each token of the context, at "
-    "least 1 MiB",
-    "max_header_bytes": "bytes of a request's headers",
-    "header_timeout": "seconds to receive the headers",
-    "body_timeout": "seconds to receive the body",
-    "send_timeout": "seconds before a client that reads nothing is disconnected",
-    "max_queue": "samples that wait for a slot",
-    "max_streams": "responses streamed at the same time",
-    "max_connections": "open connections",
-    "max_prompts": "prompts in a request",
-    "max_prompt_tokens": "tokens in a prompt",
-    "max_n": "samples for each prompt",
-    "max_logprobs": "most probable tokens reported at each position",
-    "max_answer_logprobs": "log-probabilities in a response",
-    "max_stop": "stop strings in a request",
-    "max_stop_chars": "characters in a stop string",
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,7 +167,7 @@ def _parser() -> Parser:
             type=float if isinstance(field.default, float) else int,
             default=field.default,
             metavar="N",
-            help=_LIMIT_HELP[field.name] + default,
+            help=field.metadata["help"] + default,
         )
     return parser
 

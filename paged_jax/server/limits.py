@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
 from paged_jax.server.responses import ApiError
@@ -21,46 +22,37 @@ MAX_PROMPTS = 4096
 _BYTES_PER_TOKEN, _MIN_BODY_BYTES = 16, 2**20
 
 
+def _limit(default: Any, help: str) -> Any:
+    """Declare a field of `Limits` with the help text of its flag."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits on requests, responses and connections.
+    """Limits on requests, responses and connections, each with a flag of `paged_jax.serve`."""
 
-    Attributes:
-      max_body_bytes: bytes of a request body; by default 16 per token of the context, at least
-        1 MiB.
-      max_header_bytes: bytes of the request line and the headers.
-      header_timeout: seconds from the first byte of a request to the end of its headers.
-      body_timeout: seconds from the end of the headers to the end of the body.
-      send_timeout: seconds after which a client that does not read its response is disconnected.
-      max_queue: samples that wait for a slot of the batch.
-      max_streams: concurrent streams.
-      max_connections: open connections, including idle connections.
-      max_prompts: prompts per request.
-      max_prompt_tokens: tokens per prompt; the model's context limits them as well.
-      max_n: samples per prompt.
-      max_logprobs: most probable tokens reported at each position.
-      max_answer_logprobs: log-probabilities in a response, each up to 100 bytes: `n` times the
-        number of tokens (including prompt tokens if requested), times one more than the number of
-        most probable tokens. A chat without `max_tokens` ends at this limit.
-      max_stop: stop strings per request.
-      max_stop_chars: characters per stop string.
-    """
-
-    max_body_bytes: int | None = None
-    max_header_bytes: int = 2**14
-    header_timeout: float = 1.0
-    body_timeout: float = 10.0
-    send_timeout: float = 30.0
-    max_queue: int = 256
-    max_streams: int = 256
-    max_connections: int = 900  # most systems limit a process to 1024 open files
-    max_prompts: int = 64
-    max_prompt_tokens: int = 2**20
-    max_n: int = 16
-    max_logprobs: int = MAX_LOGPROBS
-    max_answer_logprobs: int = 2**17
-    max_stop: int = 16
-    max_stop_chars: int = 256
+    max_body_bytes: int | None = _limit(
+        None, "bytes of a request body; default: 16 per token of the context, at least 1 MiB"
+    )
+    max_header_bytes: int = _limit(2**14, "bytes of the request line and the headers")
+    header_timeout: float = _limit(1.0, "seconds from the first byte to the end of the headers")
+    body_timeout: float = _limit(10.0, "seconds from the end of the headers to the end of the body")
+    send_timeout: float = _limit(
+        30.0, "seconds after which a client that does not read its response is disconnected"
+    )
+    max_queue: int = _limit(256, "samples that wait for a slot of the batch")
+    max_streams: int = _limit(256, "concurrent streams")
+    # Most systems limit a process to 1024 open files.
+    max_connections: int = _limit(900, "open connections, including idle connections")
+    max_prompts: int = _limit(64, "prompts per request")
+    max_prompt_tokens: int = _limit(2**20, "tokens per prompt, in addition to the model's context")
+    max_n: int = _limit(16, "samples per prompt")
+    max_logprobs: int = _limit(MAX_LOGPROBS, "most probable tokens reported at each position")
+    # Each needs up to 100 bytes. Their number is n * (number of tokens, also of the prompt if
+    # requested) * (1 + number of most probable tokens). A chat without `max_tokens` ends at it.
+    max_answer_logprobs: int = _limit(2**17, "log-probabilities in a response")
+    max_stop: int = _limit(16, "stop strings per request")
+    max_stop_chars: int = _limit(256, "characters per stop string")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
