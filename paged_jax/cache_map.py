@@ -15,9 +15,9 @@ import numpy as np
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
+from paged_jax.formatting import short_repr
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.request import Sequence
-from paged_jax.short_repr import short_repr
 
 
 @short_repr

@@ -20,6 +20,7 @@ from paged_jax.command_line import (
     join_processes,
 )
 from paged_jax.engine.request_factory import Prompt
+from paged_jax.formatting import format_bytes
 from paged_jax.llm import LLM
 from paged_jax.monitoring import Status, check_profile_folder, profiled
 from paged_jax.sampling.params import NUMBERS, SamplingParams
@@ -375,7 +376,7 @@ class _BlockPictures:
 
 def _summary(llm: LLM) -> str:
     stats = llm.stats
-    used = llm.cache.nbytes * stats.peak_num_blocks / llm.num_blocks
+    used = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
     first = stats.first_token_seconds
     return (
         f"prompt: {stats.num_prompt_tokens} tokens, "
@@ -384,8 +385,7 @@ def _summary(llm: LLM) -> str:
         f"{_rate(stats.num_decode_tokens, stats.decode_seconds)} | "
         f"first token: {first:.2f} s | compiling: {stats.compile_seconds:.1f} s | "
         f"blocks: {stats.peak_num_blocks} of {llm.num_blocks} | "
-        f"cache: {_bytes(used)} of {_bytes(llm.cache.nbytes)} used "
-        "at the peak"
+        f"cache: {format_bytes(used)} of {format_bytes(llm.cache.nbytes)} used at the peak"
     )
 
 
@@ -395,14 +395,6 @@ def _layers(count: int, window: int | None) -> str:
 
 def _rate(num_tokens: int, seconds: float) -> str:
     return f"{num_tokens / seconds:.1f} tokens/s" if seconds else "- tokens/s"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            return f"{number:.1f} {unit}" if unit != "B" else f"{number:.0f} B"
-        number /= 1000
-    raise AssertionError
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from paged_jax.engine.memory_plan import (
     step_bound,
 )
 from paged_jax.engine.pool_size import device_memory
+from paged_jax.formatting import format_bytes
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
-from paged_jax.short_repr import format_bytes
 
 # Options of an engine that change how much memory it takes.
 _OPTIONS = [each for each in option_specs() if each.decides_memory]

@@ -27,6 +27,7 @@ from paged_jax.cache.sequence_blocks import (
     num_cached_tokens_at,
 )
 from paged_jax.dims import bind
+from paged_jax.formatting import short_repr
 from paged_jax.models.batch_places import check_token_ids
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.decode_state import DecodeState
@@ -35,7 +36,6 @@ from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.params import NO_BIAS, NUMBERS, TokenBias
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, settle
-from paged_jax.short_repr import short_repr
 
 # Number of tokens per row after which blocks that have left their window are freed. This is small
 # compared to the windows of models, and large enough that the cost of freeing does not matter.

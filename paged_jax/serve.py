@@ -26,8 +26,8 @@ from paged_jax.command_line import (
     join_processes,
 )
 from paged_jax.engine.engine import Engine
+from paged_jax.formatting import format_bytes
 from paged_jax.monitoring import check_profile_folder
-from paged_jax.short_repr import format_bytes
 
 try:
     from paged_jax.server import Limits, Service, Settings

@@ -79,7 +79,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run, tiny_folder) -> None:
     number = r"(\d+\.\d|-) tokens/s"
     assert re.fullmatch(
         rf"prompt: 3 tokens, {number} \| generated: \d tokens, {number} \| first token: .* s "
-        r"\| compiling: .* s \| blocks: 1 of 4 \| cache: 4\.1 KB of 16\.4 KB used at the peak",
+        r"\| compiling: .* s \| blocks: 1 of 4 \| cache: 4\.00 KiB of 16\.00 KiB used at the peak",
         lines[-1],
     ), lines[-1]
 
@@ -222,11 +222,11 @@ def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
     titles = re.findall(r"^(.*): (\d+) of 20 blocks in use, (\d+) free$", err, re.MULTILINE)
     # 16 tokens: a full block of the prompt, which four samples share, and three of each sample.
     assert titles == [("before", "0", "20"), ("at its fullest", "13", "7"), ("after", "0", "20")]
-    fullest = err[err.index("at its fullest") : err.index("what happened")]
+    fullest = err[err.index("at its fullest") : err.index("events:")]
     assert len(re.findall(r"sequence in slot \d, 1[3-6] tokens", fullest)) == 4
     assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", fullest)) == 4
     assert "\n       0  4" + "1" * 12 + "." * 7 + "\n" in fullest
-    events = err[err.index("what happened") : err.index("after: ")]
+    events = err[err.index("events:") : err.index("after: ")]
     assert events.count("as a copy of another sample's") == 3
     # The last block of the prompt is not full: all but one sample write into a copy of it.
     assert len(re.findall(r"got a copy of block 1 to write into, block \d", events)) == 3

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.arguments import names_arguments
+from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import without_index_checks
-from paged_jax.short_repr import short_repr
 
 # Of SHA-256, as 32-bit words.
 NUM_DIGEST_WORDS = 8

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.blocks.tables import describe_use
+from paged_jax.formatting import cut, shortened
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows
-from paged_jax.short_repr import cut, shortened
 
 
 @jax.tree_util.register_dataclass

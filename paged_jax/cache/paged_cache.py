@@ -54,10 +54,10 @@ from paged_jax.cache.blocks.reserve import (
 from paged_jax.cache.blocks.tables import shortest_lengths
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.dims import bind
+from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.writing import copy_blocks
-from paged_jax.short_repr import cut
 
 # For each layer of a model: the index of its group, and the index of the layer in the group.
 LayerPlaces = tuple[tuple[int, int], ...]

@@ -31,6 +31,7 @@ from paged_jax.arguments import is_int, is_real, names_arguments
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.request_factory import Prompt
+from paged_jax.formatting import short_repr
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.slots import slot_of
 from paged_jax.sampling.params import SamplingParams
@@ -38,7 +39,6 @@ from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SlotUser
-from paged_jax.short_repr import short_repr
 
 # Lengths to this power stay far within the range of float.
 _MAX_LENGTH_PENALTY = 10.0

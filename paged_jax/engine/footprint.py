@@ -53,6 +53,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
+from paged_jax.formatting import format_bytes
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.linear import copies_weights
 from paged_jax.kernels.pool_format import is_quantised
@@ -63,7 +64,6 @@ from paged_jax.models.tensor_parallel import DeviceShard
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
-from paged_jax.short_repr import format_bytes
 
 # What the tiles of attention take, see above.
 _TILE_BYTES = 4 << 20

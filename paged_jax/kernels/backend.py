@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.short_repr import short_repr
+from paged_jax.formatting import short_repr
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.tpu import InterpretParams
@@ -261,6 +261,7 @@ class CopyArgs(NamedTuple):
     targets: jax.Array
 
 
+@short_repr
 class Stack(NamedTuple):
     """The stacked weights of all layers, for kernels that read one layer of them in place.
 
@@ -275,6 +276,7 @@ class Stack(NamedTuple):
     layer: jax.Array | int
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:

@@ -30,6 +30,7 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import LayerPlaces, PagedCache, find_layer
 from paged_jax.dims import bind
+from paged_jax.formatting import short_repr
 from paged_jax.kernels import (
     Pools,
     backend_for,
@@ -45,7 +46,6 @@ from paged_jax.kernels.checks import as_arrays, as_int32
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.layer_attention import Attend, Heads, Projection, sliding_window_of
-from paged_jax.short_repr import short_repr
 
 # Pools of each group of layers.
 GroupPools = tuple[Pools, ...]

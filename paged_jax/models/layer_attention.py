@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from paged_jax.formatting import short_repr
 from paged_jax.kernels.rope import split_and_rotate
-from paged_jax.short_repr import short_repr
 
 
 class Projection(NamedTuple):

@@ -12,13 +12,13 @@ import numpy as np
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
+from paged_jax.formatting import short_repr
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
 from paged_jax.sampling.filters import Constraints, num_words
 from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 from paged_jax.sampling.state import SlotSampling, fold_in, slot_row, write_rows
 from paged_jax.scheduler.request import Sequence
-from paged_jax.short_repr import short_repr
 
 
 @short_repr

@@ -28,13 +28,13 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
+from paged_jax.formatting import short_repr
 from paged_jax.models.batch_places import check_distinct_slots, next_places
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.sample import Draws, rows_of, sample
 from paged_jax.sampling.state import SlotSampling
-from paged_jax.short_repr import short_repr
 
 
 @short_repr

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, write_blocks
+from paged_jax.formatting import short_repr
 from paged_jax.kernels import Pools
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
@@ -33,7 +34,6 @@ from paged_jax.runner.sizes import (
 )
 from paged_jax.runner.weights import OF_HEADS, WHOLE, Division, Graph
 from paged_jax.sampling.sample import ranks, top_logprobs
-from paged_jax.short_repr import short_repr
 
 
 @short_repr

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from paged_jax.dims import bind
+from paged_jax.formatting import short_repr
 from paged_jax.sampling.state import SlotSampling
-from paged_jax.short_repr import short_repr
 
 
 def change(

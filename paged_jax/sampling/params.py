@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paged_jax.arguments import ArgumentError, is_int, is_real, names_arguments
-from paged_jax.short_repr import short_repr
+from paged_jax.formatting import short_repr
 
 MAX_LOGPROBS = 20
 """Maximum number of candidates reported with a token."""

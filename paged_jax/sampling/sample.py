@@ -30,11 +30,11 @@ from jax import lax
 
 from paged_jax.arguments import is_int
 from paged_jax.dims import bind
+from paged_jax.formatting import short_repr
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.sampling import filters
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling, as_key, fold_in
-from paged_jax.short_repr import short_repr
 
 # Group size in `_categorical`: a multiple of every backend's vector width that divides most
 # vocabulary sizes, so no padded copy is needed.

@@ -10,8 +10,8 @@ import jax.typing
 import numpy as np
 
 from paged_jax.arguments import is_int
+from paged_jax.formatting import short_repr
 from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
-from paged_jax.short_repr import short_repr
 
 # Lower temperatures mean greedy, as in vLLM. This also avoids denormal quotients, which some
 # backends flush to zero.

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from paged_jax.short_repr import short_repr
+from paged_jax.formatting import short_repr
 
 # Why a sequence does not run. "turn": others stand before it in the queue. "fork": another sample
 # computes the prompt for it. "same prefix": a running sequence computes a block of its prefix.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_jax.cache.sequence_blocks import PrefixChain
+from paged_jax.formatting import short_repr
 from paged_jax.models.text.grammar import GrammarCursor
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.completion import Completion, CompletionSnapshot
@@ -17,7 +18,6 @@ from paged_jax.scheduler.outputs import (
     RequestOutput,
     WaitReason,
 )
-from paged_jax.short_repr import short_repr
 
 
 @short_repr

@@ -40,8 +40,8 @@ def test_equal_forwards_are_close(model) -> None:
 @pytest.mark.parametrize(
     ("changes", "explanation"),
     [
-        ({"rope_theta": 5e5}, "computes with rope_theta = 500000, the config says 10000"),
-        ({"rms_norm_eps": 1e-6}, "computes with rms_norm_eps = 1e-06, the config says 1e-05"),
+        ({"rope_theta": 5e5}, "uses rope_theta = 500000, but the config has 10000"),
+        ({"rms_norm_eps": 1e-6}, "uses rms_norm_eps = 1e-06, but the config has 1e-05"),
     ],
 )
 def test_a_value_that_the_other_ignores_is_named(model, changes, explanation) -> None:

@@ -222,9 +222,7 @@ def test_models_of_tunix_compute_the_same_in_the_engine(kind, changes) -> None:
 @pytest.mark.parametrize("kind", [llama3.Llama3, qwen3.Qwen3])
 def test_the_engine_follows_a_trainer_that_ignores_its_config(kind) -> None:
     actor = new_actor(kind, rope_theta=10_000)  # as they do in Tunix 0.1.7
-    with pytest.warns(
-        UserWarning, match=r"computes with rope_theta = 1e\+06, the config says 1000"
-    ):
+    with pytest.warns(UserWarning, match=r"uses rope_theta = 1e\+06, but the config has 1000"):
         rollout = PagedRollout(actor, Letters(), mesh(), CONFIG, **ENGINE)
     assert rollout.llm.config.rope_theta == 1_000_000
     assert largest_gap(actor, rollout.generate(PROMPTS, CONFIG)) <= 1e-5

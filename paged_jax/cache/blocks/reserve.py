@@ -11,8 +11,8 @@ from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values, slide
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
+from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
-from paged_jax.short_repr import short_repr
 
 
 @short_repr

@@ -27,8 +27,8 @@ from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 from paged_jax.dims import bind
+from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
-from paged_jax.short_repr import cut, integers, shortened
 
 # Sums of two block ids or of two token positions must fit in int32.
 _MAX_SIZE = 2**30

@@ -1,4 +1,4 @@
-"""Short `repr` for classes with arrays and long lists."""
+"""Short texts: a `repr` for classes with arrays and long lists, and sizes in bytes."""
 
 import dataclasses
 import reprlib
