@@ -1,4 +1,4 @@
-"""The routes that change the engine: who may use them, and what its clients see of them."""
+"""Tests of the routes that change the engine: permissions, and the effect on clients."""
 
 import base64
 import json
@@ -52,8 +52,8 @@ def sleep_state(server: LiveServer) -> list[float]:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_only_the_admin_key_itself_opens_them(server, path) -> None:
-    # A browser that was given the key as a password sends it whichever site has asked it to.
+def test_admin_routes_require_the_admin_key_as_bearer_token(server, path) -> None:
+    # A browser that knows the key as a password sends it with requests of any web site.
     password = base64.b64encode(b":admin-key").decode()
     for headers in (KEY, {"authorization": f"Basic {password}"}):
         response = server.post(path, {}, headers=headers)
@@ -63,7 +63,7 @@ def test_only_the_admin_key_itself_opens_them(server, path) -> None:
     assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
 
 
-def test_without_an_admin_key_they_are_closed(tiny_folder) -> None:
+def test_admin_routes_are_closed_without_an_admin_key(tiny_folder) -> None:
     with LiveServer(Engine(tiny_folder, **SIZES), Settings(model_name="tiny")) as server:
         assert server.post("/start_profile", None).status_code == 403
         response = server.post("/sleep", None)
@@ -71,7 +71,7 @@ def test_without_an_admin_key_they_are_closed(tiny_folder) -> None:
         assert response.status_code == 403 and server.get("/ready").status_code == 200
 
 
-def test_requests_while_it_sleeps_are_answered_and_none_is_lost(server, monkeypatch) -> None:
+def test_sleep_rejects_new_requests_and_loses_no_running_request(server, monkeypatch) -> None:
     expected, pieces, advance = text(server), [], server.engine.advance
 
     def advance_slowly() -> list:
@@ -108,14 +108,14 @@ def test_requests_while_it_sleeps_are_answered_and_none_is_lost(server, monkeypa
     assert sleep_state(server) == [1, 0, 0] and server.get("/ready").status_code == 200
 
 
-def test_weights_from_a_folder(server, tiny_folder, tmp_path) -> None:
+def test_update_weights_loads_a_folder(server, tiny_folder, tmp_path) -> None:
     expected = text(server)
     other = save_tiny_model(tmp_path)
     Llama(CONFIG, rngs=nnx.Rngs(3)).save_pretrained(other)
     do(server, "/update_weights_from_disk", {"model_path": str(other)})
     changed = text(server)
     assert changed != expected
-    # As a trainer does it: no room for both at once.
+    # Trainers have no memory for old and new weights together.
     do(server, "/sleep?level=2")
     assert "update_params first" in do(server, "/wake_up", status=409)["error"]["message"]
     do(server, "/wake_up?tags=weights")
@@ -124,7 +124,7 @@ def test_weights_from_a_folder(server, tiny_folder, tmp_path) -> None:
     assert text(server) == expected
 
 
-def test_weights_that_do_not_fit_change_nothing(server, tiny_folder, tmp_path) -> None:
+def test_update_weights_rejects_other_models(server, tiny_folder, tmp_path) -> None:
     expected = text(server)
     other = save_tiny_model(tmp_path)
     config = json.loads((other / "config.json").read_text())
@@ -136,7 +136,7 @@ def test_weights_that_do_not_fit_change_nothing(server, tiny_folder, tmp_path) -
     assert text(server) == expected
 
 
-def test_mistakes_are_named(server) -> None:
+def test_errors_name_the_parameter(server) -> None:
     for path, name in (("/sleep?level=3", "level"), ("/wake_up?tags=all", "tags")):
         if path.startswith("/wake_up"):
             do(server, "/sleep")
@@ -144,7 +144,7 @@ def test_mistakes_are_named(server) -> None:
     do(server, "/wake_up")
 
 
-def test_reset_prefix_cache(server) -> None:
+def test_reset_prefix_cache_forgets_prompts(server) -> None:
     def num_cached() -> int:
         usage = server.post("/generate", BODY, headers=KEY).json()["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
@@ -155,7 +155,7 @@ def test_reset_prefix_cache(server) -> None:
     assert num_cached() == 0
 
 
-def test_profiles_are_recorded_from_start_to_stop(server) -> None:
+def test_profile_is_recorded_between_start_and_stop(server) -> None:
     folder = Path(server.service.settings.profile_folder)
     assert do(server, "/stop_profile", status=409)["error"]["code"] == "profile_state"
     do(server, "/start_profile")

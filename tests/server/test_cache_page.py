@@ -1,4 +1,4 @@
-"""The page that shows the cache: what it asks for, and what a browser makes of it."""
+"""Tests of the cache page: its data, and its display in a browser."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from tests.support.live_server import LiveServer, wait_until
 from tests.support.tiny_model import SIZES
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# Headless, and asking nobody but the server.
+# Chromium must be headless and must send requests to the server only.
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -25,7 +25,7 @@ PROMPT = "the cat sat on a mat"
 def server(tiny_folder):
     engine = Engine(tiny_folder, **SIZES, steps_per_dispatch=1)
     with LiveServer(engine, Settings(model_name="tiny")) as server:
-        # Compiled, so that no step takes longer than the time for which a look at the page lasts.
+        # Compile the programs first: a longer step would make the page count as closed.
         for n in (1, 3):
             generate(server, n=n)
         generate_at_once(server)
@@ -42,7 +42,7 @@ def state(server: LiveServer, since: int = 0) -> dict:
     return server.get("/cache/state", params={"since": since}).json()
 
 
-def test_the_state_follows_the_engine(server) -> None:
+def test_state_reports_blocks_and_events(server) -> None:
     before = state(server)
     assert before["model"] == "tiny" and before["num_blocks"] == SIZES["num_blocks"]
     assert before["ref_counts"] == [0] * SIZES["num_blocks"] and before["sequences"] == []
@@ -56,7 +56,7 @@ def test_the_state_follows_the_engine(server) -> None:
 
 
 def generate_at_once(server: LiveServer) -> None:
-    """More than the pool has blocks for."""
+    """Generate more text than the pool has blocks for."""
     jobs = [
         threading.Thread(
             target=generate,
@@ -71,14 +71,14 @@ def generate_at_once(server: LiveServer) -> None:
         job.join()
 
 
-def test_evictions_and_preemptions_are_told(server) -> None:
+def test_state_reports_evictions_and_preemptions(server) -> None:
     state(server)
     generate_at_once(server)
     assert {"evict", "preempt"} <= {event["kind"] for event in state(server)["events"]}
 
 
-def test_counts_of_the_last_minutes_are_kept(server) -> None:
-    """Though no page was open."""
+def test_recent_reports_counts_of_the_last_minutes(server) -> None:
+    """The counts are kept even if no page was open."""
     generate(server)
     before, now = (server.get("/cache/recent").json()[at] for at in (0, -1))
     assert before["generated"] < now["generated"] and before["age"] > now["age"] >= 0
@@ -90,7 +90,7 @@ def test_counts_of_the_last_minutes_are_kept(server) -> None:
     )
 
 
-def test_a_block_tells_its_tokens(server) -> None:
+def test_block_reports_its_tokens(server) -> None:
     generate(server)
     cached = state(server)["is_cached"]
     [entry] = server.get(f"/cache/blocks/{cached.index(True)}").json()
@@ -101,7 +101,7 @@ def test_a_block_tells_its_tokens(server) -> None:
     assert server.get("/cache/state?since=x").status_code == 400
 
 
-def test_the_page_loads_nothing_from_elsewhere(server) -> None:
+def test_page_loads_only_its_own_files(server) -> None:
     page = server.get("/cache")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     for name in re.findall(r'(?:src|href)="([^"]+)"', page.text):
@@ -112,7 +112,7 @@ def test_the_page_loads_nothing_from_elsewhere(server) -> None:
 @pytest.fixture
 def page(server):
     if CHROMIUM is None:
-        pytest.skip("no Chromium here: install Debian's package chromium, or the like")
+        pytest.skip("Chromium is missing: install Debian's package chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -133,11 +133,13 @@ def heights(curve) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
+def test_page_shows_requests_in_a_browser(server, page, tmp_path: Path) -> None:
     num_blocks = SIZES["num_blocks"]
-    # What was before the page was opened, by the tests above or by the fixture.
+    # The curves begin with requests from before the page was opened.
     wait_until(lambda: len(heights(page.locator("#rates polyline").first)) > 2)
-    server.post("/generate", {"prompt": "<b>it</b> is", "max_tokens": 2})  # text is never markup
+    server.post(
+        "/generate", {"prompt": "<b>it</b> is", "max_tokens": 2}
+    )  # text must not be interpreted as markup
     is_seen = threading.Event()
 
     def keep_generating() -> None:
@@ -157,15 +159,15 @@ def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     counts = [int(page.locator(f"#num-{kind}").inner_text()) for kind in ("free", "cached")]
     assert sum(counts) == num_blocks
     assert page.locator("#events", has_text="copy on write").count() > 0
-    # Beside the map, at its top: what happens is seen without scrolling.
+    # The events are to the right of the map, visible without scrolling.
     events, canvas = (page.locator(name).bounding_box() for name in ("#events", "#map"))
     assert events["x"] >= canvas["x"] + canvas["width"] and events["y"] < canvas["y"] + 50
     curves = page.locator("#rates polyline")
     assert curves.count() == 4
-    for index in (0, 3):  # tokens a second, and blocks in use, which both rose and fell
+    for index in (0, 3):  # tokens per second and blocks in use have risen and fallen
         wait_until(lambda index=index: len(heights(curves.nth(index))) > 1)
 
-    # What goes next is fainter than what goes last.
+    # The next block to be evicted is fainter than the last.
     order = [b for b in state(server)["free_order"] if state(server)["is_cached"][b]]
     alpha = "x => Number(recency()[x])"
     assert page.evaluate(alpha, order[0]) < page.evaluate(alpha, order[-1]) == 1
@@ -183,7 +185,7 @@ def test_the_page_in_a_browser(server, page, tmp_path: Path) -> None:
     picture = tmp_path / "cache.png"
     page.screenshot(path=picture)
     assert picture.stat().st_size > 10_000
-    # Nothing hangs over the edge, on a narrow window either.
+    # Nothing overflows, even in a narrow window.
     for width in (1280, 400):
         page.set_viewport_size({"width": width, "height": 800})
         overflow = page.locator("html").evaluate("e => e.scrollWidth - e.clientWidth")

@@ -1,4 +1,4 @@
-"""Behind nginx, set up as the page on deployment says: TLS, a path, streams that are not held."""
+"""Tests of the server behind nginx, with the configuration of docs/deploy.md."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 OPENSSL = shutil.which("openssl")
 [CONFIG] = re.findall(r"```nginx\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
 NAME = "api.example.com"
-# What nginx needs around the part that the page has, with all of its files in one folder.
+# Configuration of nginx around the part in the page. All files are in a temporary folder.
 FRAME = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{}}
@@ -45,9 +45,9 @@ def server(tiny_folder):
 
 @pytest.fixture(scope="module")
 def proxy(server, tmp_path_factory) -> Iterator[httpx.Client]:
-    """A client of the proxy, which checks its certificate."""
+    """Client of the proxy that verifies its certificate."""
     if NGINX is None or OPENSSL is None:
-        pytest.skip("no nginx here: install Debian's package nginx-light, or the like")
+        pytest.skip("nginx is missing: install Debian's package nginx-light")
     folder: Path = tmp_path_factory.mktemp("nginx")
     certificate, key = folder / "api.pem", folder / "api.key"
     command = [OPENSSL, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
@@ -88,41 +88,41 @@ def _answers(client: httpx.Client) -> bool:
         return False
 
 
-def test_routes_lie_under_the_path(proxy, server) -> None:
+def test_routes_are_below_the_root_path(proxy, server) -> None:
     for path in ("live", "ready", "health", "metrics", "v1/models", "cache", "cache/cache.js"):
         assert proxy.get(f"/llm/{path}").status_code == 200, path
-        assert proxy.get(f"/{path}").status_code in (403, 404), "nginx has nothing there"
-    # From the page's own address its files are found.
+        assert proxy.get(f"/{path}").status_code in (403, 404), "nginx serves nothing there"
+    # The page finds its files relative to its own address.
     assert 'src="cache/cache.js"' in proxy.get("/llm/cache").text
-    # Who reads what there is finds it, too.
+    # The OpenAPI document has the path.
     assert proxy.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     answer = proxy.get("/llm/nothing")
     check_error(answer.status_code, answer.content, {404})
 
 
-def test_a_probe_is_logged_as_a_probe_and_a_request_by_its_route(proxy, server) -> None:
-    """The path is not that of the proxy."""
+def test_metrics_label_requests_by_their_route(proxy, server) -> None:
+    """The label has no root path."""
     body = {"prompt": "ab", "max_tokens": 1}
     answer = proxy.post("/llm/generate", json=body)
-    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]), "nginx names the request"
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]), "set by nginx"
     assert 'handler="/generate",method="POST",status="2xx"' in proxy.get("/llm/metrics").text
 
 
-def test_other_names_are_refused(proxy) -> None:
+def test_other_host_names_are_rejected(proxy) -> None:
     answer = proxy.get("/llm/v1/models", headers={"Host": "other.example.com"})
     error = check_error(answer.status_code, answer.content, {400})
     assert error["code"] == "host_not_allowed"
 
 
-def test_the_limit_of_a_body_is_that_of_the_server(proxy) -> None:
-    """nginx would refuse one of more than 1 MiB with a page in HTML."""
+def test_limit_of_bodies_is_the_limit_of_the_server(proxy) -> None:
+    """By default nginx rejects bodies over 1 MiB with an HTML page."""
     answer = proxy.post("/llm/generate", json={"prompt": "a" * 2**20})
     error = check_error(answer.status_code, answer.content, {413})
     assert error["code"] == "max_body_bytes_exceeded"
 
 
-def test_streams_are_not_held_back(proxy, server, monkeypatch) -> None:
-    """The first tokens arrive while the engine waits for their client before it makes others."""
+def test_proxy_does_not_buffer_streams(proxy, server, monkeypatch) -> None:
+    """The engine waits until the client has received the first tokens."""
     is_seen, num_steps = threading.Event(), 0
     note = server.service.engine._on_step
 
@@ -142,7 +142,7 @@ def test_streams_are_not_held_back(proxy, server, monkeypatch) -> None:
     server.wait_until_idle()
 
 
-def test_a_client_that_leaves_the_proxy_leaves_the_server(proxy, server) -> None:
+def test_disconnect_from_the_proxy_ends_the_request(proxy, server) -> None:
     body = {"prompt": "ab", "max_tokens": 50, "ignore_eos": True, "stream": True, "n": 3}
     with proxy.stream("POST", "/llm/v1/completions", json=body) as answer:
         next(answer.iter_lines())
@@ -161,16 +161,16 @@ def test_a_client_that_leaves_the_proxy_leaves_the_server(proxy, server) -> None
     ],
 )
 @pytest.mark.parametrize("host", ["evil.example", NAME])
-def test_an_absolute_target_replaces_the_host_header(server, target, status, host) -> None:
+def test_absolute_target_replaces_the_host_header(server, target, status, host) -> None:
     """RFC 9112, 3.2.2: a server accepts the absolute form and ignores the Host header."""
     head = f"GET {target} HTTP/1.1\r\nhost: {host}\r\n\r\n"
     assert server.send(head.encode())[0] == status
 
 
-def test_an_absolute_target_has_a_query_and_a_body(server) -> None:
+def test_absolute_target_keeps_query_and_body(server) -> None:
     body = b'{"prompt": "ab", "max_tokens": 1}'
     with server.connect() as connection:
-        for _ in range(2):  # on one connection, as clients of a proxy do
+        for _ in range(2):  # on the same connection, like clients of a proxy
             connection.sendall(
                 b"POST http://%b/generate HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n"
                 b"content-type: application/json\r\n\r\n%b" % (NAME.encode(), len(body), body)

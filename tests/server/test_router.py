@@ -1,7 +1,4 @@
-"""SGLang's router in front of two servers knows the model, and sends prompts to their blocks.
-
-Its options are those of the page on replicas.
-"""
+"""Tests of two servers behind SGLang's router, with the options of docs/replicas.md."""
 
 import contextlib
 import re
@@ -24,7 +21,7 @@ from tests.support.tiny_model import SIZES, save_tiny_model
 
 pytest.importorskip("sglang_router")
 
-# Begin differently: the router tells prompts apart by their first characters.
+# The first characters differ, because the router distinguishes prompts by them.
 PROMPTS = ["the cat sat on the mat", "in a house of their own", "some are not as they were"]
 OPTIONS = re.findall(
     r"--policy cache_aware .*?$\n.*?$", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE
@@ -33,7 +30,7 @@ OPTIONS = re.findall(
 
 @contextlib.contextmanager
 def routing(urls: list[str], log: Path) -> Iterator[str]:
-    """The address of a router in front of servers."""
+    """Run a router in front of servers, and yield its URL."""
     port, prometheus_port = free_ports(2)
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -69,9 +66,9 @@ def body(prompt: str, num_tokens: int) -> dict:
     return {**body, "temperature": 0, "ignore_eos": True}
 
 
-def test_prompts_go_where_their_blocks_are(tiny_folder, tmp_path: Path) -> None:
+def test_router_sends_prompts_to_the_server_with_their_blocks(tiny_folder, tmp_path: Path) -> None:
     def num_cached(prompt: str) -> int:
-        # So short that the blocks of two of them stay in a server's pool.
+        # Short prompts, so that the blocks of two prompts fit into a pool.
         answer = complete(router, prompt, 8)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -82,8 +79,8 @@ def test_prompts_go_where_their_blocks_are(tiny_folder, tmp_path: Path) -> None:
         router = stack.enter_context(routing(urls, tmp_path / "log"))
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             assert not any(pool.map(num_cached, PROMPTS))
-        assert all(server.engine.stats.num_steps for server in servers), "both have work"
-        # One after another: where blocks are is all that tells the servers apart.
+        assert all(server.engine.stats.num_steps for server in servers), "both must have work"
+        # One after another, so that the servers differ only in their cached blocks.
         for prompt in PROMPTS * 2:
             assert num_cached(prompt)
 
@@ -94,7 +91,7 @@ def num_running(server: ServerProcess) -> int:
 
 
 @pytest.mark.slow
-def test_no_request_fails_that_had_not_begun_to_stream_when_a_server_is_killed(tmp_path) -> None:
+def test_router_retries_requests_of_a_killed_server(tmp_path) -> None:
     folder = save_tiny_model(tmp_path, context=8192)
     options = ["--model", str(folder), "--served-model-name", "tiny", "--no-warmup"]
     options += ["--num-blocks", "4000", "--max-num-seqs", "8"]
@@ -113,12 +110,12 @@ def test_no_request_fails_that_had_not_begun_to_stream_when_a_server_is_killed(t
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]["text"]
 
-        # At once, so that both servers get some, and twice, so that they compile nothing later.
+        # Concurrently, so that both servers receive requests; twice, so that all is compiled.
         for _ in range(2):
             list(pool.map(ask, PROMPTS * 2, [16] * 6))
         expected = list(pool.map(ask, PROMPTS, [2000] * 3))
-        # Streams that last until the end of the test keep the servers busy. Whole answers come
-        # after them, and last far longer than it takes to see that the doomed server computes one.
+        # Streams keep the servers busy until the end of the test. Requests without streams follow,
+        # and take long enough to observe that the first server runs one of them.
         url = f"{router}/v1/completions"
         streams = [Stream(pool, url, body(prompt, 6000)) for prompt in PROMPTS]
         num_streams = num_running(servers[0])

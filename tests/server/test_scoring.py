@@ -1,4 +1,4 @@
-"""Scores of prompts over HTTP, as evaluations ask for them, against the model's own forward."""
+"""Tests of log-probabilities and token ids of prompts, compared with the model's forward pass."""
 
 import json
 
@@ -10,18 +10,17 @@ import pytest
 from paged_jax import Engine
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.server import Settings
-from tests.server.test_serve import TEMPLATE, error_of, events
-from tests.support.live_server import LiveServer
+from tests.support.live_server import CHAT_TEMPLATE, LiveServer, error_of, events
 from tests.support.tiny_model import BOS, CONFIG, SIZES, save_tiny_model
 
-# One that fills the context, in several chunks; one of some blocks; and a start token alone.
+# A prompt that fills the context in several chunks, a prompt of a few blocks, and BOS alone.
 LONG = [BOS, *(3 + (7 * i) % 37 for i in range(CONFIG.max_position_embeddings - 1))]
 PROMPTS = [LONG, LONG[:19], LONG[:1]]
 
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory):
-    folder = save_tiny_model(tmp_path_factory.mktemp("scoring"), chat_template=TEMPLATE)
+    folder = save_tiny_model(tmp_path_factory.mktemp("scoring"), chat_template=CHAT_TEMPLATE)
     with LiveServer(Engine(folder, **SIZES), Settings(model_name="tiny")) as server:
         yield server
 
@@ -35,7 +34,7 @@ def server(shared_server):
 
 @pytest.fixture(scope="module")
 def forward(tiny_model):
-    """Log-probabilities [T - 1, V] of the tokens after the first of a row, by the plain forward."""
+    """Return a function for the log-probabilities [T - 1, V] of all tokens but the first."""
     width = CONFIG.max_position_embeddings
     run = jax.jit(lambda model, ids: jax.nn.log_softmax(model(ids)))
 
@@ -47,7 +46,7 @@ def forward(tiny_model):
 
 
 def check_rows(rows: list, token_ids: list[int], want: np.ndarray, count: int) -> None:
-    """What is reported of a prompt, `prompt_logprobs` of the answer."""
+    """Check the field `prompt_logprobs` of a response."""
     assert rows[0] is None and len(rows) == len(token_ids)
     for row, token_id, logprobs in zip(rows[1:], token_ids[1:], want, strict=True):
         best = set(np.argsort(-logprobs)[:count].tolist())
@@ -58,7 +57,7 @@ def check_rows(rows: list, token_ids: list[int], want: np.ndarray, count: int) -
             assert candidate["rank"] == 1 + (logprobs > logprob).sum()
 
 
-def test_score_only(server, forward) -> None:
+def test_max_tokens_zero_scores_the_prompt(server, forward) -> None:
     body = {"prompt": PROMPTS, "max_tokens": 0, "echo": True, "logprobs": 2}
     answer = server.post("/v1/completions", body).json()
     assert answer["usage"]["completion_tokens"] == 0
@@ -72,7 +71,7 @@ def test_score_only(server, forward) -> None:
         assert choice["finish_reason"] == "length"
     [event] = events(server.post("/v1/completions", {**body, "prompt": LONG, "stream": True}))
     assert event["choices"] == answer["choices"][:1]
-    # Without echo there is nothing to say, but the blocks are found by those who come later.
+    # Without echo the response is empty, but later requests find the blocks in the cache.
     body = {"prompt": LONG[:18], "max_tokens": 0, "cache_salt": "warm"}
     for cached in (0, 16):
         answer = server.post("/v1/completions", body).json()
@@ -80,7 +79,7 @@ def test_score_only(server, forward) -> None:
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
-def test_prompt_logprobs_and_token_ids(server, forward) -> None:
+def test_prompt_logprobs_and_token_ids_match_the_model(server, forward) -> None:
     asked = {"prompt_logprobs": 3, "return_token_ids": True, "max_tokens": 2, "n": 2, "seed": 1}
     body = {"prompt": PROMPTS[1:], **asked, "ignore_eos": True}
     answer = server.post("/v1/completions", body).json()
@@ -88,7 +87,7 @@ def test_prompt_logprobs_and_token_ids(server, forward) -> None:
         token_ids = PROMPTS[1 + index // 2]
         assert choice["prompt_token_ids"] == token_ids and len(choice["token_ids"]) == 2
         check_rows(choice["prompt_logprobs"], token_ids, forward(token_ids), 3)
-    # Fewer candidates beside the echo than of the prompt, and the other way round.
+    # The echo may have fewer or more candidates than `prompt_logprobs`.
     for count in (1, 5):
         more = {"prompt": LONG[:19], "echo": True, "logprobs": count, "n": 1}
         [choice] = server.post("/v1/completions", {**body, **more}).json()["choices"]
@@ -119,7 +118,7 @@ def test_prompt_logprobs_and_token_ids(server, forward) -> None:
     assert "token_ids" not in plain and "prompt_logprobs" not in plain
 
 
-def test_tokenize_and_back(server) -> None:
+def test_tokenize_and_detokenize_are_inverse(server) -> None:
     def tokenize(**body) -> dict:
         return server.post("/tokenize", body).json()
 
@@ -129,7 +128,7 @@ def test_tokenize_and_back(server) -> None:
     bare = tokenize(prompt="the cat", add_special_tokens=False)
     assert [BOS, *bare["tokens"]] == answer["tokens"] and bare["token_strs"] is None
     assert tokenize(prompt="")["tokens"] == [BOS]
-    assert tokenize(prompt="a" * 1000)["count"] == 1001, "not only what the context takes"
+    assert tokenize(prompt="a" * 1000)["count"] == 1001, "texts may be longer than the context"
     for tokens, text in ((answer["tokens"], "<s>the cat"), (bare["tokens"], "the cat"), ([], "")):
         assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
 
@@ -168,19 +167,19 @@ def test_tokenize_and_back(server) -> None:
         ("/tokenize", {"prompt": "a", "mesages": 1}, "Did you mean messages"),
         ("/detokenize", {"tokens": [3, 43]}, "must hold integers in 0..42, got 43"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 0, "n": 2}, "n must be 1 where max_tok"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0, "n": 2}, "n must be 1"),
         ("/v1/completions", {"prompt": [5] * 65, "max_tokens": 0}, "at most 64, got 65"),
         ("/v1/completions", {"prompt": [5] * 64, "max_tokens": 1}, "at most 63, to leave room"),
     ],
 )
-def test_mistakes_are_named(server, path, body, message) -> None:
+def test_errors_name_the_rule(server, path, body, message) -> None:
     response = server.post(path, body)
     error = error_of(response, 404 if "model" in body else 400)
     assert message in error["message"], json.dumps(error)
 
 
-def test_lm_eval_gets_the_scores_of_the_model(server, forward, tiny_folder) -> None:
-    """The harness itself: what it sends, and how it reads what it gets."""
+def test_lm_eval_computes_the_scores_of_the_model(server, forward, tiny_folder) -> None:
+    """Runs the evaluation harness against the server."""
     completions = pytest.importorskip("lm_eval.models.openai_completions")
     from lm_eval import utils
     from lm_eval.api.instance import Instance
@@ -193,7 +192,7 @@ def test_lm_eval_gets_the_scores_of_the_model(server, forward, tiny_folder) -> N
         max_length=64,
         custom_prefix_token_id=BOS,
     )
-    assert model.tokenizer_backend == "remote", "found by itself"
+    assert model.tokenizer_backend == "remote", "lm_eval must detect the tokenizer routes"
     tokenizer = Engine(tiny_folder, **SIZES).tokenizer
 
     def instances(kind: str, arguments: list[tuple]) -> list:
@@ -212,7 +211,9 @@ def test_lm_eval_gets_the_scores_of_the_model(server, forward, tiny_folder) -> N
         want, is_best = score(before, after)
         assert logprob == pytest.approx(want, abs=1e-3) and is_greedy == is_best
 
-    text = "the cat sat on the mat and " * 4  # more than the context: in windows
+    text = (
+        "the cat sat on the mat and " * 4
+    )  # longer than the context, so lm_eval splits it into windows
     ids = tokenizer.encode(text, add_special_tokens=False)
     windows = utils.get_rolling_token_windows(ids, BOS, model.max_length - 1, 1)
     parts = [score(*each)[0] for each in map(utils.make_disjoint_window, windows)]

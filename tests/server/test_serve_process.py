@@ -1,4 +1,4 @@
-"""The server as a process: how it ends, and what it says when it cannot begin."""
+"""Tests of ``python -m paged_jax.serve`` as a process: its log, shutdown and errors."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ OPTIONS = ["--no-warmup", "--num-blocks", "4000", "--max-num-seqs", "8"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model with a context that takes long to fill."""
+    """Return a model with a long context, so that requests can run for long."""
     return save_tiny_model(tmp_path_factory.mktemp("process"), context=8192)
 
 
@@ -44,7 +44,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
 
 
 class Stream:
-    """A client's stream, read in a thread of its own."""
+    """Stream of a client that is read in a thread."""
 
     def __init__(self, url: str, body: dict):
         self.lines: list[str] = []
@@ -58,14 +58,14 @@ class Stream:
             self.lines += filter(None, response.iter_lines())
 
     def end(self) -> str:
-        """The data of the last event; the answer was complete as HTTP."""
+        """Return the data of the last event of a complete HTTP response."""
         self._thread.join(60)
         assert self.status == 200 and self.lines
         return self.lines[-1].removeprefix("data: ")
 
 
 def begin_streams(server: ServerProcess, **options) -> list[Stream]:
-    """Streams that have begun."""
+    """Return streams that have started."""
     paths = ["/generate", "/v1/completions"] * 2
     streams = [Stream(server.url + path, {**ENDLESS, **options}) for path in paths]
     wait_until(lambda: all(stream.status for stream in streams), 120)
@@ -82,8 +82,8 @@ def assert_cut_off(streams: list[Stream]) -> None:
     ("keys", "admin_key", "has_page"),
     [((), None, True), (("a",), None, False), (("a",), "b", True), ((), "b", True)],
 )
-def test_the_last_line_of_the_log_says_how_to_use_the_server(keys, admin_key, has_page) -> None:
-    """The page of the cache is closed with API keys but no admin key."""
+def test_hint_shows_a_request_and_the_cache_page(keys, admin_key, has_page) -> None:
+    """With API keys but without an admin key the cache page is closed."""
     with socket.socket() as listener:
         listener.bind(("0.0.0.0", 0))
         url = url_of(listener)
@@ -97,10 +97,10 @@ def test_the_last_line_of_the_log_says_how_to_use_the_server(keys, admin_key, ha
 
 
 @pytest.mark.slow
-def test_sigterm_lets_streams_finish_and_nobody_in(folder) -> None:
+def test_sigterm_finishes_streams_and_rejects_new_requests(folder) -> None:
     with serving(folder, "--grace", "3") as server:
         assert "ready: " in server.log and "4000 blocks of 16 tokens" in server.log
-        # Nothing says that the start is complete before the model is ready.
+        # No line claims that the startup is complete before the model is ready.
         assert "startup" not in server.log and "Uvicorn" not in server.log
         wait_until(lambda: "curl" in server.log)
         last = server.log.splitlines()[-1]
@@ -113,10 +113,10 @@ def test_sigterm_lets_streams_finish_and_nobody_in(folder) -> None:
         with httpx.Client(timeout=10) as client:
             assert not server.is_closed_to(client)
             server.terminate()
-            # On a connection that there was, and on new ones.
+            # On the existing connection and on new connections.
             wait_until(lambda: server.is_closed_to(client))
             wait_until(lambda: server.is_closed_to(httpx))
-            # Still there, so that a load balancer hears of it.
+            # Probes are still answered, so that a load balancer can notice.
             assert httpx.get(f"{server.url}/ready").json()["status"] == "draining"
             assert httpx.get(f"{server.url}/live").status_code == 200
         assert [stream.end() for stream in streams] == ["[DONE]"] * 4
@@ -124,7 +124,7 @@ def test_sigterm_lets_streams_finish_and_nobody_in(folder) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_sigterm_ends_at_once(folder) -> None:
+def test_second_sigterm_ends_streams(folder) -> None:
     with serving(folder) as server:
         streams = begin_streams(server)
         with stuck_clients(server):
@@ -139,7 +139,7 @@ def test_a_second_sigterm_ends_at_once(folder) -> None:
 
 
 @pytest.mark.slow
-def test_the_drain_ends_in_time(folder) -> None:
+def test_drain_timeout_ends_streams(folder) -> None:
     with serving(folder, "--drain-timeout", "0.5") as server:
         streams = begin_streams(server)
         with stuck_clients(server):
@@ -152,7 +152,7 @@ def test_the_drain_ends_in_time(folder) -> None:
 
 @contextlib.contextmanager
 def stuck_clients(server: ServerProcess) -> Iterator[None]:
-    """One does not read its stream, one does not send its body, one sends nothing."""
+    """Connect a client that does not read, one without a body, and one that sends nothing."""
     address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
     body = json.dumps({**ENDLESS, "logprobs": 20})
     head = "POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -165,18 +165,18 @@ def stuck_clients(server: ServerProcess) -> Iterator[None]:
         yield
 
 
-# What it cannot do
+# Errors of options
 
 
-def refusal(*arguments: str, status: int = 1) -> str:
-    """The one line with which the server refuses to begin."""
+def error_line(*arguments: str, status: int = 1) -> str:
+    """Return the error line of a server process that does not start."""
     command = [sys.executable, "-m", "paged_jax.serve", "--no-warmup", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == status
-    return check_refusal(result.stdout, result.stderr)
+    return check_error_line(result.stdout, result.stderr)
 
 
-def check_refusal(out: str, err: str) -> str:
+def check_error_line(out: str, err: str) -> str:
     *before, line = err.splitlines()
     assert [each for each in before if " INFO: " not in each] == []
     assert out == ""
@@ -184,24 +184,24 @@ def check_refusal(out: str, err: str) -> str:
     return line
 
 
-def refusal_here(capsys, *arguments: str, status: int = 1) -> str:
-    """As `refusal`, without a process: it takes seconds to start."""
+def error_line_here(capsys, *arguments: str, status: int = 1) -> str:
+    """Do the same as `error_line` without a process, which takes seconds to start."""
     try:
         assert serve.main(["--no-warmup", *arguments]) == status
-    except SystemExit as error:  # of argparse
+    except SystemExit as error:  # raised by argparse
         assert error.code == status
     out, err = capsys.readouterr()
-    return check_refusal(out, err)
+    return check_error_line(out, err)
 
 
 @pytest.mark.slow
-def test_mistakes_end_the_process_in_one_line(tmp_path) -> None:
+def test_errors_are_a_single_line(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        line = refusal("--port", port)
+        line = error_line("--port", port)
         assert "in use" in line and port in line
-    assert "nowhere" in refusal("--model", str(tmp_path / "nowhere"), "--port", "0")
-    assert "--nonsense" in refusal("--nonsense", status=2)
+    assert "nowhere" in error_line("--model", str(tmp_path / "nowhere"), "--port", "0")
+    assert "--nonsense" in error_line("--nonsense", status=2)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_mistakes_end_the_process_in_one_line(tmp_path) -> None:
         (("--port", "http"), "--port", 2),
     ],
 )
-def test_mistakes_are_found_before_anything_is_opened(arguments, name, status, capsys) -> None:
-    assert re.search(name, refusal_here(capsys, *arguments, status=status))
+def test_invalid_options_are_rejected(arguments, name, status, capsys) -> None:
+    assert re.search(name, error_line_here(capsys, *arguments, status=status))
 
 
-def test_the_end_of_a_file_is_no_part_of_the_admin_key(monkeypatch) -> None:
-    """Kubernetes passes the line end of a secret's file on."""
+def test_keys_from_the_environment_are_stripped(monkeypatch) -> None:
+    """Kubernetes keeps the line end of a secret's file."""
     monkeypatch.setenv("PAGED_JAX_ADMIN_KEY", "admin\n")
     monkeypatch.setenv("PAGED_JAX_API_KEY", "one two\n")
     args = serve._parser().parse_args(
@@ -252,10 +252,10 @@ def test_the_end_of_a_file_is_no_part_of_the_admin_key(monkeypatch) -> None:
         (("--block-size", "0"), "block_size"),
     ],
 )
-def test_mistakes_in_limits_and_sizes_are_named(arguments, name, capsys) -> None:
-    assert name in refusal_here(capsys, "--port", "0", *arguments)
+def test_invalid_limits_and_sizes_are_named(arguments, name, capsys) -> None:
+    assert name in error_line_here(capsys, "--port", "0", *arguments)
 
 
-def test_a_damaged_model_is_named(tmp_path, capsys) -> None:
+def test_invalid_model_is_named(tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text("{")
-    assert "config.json" in refusal_here(capsys, "--port", "0", "--model", str(tmp_path))
+    assert "config.json" in error_line_here(capsys, "--port", "0", "--model", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Texts of a form over HTTP, and the clients that ask for them."""
+"""Tests of structured outputs over HTTP, and of clients that use them."""
 
 import json
 import threading
@@ -12,15 +12,14 @@ import pytest
 
 from paged_jax import Engine
 from paged_jax.server import Settings
-from tests.server.test_serve import error_of, events
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, error_of, events
 from tests.support.structured import PERSON, SIZES, ask_pydantic_ai
 
 MESSAGES = [{"role": "user", "content": "Who is it?"}]
 
 
 class Person(pydantic.BaseModel):
-    """What frameworks make a schema of; some leave the lengths of texts out."""
+    """Model that frameworks turn into a schema. Some leave out the lengths of texts."""
 
     name: Literal["Ann", "Bob"]
     is_old: bool
@@ -38,7 +37,7 @@ def client(server):
         yield client
 
 
-def test_openai_parses(client) -> None:
+def test_openai_client_parses_objects(client) -> None:
     answer = client.chat.completions.parse(
         model="bundled", messages=MESSAGES, response_format=Person, n=2, temperature=1
     )
@@ -47,7 +46,7 @@ def test_openai_parses(client) -> None:
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
 
 
-def test_openai_streams_what_it_parses(client) -> None:
+def test_openai_client_parses_streams(client) -> None:
     with client.chat.completions.stream(
         model="bundled", messages=MESSAGES, response_format=Person, temperature=1
     ) as stream:
@@ -56,7 +55,7 @@ def test_openai_streams_what_it_parses(client) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
-def test_instructor_gets_objects(client) -> None:
+def test_instructor_receives_objects(client) -> None:
     instructor = pytest.importorskip("instructor")
     ask = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     person = ask.chat.completions.create(
@@ -65,7 +64,7 @@ def test_instructor_gets_objects(client) -> None:
     assert isinstance(person, Person)
 
 
-def test_pydantic_ai_gets_objects(server) -> None:
+def test_pydantic_ai_receives_objects(server) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     assert isinstance(
         ask_pydantic_ai(server.url, pydantic_ai.NativeOutput(Person), "Who is it?"), Person
@@ -73,8 +72,8 @@ def test_pydantic_ai_gets_objects(server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_have_the_bytes_of_parts_of_characters(server, stream) -> None:
-    """Bytes of the tokens together are the text in UTF-8, as OpenAI says."""
+def test_logprobs_have_the_bytes_of_partial_characters(server, stream) -> None:
+    """As OpenAI documents, the bytes of all tokens are the text in UTF-8."""
     text = "日本, é"
     body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}, "stream": stream}
     body |= {"logprobs": True, "top_logprobs": 2}
@@ -89,8 +88,8 @@ def test_logprobs_have_the_bytes_of_parts_of_characters(server, stream) -> None:
     assert all(other["bytes"] is not None for each in tokens for other in each["top_logprobs"])
 
 
-def test_response_formats_of_openai(server) -> None:
-    """Of both endpoints, as vLLM's."""
+def test_response_format_works_at_both_endpoints(server) -> None:
+    """As in vLLM, completions accept it as well."""
     body = {"temperature": 1, "seed": 1, "max_tokens": 60}
     body["response_format"] = {"type": "json_object"}
     [choice] = server.post("/v1/chat/completions", {**body, "messages": MESSAGES}).json()["choices"]
@@ -102,8 +101,8 @@ def test_response_formats_of_openai(server) -> None:
 
 
 @pytest.mark.parametrize("hint", [{"uniqueItems": True}, {"not": {}}, {"format": "colour"}])
-def test_response_formats_are_hints_unless_strict(server, hint) -> None:
-    """As at OpenAI: `strict` asks for all of the schema, or for an error."""
+def test_response_format_is_a_hint_unless_strict(server, hint) -> None:
+    """As at OpenAI: with `strict`, unsupported keywords are an error."""
     schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"enum": ["a"], **hint}}}
     named = {"name": "person", "schema": schema}
     body = {"messages": MESSAGES, "temperature": 1, "max_tokens": 60}
@@ -128,7 +127,7 @@ def test_response_formats_are_hints_unless_strict(server, hint) -> None:
         ({"json": '{"type": "boolean"}'}, {"true", "false"}),
     ],
 )
-def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
+def test_structured_outputs_accept_all_forms_of_vllm(server, form, texts) -> None:
     body = {"prompt": "It is", "structured_outputs": form, "temperature": 1}
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] in texts
     pieces = events(server.post("/generate", {**body, "stream": True}))
@@ -174,12 +173,12 @@ def test_structured_outputs_have_vllms_names(server, form, texts) -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_a_400(server, change, param, message) -> None:
+def test_invalid_forms_are_rejected(server, change, param, message) -> None:
     error = error_of(server.post("/v1/chat/completions", {"messages": MESSAGES, **change}), 400)
     assert message in error["message"] and error["param"] == param
 
 
-def test_a_form_that_takes_long_holds_up_no_other_request(server, monkeypatch) -> None:
+def test_slow_compilation_of_a_form_delays_no_other_request(server, monkeypatch) -> None:
     may_end, compile_form = threading.Event(), server.service.grammars.compile
 
     def compile_slowly(form):

@@ -17,6 +17,13 @@ from paged_jax.server import Service, Settings
 from paged_jax.server.app import Startup
 from paged_jax.server.http_server import Server
 
+# Chat template that skips messages of unknown roles and reads two variables.
+CHAT_TEMPLATE = (
+    "{% for m in messages if m.role != 'critic' %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+    "{% if enable_thinking %}hm{% endif %}{{ reasoning_effort }}"
+)
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
 
 class LiveServer:
     """Serves an engine on 127.0.0.1 as a context manager."""
@@ -117,10 +124,27 @@ def check_error(status: int, content: bytes, expected: Iterable[int]) -> dict[st
     return error
 
 
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """Return the error of a response with this status. It must have OpenAI's form."""
+    return check_error(response.status_code, response.content, {status})
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the data of server-sent events. The last event must be [DONE]."""
+    *lines, end, rest = response.text.split("\n\n")
+    assert end == "data: [DONE]" and rest == ""
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header with an API key."""
+    return {"authorization": f"Bearer {key}"}
+
+
 def wait_until(condition, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 
 

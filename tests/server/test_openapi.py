@@ -1,4 +1,4 @@
-"""The OpenAPI document and the server agree, whatever is asked: requests drawn from the schema."""
+"""Tests that the server agrees with its OpenAPI document, on requests drawn from the schema."""
 
 import collections
 import gc
@@ -24,9 +24,9 @@ OPERATIONS = [
     ("GET", "/live"), ("GET", "/ready"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/tokenizer_info"), ("GET", "/get_model_info"), ("GET", "/get_server_info"),
 ]  # fmt: skip
-# Of each operation, right ones and wrong ones.
+# Number of valid and of invalid requests per operation.
 NUM_EXAMPLES = 50
-# Seconds; the first of a kind compiles.
+# Maximum seconds per request, including compiling.
 TIME_LIMIT = 60
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 
@@ -45,7 +45,7 @@ def schema(server) -> Any:
     return schema
 
 
-def test_every_operation_is_drawn_from(server) -> None:
+def test_document_lists_the_tested_operations(server) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     found = [
         (method, path) for path in paths for method in ("get", "post") if method in paths[path]
@@ -57,10 +57,10 @@ def test_every_operation_is_drawn_from(server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "mode"),
     [(*each, Mode.POSITIVE) for each in OPERATIONS]
-    # A GET has nothing that could be wrong.
+    # GET requests cannot be invalid.
     + [(*each, Mode.NEGATIVE) for each in OPERATIONS if each[0] == "POST"],
 )
-def test_answers_are_those_of_the_document(server, schema, method, path, mode) -> None:
+def test_responses_conform_to_the_document(server, schema, method, path, mode) -> None:
     checks = [
         schemathesis.checks.not_a_server_error,
         schemathesis.checks.CHECKS.get_one("status_code_conformance"),
@@ -77,14 +77,14 @@ def test_answers_are_those_of_the_document(server, schema, method, path, mode) -
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
     def check(case) -> None:
         if path == "/generate" and mode == Mode.POSITIVE:
-            # That there is one prompt, and of which tokens, is not in the schema.
+            # The schema does not express that exactly one prompt is needed, nor its token ids.
             case.body.pop("prompt_token_ids", None)
             case.body["prompt"] = case.body.get("prompt") or "ab"
         if method == "POST" and mode == Mode.POSITIVE:
             if path == "/tokenize" and statuses.total() % 2:
                 case.body.pop("messages", None)
                 case.body["prompt"] = case.body.get("prompt") or "ab"
-            # Nor is the model's name, whether it has tools, and what it can be bound to.
+            # Nor does it express the model's name, its tools and its supported forms.
             for name in ("model", "tools", "tool_choice", "structured_outputs", "response_format"):
                 if statuses.total() % 2:
                     case.body.pop(name, None)
@@ -97,7 +97,7 @@ def test_answers_are_those_of_the_document(server, schema, method, path, mode) -
     statuses: collections.Counter[int] = collections.Counter()
     check()
     if method == "POST":
-        # It was drawn from what is answered, and from what is refused.
+        # Enough requests must have been accepted or rejected.
         assert statuses[200 if mode == Mode.POSITIVE else 400] >= 10
     server.wait_until_idle()
     check_invariants(server.engine.cache.tables)
@@ -129,7 +129,7 @@ def test_memory_does_not_grow_with_requests(server) -> None:
         sizes = [play_round() for _ in range(4)]
     finally:
         tracemalloc.stop()
-    # The first fills caches. Less than 200 bytes for each of the 400 requests of a round.
+    # The first round fills caches. A round has 400 requests of at most 200 bytes.
     assert sizes[-1] - sizes[1] < 2 * 400 * 200
 
 

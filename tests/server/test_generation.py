@@ -1,4 +1,4 @@
-"""The most probable samples over HTTP: found by beams, or the best of several that were drawn."""
+"""Tests of beam search and `best_of` over HTTP."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -7,8 +7,7 @@ import pytest
 
 from paged_jax import LLM, BeamSearchParams, Engine
 from paged_jax.server import Settings
-from tests.server.test_serve import TEMPLATE, error_of
-from tests.support.live_server import LiveServer
+from tests.support.live_server import CHAT_TEMPLATE, LiveServer, error_of
 from tests.support.tiny_model import SIZES, save_tiny_model
 
 PROMPTS = ["the cat sat", "ab"]
@@ -16,7 +15,7 @@ PROMPTS = ["the cat sat", "ab"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("beams"), chat_template=TEMPLATE)
+    return save_tiny_model(tmp_path_factory.mktemp("beams"), chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +30,8 @@ def server(shared_server):
     shared_server.wait_until_idle()
 
 
-def test_beams_are_those_of_the_engine(server, folder) -> None:
-    """Though they share the engine with others, which get what they would get alone."""
+def test_beam_search_matches_the_engine(server, folder) -> None:
+    """Other requests run at the same time, and their samples do not change."""
     llm = LLM(folder, **SIZES)
     other = {"prompt": "in the house", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     want_other = server.post("/v1/completions", other).json()["choices"][0]["text"]
@@ -62,7 +61,7 @@ def test_beams_are_those_of_the_engine(server, folder) -> None:
     assert len({choice["message"]["content"] for choice in answer["choices"]}) == 2
 
 
-def test_best_of(server) -> None:
+def test_best_of_returns_the_most_probable_samples(server) -> None:
     body = {"prompt": PROMPTS, "max_tokens": 5, "temperature": 1.5, "seed": 3, "logprobs": 0}
     every = server.post("/v1/completions", {**body, "n": 6}).json()
     best = server.post("/v1/completions", {**body, "n": 2, "best_of": 6}).json()
@@ -93,13 +92,13 @@ def test_best_of(server) -> None:
         ({"best_of": 99}, "best_of", "must be at most 16"),
     ],
 )
-def test_mistakes_are_named(server, changes, param, message) -> None:
+def test_unsupported_options_are_rejected(server, changes, param, message) -> None:
     error = error_of(server.post("/v1/completions", {"prompt": "ab", **changes}), 400)
     assert error["param"] == param and message in error["message"]
 
 
-def test_beams_leave_out_suppressed_tokens(tmp_path) -> None:
-    """Those of the model's authors: as the engine's own search does."""
+def test_beam_search_omits_suppressed_tokens(tmp_path) -> None:
+    """The tokens that generation_config.json suppresses, as in the engine's beam search."""
     folder = save_tiny_model(tmp_path)
     options = {"suppress_tokens": [17, 29], "begin_suppress_tokens": [18]}
     path = folder / "generation_config.json"

@@ -1,9 +1,10 @@
-"""What the server answers before there is an engine, and how it ends then."""
+"""Tests of the routes about the server's state, and of the time before the service exists."""
 
 import socket
 import threading
 
 import httpx
+import openai
 import pytest
 
 from paged_jax import Engine
@@ -11,12 +12,44 @@ from paged_jax.server import Limits, Service, Settings
 from paged_jax.server.app import Startup
 from paged_jax.server.http_server import Server
 from paged_jax.server.service import Client
-from tests.support.live_server import wait_until
+from tests.support.live_server import LiveServer, error_of, wait_until
 from tests.support.tiny_model import SIZES, save_tiny_model
 
 
+@pytest.fixture(scope="module")
+def server(tiny_folder):
+    with LiveServer(Engine(tiny_folder, **SIZES), Settings(model_name="tiny")) as server:
+        yield server
+
+
+def test_models_can_be_listed_and_retrieved(server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        [model] = client.models.list().data
+        assert model.id == client.models.retrieve("tiny").id == "tiny"
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.models.retrieve("other")
+
+
+def test_unknown_routes_and_methods_are_rejected(server) -> None:
+    error_of(server.get("/nothing"), 404)
+    error_of(server.get("/generate"), 405)
+    error_of(server.post("/v1/chat/completions", {"messages": []}), 400)
+
+
+def test_health_reports_blocks_and_samples(server) -> None:
+    health = server.get("/health").json()
+    assert health["status"] == "ok" and health["blocks"]["total"] == SIZES["num_blocks"]
+    assert health["num_running"] == health["num_waiting"] == 0
+
+
+def test_openapi_document_lists_routes_and_schemas(server) -> None:
+    document = server.get("/openapi.json").json()
+    assert {"/generate", "/v1/completions", "/v1/chat/completions"} <= set(document["paths"])
+    assert document["components"]["schemas"]["ChatBody"]["additionalProperties"] == {"type": "null"}
+
+
 class Starting:
-    """A server whose service is made when `may_end` is set."""
+    """Server that creates its service only after `may_end` is set."""
 
     def __init__(self, make):
         self.may_end = threading.Event()
@@ -49,7 +82,7 @@ class Starting:
         return httpx.get(self.url + path).status_code
 
 
-def test_probes_are_answered_while_it_compiles(tmp_path) -> None:
+def test_startup_answers_probes_while_compiling(tmp_path) -> None:
     engine = Engine(save_tiny_model(tmp_path), **SIZES)
     with Starting(lambda: Service(engine, Settings(model_name="tiny"))) as starting:
         assert starting.status("/live") == 200
@@ -65,14 +98,14 @@ def test_probes_are_answered_while_it_compiles(tmp_path) -> None:
         assert starting.status("/v1/models") == starting.status("/live") == 200
 
 
-def test_a_signal_ends_it_at_once_while_it_compiles() -> None:
-    with Starting(lambda: pytest.fail("it has ended before")) as starting:
+def test_startup_ends_on_a_signal_while_compiling() -> None:
+    with Starting(lambda: pytest.fail("the service was created after the signal")) as starting:
         starting.server.handle_exit(0, None)
         starting.thread.join(10)
         assert not starting.thread.is_alive() and starting.startup.is_making
 
 
-def test_a_start_that_fails_ends_the_server() -> None:
+def test_startup_ends_the_server_if_the_service_fails() -> None:
     def fail():
         raise ValueError("no such model")
 
@@ -84,7 +117,7 @@ def test_a_start_that_fails_ends_the_server() -> None:
             starting.startup.check()
 
 
-def test_it_is_ready_while_it_has_room_and_does_not_drain(tmp_path) -> None:
+def test_ready_reports_full_and_draining(tmp_path) -> None:
     engine = Engine(save_tiny_model(tmp_path), **SIZES)
     with Starting(lambda: Service(engine, Settings(model_name="tiny"))) as starting:
         starting.may_end.set()
@@ -96,5 +129,5 @@ def test_it_is_ready_while_it_has_room_and_does_not_drain(tmp_path) -> None:
             service.drain(5.0, 0.0, lambda: None)
             wait_until(lambda: service.is_draining)
             assert httpx.get(starting.url + "/ready").json() == {"status": "draining"}
-            # What is told to stop is alive until it has stopped.
+            # A draining server is alive but accepts no requests.
             assert starting.status("/live") == 200 and starting.status("/v1/models") == 503

@@ -1,4 +1,4 @@
-"""Clients have equal shares of slots and of places in the queue: nobody holds up the others."""
+"""Tests of limits and of the fair quotas of clients."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,28 +8,35 @@ from paged_jax import Engine
 from paged_jax.server import Limits, Settings
 from paged_jax.server.limits import FairQuota
 from paged_jax.server.responses import ApiError
-from tests.server.test_serve import bearer, error_of
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer, bearer, error_of, wait_until
 from tests.support.tiny_model import SIZES
 
 
-def test_shares() -> None:
-    shares = FairQuota("samples", limit="max_queue", most=12)
-    with shares.take("greedy", 12):
-        assert shares.is_full and not shares.has_room("greedy", 1)
-        with shares.take("late", 6), pytest.raises(ApiError) as refused, shares.take("late", 1):
+@pytest.mark.parametrize(
+    ("context", "size"), [(64, 2**20), (2**16, 2**20), (131_072, 2**21), (10**6, 16 * 10**6)]
+)
+def test_for_context_scales_max_body_bytes(context, size) -> None:
+    assert Limits().for_context(context).max_body_bytes == size
+    assert Limits(max_body_bytes=0).for_context(context).max_body_bytes == 0
+
+
+def test_fair_quota_gives_each_client_a_share() -> None:
+    quota = FairQuota("samples", limit="max_queue", most=12)
+    with quota.take("greedy", 12):
+        assert quota.is_full and not quota.has_room("greedy", 1)
+        with quota.take("late", 6), pytest.raises(ApiError) as refused, quota.take("late", 1):
             pass
         message = "There are 18 samples already, 6 of them yours, and 1 more would exceed the 12"
         assert str(refused.value).startswith(message) and refused.value.status == 429
-        # More clients have smaller shares, each of them one.
-        with shares.take("late", 5), shares.take("third", 4):
-            assert not shares.has_room("late", 1) and not shares.has_room("third", 1)
-            assert shares.has_room("fourth", 3) and not shares.has_room("fourth", 4)
-        assert shares.has_room("third", 6), "who has gone counts no more"
-    assert shares.total == 0 and shares.has_room("late", 12)
+        # With more clients, each client has a smaller share.
+        with quota.take("late", 5), quota.take("third", 4):
+            assert not quota.has_room("late", 1) and not quota.has_room("third", 1)
+            assert quota.has_room("fourth", 3) and not quota.has_room("fourth", 4)
+        assert quota.has_room("third", 6), "clients without places are not counted"
+    assert quota.total == 0 and quota.has_room("late", 12)
 
 
-def test_one_client_holds_up_no_other(tiny_folder) -> None:
+def test_client_with_many_requests_delays_no_other_client(tiny_folder) -> None:
     room = 40
     settings = Settings(
         model_name="tiny",
@@ -56,12 +63,12 @@ def test_one_client_holds_up_no_other(tiny_folder) -> None:
         wait_until(lambda: num_waiting() >= room - SIZES["max_num_seqs"])
         assert server.service.num_active == room
         assert post("late", short).status_code == 200
-        assert num_waiting() > 4, "first come, first served, it would have been the last"
+        assert num_waiting() > 4, "with a single queue it would have been the last"
         message = error_of(post("greedy", short), 429)["message"]
         assert message.startswith(f"There are {room} samples already, {room} of them yours, and 1")
         message = error_of(post("late", {**short, "prompt": ["ab"] * 21}), 429)["message"]
         assert f"{room} samples already, 0 of them yours, and 21 more" in message
         message = error_of(post("late", {**short, "prompt": ["ab"] * (room + 1)}), 400)["message"]
-        assert f"must be at most {room}" in message, "it would never fit"
+        assert f"must be at most {room}" in message, "it could never be admitted"
         assert answer.result().status_code == 200
         wait_until(lambda: server.service.num_active == 0)

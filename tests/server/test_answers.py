@@ -1,4 +1,4 @@
-"""What a client learns of other requests from an explanation: that they exist, and no more."""
+"""Tests of the explanation of waits and preemptions in a response."""
 
 from paged_jax.scheduler.outputs import (
     Explanation,
@@ -16,7 +16,7 @@ def output_of(told: Explanation | None) -> RequestOutput:
     return RequestOutput(MINE, None, [1], [], True, RequestMetrics(0.0), explanation=told)
 
 
-def test_explanation_names_no_other_request() -> None:
+def test_explanation_hides_ids_of_other_requests() -> None:
     told = Explanation(
         waits=[Wait("same prefix", 0.0, 1.0, other_request=OTHER)],
         preemptions=[
@@ -37,7 +37,7 @@ def test_explanation_names_no_other_request() -> None:
     )
 
 
-def test_explanation_has_the_fields_of_the_published_schema() -> None:
+def test_explanation_has_the_fields_of_its_schema() -> None:
     told = Explanation([Wait("slots", 0.0, 1.0, numbers={"num_slots": 4}, sample=1)], [], 16, "all")
     assert explanation(output_of(told)) == {
         "waits": [
@@ -55,5 +55,5 @@ def test_explanation_has_the_fields_of_the_published_schema() -> None:
     }
 
 
-def test_explanation_of_a_request_that_asked_for_none_is_none() -> None:
+def test_explanation_is_none_if_not_requested() -> None:
     assert explanation(output_of(None)) is None

@@ -1,4 +1,4 @@
-"""Tools over HTTP: calls as OpenAI answers them, whole and streamed, and the clients that ask."""
+"""Tests of chat messages and tool calls, whole and streamed, and of clients that use them."""
 
 import json
 from typing import Literal
@@ -10,12 +10,12 @@ import tokenizers
 
 from paged_jax import Engine, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.text.chat_template import ChatTemplate
 from paged_jax.server import Settings
-from paged_jax.server.bodies import ChatBody
-from paged_jax.server.chat_answers import ToolUse, check_calls
+from paged_jax.server.bodies import ChatBody, ToolParam
+from paged_jax.server.chat_answers import ToolUse, check_calls, template_messages
 from paged_jax.server.responses import ApiError
-from tests.server.test_serve import error_of
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, error_of
 from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS, ask_pydantic_ai
 from tests.support.tiny_model import EOS
 
@@ -23,8 +23,68 @@ MESSAGES = [{"role": "user", "content": "Well?"}]
 ASK = {"model": "bundled", "messages": MESSAGES, "tools": TOOLS, "temperature": 1}
 
 
+# Messages
+
+
+def messages_of(*messages):
+    return template_messages(ChatBody.model_validate({"messages": list(messages)}).messages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ("{}", "{}"),
+        ("", "{}"),
+        (None, "{}"),
+        ({"a": 1}, '{"a": 1}'),
+        ("{", '"{"'),
+    ],
+)
+def test_as_messages_ignores_unknown_fields_of_calls(arguments, want) -> None:
+    function = {"name": "f", "arguments": arguments, "extra_content": {"google": {}}}
+    call = {"id": "1", "index": 0, "type": "function", "function": function}
+    messages = messages_of({"role": "assistant", "content": None, "tool_calls": [call]})
+    written = ChatTemplate("{{ messages[0].tool_calls | tojson }}").render(messages)
+    function = f'{{"name": "f", "arguments": {want}}}'
+    assert written == f'[{{"id": "1", "type": "function", "function": {function}}}]'
+
+
+def test_tool_param_ignores_unknown_fields() -> None:
+    function = {"name": "f", "parameters": {"type": "object"}, "annotations": {"readOnly": True}}
+    body = {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}}
+    tool = ToolParam.model_validate(body)
+    assert tool.function.parameters == {"type": "object"}
+
+
+def test_as_messages_passes_on_what_templates_read() -> None:
+    """The template gets what it gets from transformers, without fields that are null."""
+    message = {"role": "assistant", "content": "a", "reasoning_content": "so", "tool_plan": "p"}
+    parsed = ChatBody.model_validate({"messages": [{**message, "name": None, "thinking": None}]})
+    assert template_messages(parsed.messages) == [message]
+    template = ChatTemplate("{{ messages[0].reasoning_content }}|{{ messages[0].tool_plan }}")
+    assert template.render(template_messages(parsed.messages)) == "so|p"
+    for name, value in (("reasoning", "so"), ("thinking", "so"), ("reasoning_content", "so")):
+        fields = {"role": "assistant", "content": None, "reasoning_content": "", name: value}
+        parsed = ChatBody.model_validate({"messages": [fields]})
+        assert template.render(template_messages(parsed.messages)) == "so|"
+
+
+def test_as_messages_keeps_the_text_of_refusals() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    for fields in ({"content": [part]}, {"content": None, "refusal": "No."}, {"refusal": "No."}):
+        parsed = ChatBody.model_validate({"messages": [{"role": "assistant", **fields}]})
+        assert (
+            ChatTemplate("{{ messages[0].content }}").render(template_messages(parsed.messages))
+            == "No."
+        )
+
+
+# Tools
+
+
 class Trip(pydantic.BaseModel):
-    """What frameworks make a tool of."""
+    """Model that frameworks turn into a tool."""
 
     city: Literal["Oslo", "Rome"]
     is_far: bool
@@ -54,7 +114,7 @@ def check_call(call) -> None:
     assert call.id.startswith("call_") and call.type == "function"
 
 
-def test_openai_gets_calls(client) -> None:
+def test_openai_client_receives_calls(client) -> None:
     answer = client.chat.completions.create(
         **ASK, tool_choice="required", parallel_tool_calls=False, n=2
     )
@@ -62,7 +122,7 @@ def test_openai_gets_calls(client) -> None:
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         [call] = choice.message.tool_calls
         check_call(call)
-    # The calls go back with the results, as the client's library writes them.
+    # The client sends back the calls with their results.
     message = answer.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
     told = [*MESSAGES, message, result]
@@ -71,7 +131,7 @@ def test_openai_gets_calls(client) -> None:
     assert more.usage.prompt_tokens > answer.usage.prompt_tokens - 10 + len(arguments) / 8
 
 
-def test_openai_gets_the_call_that_it_names(client) -> None:
+def test_openai_client_receives_the_named_call(client) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = client.chat.completions.create(**ASK, tool_choice=choice, seed=1)
     [call] = answer.choices[0].message.tool_calls
@@ -86,7 +146,7 @@ def test_openai_gets_the_call_that_it_names(client) -> None:
     assert same.function.name == "weather" and streamed.finish_reason == "stop"
 
 
-def test_a_stream_has_the_name_first_and_arguments_in_pieces(client) -> None:
+def test_stream_has_the_name_before_the_arguments(client) -> None:
     options = {"tool_choice": "required", "parallel_tool_calls": False, "stream": True}
     stream = client.chat.completions.create(**ASK, **options)
     calls, reasons = [], []
@@ -106,8 +166,8 @@ def test_a_stream_has_the_name_first_and_arguments_in_pieces(client) -> None:
         check_call(call)
 
 
-def test_an_answer_may_be_text(client, server) -> None:
-    """Whether it is, is up to the model, which is helped here."""
+def test_response_with_tools_may_be_text(client, server) -> None:
+    """A logit bias makes the model write text instead of a call."""
     bias = {str(server.service.tokenizer.encode("the", add_special_tokens=False)[0]): 100}
     answer = client.chat.completions.create(**ASK, max_tokens=4, logit_bias=bias)
     [choice] = answer.choices
@@ -115,8 +175,8 @@ def test_an_answer_may_be_text(client, server) -> None:
     assert choice.finish_reason == "length"
 
 
-def test_a_schema_that_cannot_be_expressed_is_a_hint(server) -> None:
-    """Without strict, as at OpenAI; the other tools still bind."""
+def test_unsupported_schema_is_a_hint_unless_strict(server) -> None:
+    """As at OpenAI. The schemas of other tools still apply."""
     parameters = {"type": "object", "properties": {"x": {"$ref": "https://example.com/x.json"}}}
     function = {"name": "fetch", "parameters": parameters}
     tools = [{"type": "function", "function": function}, TOOLS[0]]
@@ -132,7 +192,7 @@ def test_a_schema_that_cannot_be_expressed_is_a_hint(server) -> None:
     assert error["param"] == "tools" and "'fetch'" in error["message"]
 
 
-def test_no_tools_are_shown_where_none_may_be_used(server) -> None:
+def test_tools_are_hidden_with_tool_choice_none(server) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
     plain, silent, shown = (
         server.post("/v1/chat/completions", {**body, **change}).json()["usage"]["prompt_tokens"]
@@ -145,7 +205,7 @@ def test_no_tools_are_shown_where_none_may_be_used(server) -> None:
     assert error["param"] == "tools"
 
 
-def test_instructor_gets_objects_by_tools(client) -> None:
+def test_instructor_receives_objects_by_tools(client) -> None:
     instructor = pytest.importorskip("instructor")
     ask = instructor.from_openai(client)
     trip = ask.chat.completions.create(
@@ -154,7 +214,7 @@ def test_instructor_gets_objects_by_tools(client) -> None:
     assert isinstance(trip, Trip)
 
 
-def test_pydantic_ai_gets_objects_by_tools(server) -> None:
+def test_pydantic_ai_receives_objects_by_tools(server) -> None:
     assert isinstance(ask_pydantic_ai(server.url, Trip, "Where?"), Trip)
 
 
@@ -184,20 +244,20 @@ def test_pydantic_ai_gets_objects_by_tools(server) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_a_400(server, change, param, message) -> None:
+def test_invalid_tools_are_rejected(server, change, param, message) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, **change}
     error = error_of(server.post("/v1/chat/completions", body), 400)
     assert message in error["message"] and error["param"] == param
 
 
-def test_formats_that_are_not_known_are_a_400() -> None:
-    """A guess would bind answers to a format in which the model does not call."""
+def test_unknown_tool_format_is_rejected() -> None:
+    """A guessed format would force text that the model does not use for calls."""
     source = HERMES_TEMPLATE.replace('"arguments"', '"args"')
     body = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS})
     with pytest.raises(ApiError, match="as the model's tool format is not supported.$") as error:
         ToolUse(body, tokenizer_of(source))
     assert error.value.status == 400 and error.value.param == "tools"
-    # What the model has called before is shown to it in any format.
+    # Earlier calls are shown to the model in any format.
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     told = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages = ChatBody.model_validate({"messages": [*MESSAGES, told]}).messages

@@ -1,4 +1,4 @@
-"""Two hundred clients at once: each gets its own tokens, whoever else comes and goes."""
+"""Test of 200 concurrent clients: each receives the tokens that it would receive alone."""
 
 import asyncio
 import dataclasses
@@ -27,7 +27,7 @@ PATHS = ("/generate", "/generate", "/v1/completions", CHAT)
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """What a client asks for, how, and after how many events it vanishes."""
+    """Request of a client, and the number of events after which it disconnects."""
 
     path: str
     text: str
@@ -46,33 +46,33 @@ class Client:
 
 
 def draw_clients() -> list[Client]:
-    lots = random.Random(0)
+    rng = random.Random(0)
     clients = []
     for number in range(NUM_CLIENTS):
         vanishes = number % 10 == 3
-        word = "".join(lots.choices(string.ascii_lowercase, k=4)) + " "
+        word = "".join(rng.choices(string.ascii_lowercase, k=4)) + " "
         params = {
             "seed": number,
-            "temperature": lots.choice((0.0, 0.8, 1.2)),
+            "temperature": rng.choice((0.0, 0.8, 1.2)),
             "top_p": 0.95,
-            "max_tokens": 26 if vanishes else lots.randint(1, 24),
-            "n": lots.choice((1, 1, 1, 2)),
+            "max_tokens": 26 if vanishes else rng.randint(1, 24),
+            "n": rng.choice((1, 1, 1, 2)),
             "ignore_eos": True,
         }
         clients.append(
             Client(
-                path=lots.choice(PATHS),
-                text=lots.choice(PREFIXES) + word * lots.randint(1, 4),
+                path=rng.choice(PATHS),
+                text=rng.choice(PREFIXES) + word * rng.randint(1, 4),
                 params=params,
-                is_stream=vanishes or lots.random() < 0.5,
-                vanishes_after=lots.randint(1, 3) if vanishes else None,
+                is_stream=vanishes or rng.random() < 0.5,
+                vanishes_after=rng.randint(1, 3) if vanishes else None,
             )
         )
     return clients
 
 
 def expected_outputs(folder: Path, clients: list[Client]) -> list[RequestOutput]:
-    """What an engine of one's own gives."""
+    """Return the outputs of a separate engine."""
     llm = LLM(folder, **SIZES)
     prompts = [
         llm.chat_prompt(client.messages) if client.path == CHAT else client.text
@@ -85,7 +85,7 @@ Samples = list[tuple[str, list[int] | None]]
 
 
 async def play(http: httpx.AsyncClient, client: Client) -> Samples | None:
-    """The text of each sample, and its tokens if the endpoint tells them; None: it vanished."""
+    """Return text and token ids (if any) of each sample; None if the client disconnects."""
     if not client.is_stream:
         response = await http.post(client.path, json=client.body)
         assert response.status_code == 200, response.text
@@ -100,11 +100,11 @@ async def play(http: httpx.AsyncClient, client: Client) -> Samples | None:
                 pieces.append(json.loads(line.removeprefix("data: ")))
             if len(pieces) == client.vanishes_after:
                 return None
-    raise AssertionError("the stream ended without its end")
+    raise AssertionError("the stream ended without [DONE]")
 
 
 def joined(pieces: list[dict[str, Any]], n: int) -> Samples:
-    """Of an answer in pieces, or of one that is whole."""
+    """Return the samples of a response or of the events of a stream."""
     texts, token_ids = [""] * n, [[] for _ in range(n)]
     tells_tokens = "outputs" in pieces[0]
     for piece in pieces:
@@ -128,7 +128,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_hundred_clients(folder) -> None:
+def test_concurrent_clients_receive_their_own_tokens(folder) -> None:
     clients = draw_clients()
     expected = expected_outputs(folder, clients)
 
@@ -137,7 +137,7 @@ def test_two_hundred_clients(folder) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
             return await asyncio.gather(*[play(http, client) for client in clients])
 
-    # Tokens come in pairs, so that clients vanish long before the end.
+    # Two tokens per event, so that clients disconnect long before the end.
     with LiveServer(Engine(folder, **SIZES, steps_per_dispatch=2), SETTINGS) as server:
         assert server.post("/generate", {"prompt": "a", "max_tokens": 2}).status_code == 200
         wait_until(lambda: server.num_connections == 0)

@@ -1,0 +1,121 @@
+"""Tests of API keys, the admin key, cache salts and the Host header."""
+
+import base64
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+from paged_jax import Engine
+from paged_jax.server import Service, Settings, create_app
+from tests.support.hostile_clients import HOST
+from tests.support.live_server import GREEDY, LiveServer, bearer, check_error, error_of
+from tests.support.tiny_model import SIZES
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_folder):
+    settings = Settings(
+        model_name="tiny",
+        api_keys=("first-key", "second-key"),
+        admin_key="admin-key",
+        allowed_hosts=("127.0.0.1",),
+    )
+    with LiveServer(Engine(tiny_folder, **SIZES), settings) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/openapi.json", "/nothing"])
+def test_all_routes_but_probes_require_a_key(locked, path) -> None:
+    assert locked.get("/health").status_code == 200
+    wrong = [bearer(key) for key in ("first-ke", "first-key2", "ä")]
+    for headers in ({}, {"authorization": "Bearer"}, *wrong):
+        raw = {name: value.encode() for name, value in headers.items()}
+        assert error_of(locked.get(path, headers=raw), 401)["code"] == "invalid_api_key"
+    assert locked.get(path, headers=bearer("second-key")).status_code in (200, 404)
+
+
+def test_health_hides_details_without_a_key(locked) -> None:
+    assert locked.get("/health").json() == {"status": "ok"}
+    assert "blocks" in locked.get("/health", headers=bearer("first-key")).json()
+
+
+def test_keys_are_required_under_a_mount(tiny_folder) -> None:
+    """The cache page still requires the admin key."""
+    settings = Settings(model_name="tiny", api_keys=("key",), admin_key="admin")
+    service = Service(Engine(tiny_folder, **SIZES), settings)
+    app = Starlette(routes=[Mount("/llm", create_app(service))], lifespan=service.lifespan)
+    with TestClient(app) as client:
+        statuses = {
+            path: [client.get(path, headers=headers).status_code for headers in ({}, bearer("key"))]
+            for path in ("/llm/health", "/llm/v1/models", "/llm/cache", "/llm/cache/state")
+        }
+        assert statuses == {
+            "/llm/health": [200, 200],
+            "/llm/v1/models": [401, 200],
+            "/llm/cache": [401, 401],
+            "/llm/cache/state": [401, 401],
+        }
+        assert client.get("/llm/cache/state", headers=bearer("admin")).status_code == 200
+        body = {"prompt": "ab", **GREEDY}
+        assert client.post("/llm/generate", json=body, headers=bearer("key")).status_code == 200
+
+
+def test_admin_key_alone_locks_the_cache_page(tiny_folder) -> None:
+    settings = Settings(model_name="tiny", admin_key="admin")
+    service = Service(Engine(tiny_folder, **SIZES), settings)
+    with TestClient(create_app(service)) as client:
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/cache").status_code == 401
+        assert client.get("/cache", headers=bearer("admin")).status_code == 200
+
+
+def test_cache_page_requires_the_admin_key(locked) -> None:
+    for headers in ({}, bearer("first-key")):
+        response = locked.get("/cache", headers=headers)
+        error_of(response, 401)
+        assert response.headers["www-authenticate"].startswith("Basic")
+    password = base64.b64encode(b"me:admin-key").decode()
+    for headers in (bearer("admin-key"), {"authorization": f"Basic {password}"}):
+        assert locked.get("/cache", headers=headers).status_code == 200
+
+
+def test_api_keys_do_not_share_cached_blocks(locked) -> None:
+    body = {"prompt": "the cat sat on a mat", **GREEDY}
+
+    def cached(key: str, **more) -> int:
+        answer = locked.post("/generate", {**body, **more}, headers=bearer(key)).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("first-key") == 0
+    assert cached("first-key") > 0
+    assert cached("second-key") == 0
+    assert cached("first-key", cache_salt="mine") == 0
+    assert cached("first-key", cache_salt="mine") > 0
+    assert cached("second-key", cache_salt="mine") == 0, "salts of key and request are joined"
+
+
+def test_negative_priority_is_rejected_with_api_keys(locked) -> None:
+    body = {"prompt": "a", **GREEDY}
+    for priority, status in ((-1, 400), (0, 200), (1, 200)):
+        response = locked.post(
+            "/generate", {**body, "priority": priority}, headers=bearer("first-key")
+        )
+        assert response.status_code == status
+
+
+def test_unknown_hosts_are_rejected(locked) -> None:
+    headers = bearer("first-key") | {"host": "evil.example:80"}
+    assert error_of(locked.get("/v1/models", headers=headers), 400)["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "authorization", [b"Basic \xc3\xa4", b"Basic !", b"Basic", b"Bearer \xff", b"Bearer", b"\xff"]
+)
+def test_malformed_authorization_is_rejected(tiny_folder, authorization) -> None:
+    settings = Settings(model_name="tiny", api_keys=("key",), admin_key="admin")
+    with LiveServer(Engine(tiny_folder, **SIZES), settings) as server:
+        for path in (b"/v1/models", b"/cache"):
+            head = b"GET %b HTTP/1.1\r\n%bauthorization: %b\r\n\r\n" % (path, HOST, authorization)
+            check_error(*server.send(head), {401})

@@ -1,0 +1,148 @@
+"""Tests of `CancelOnDisconnect`, and of an engine that hangs or fails."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from paged_jax import Engine
+from paged_jax.server import Settings
+from paged_jax.server.service import CancelOnDisconnect, ClientGone
+from tests.support.hostile_clients import LONG, open_stream
+from tests.support.live_server import LiveServer, check_error, wait_until
+from tests.support.tiny_model import SIZES
+
+Work = Callable[[CancelOnDisconnect], Awaitable[object]]
+
+
+class Stopped(Exception):
+    """Reason of the server to cancel all work."""
+
+
+def run(work: Work, *messages: str) -> object:
+    """Run `work` for a client that sends these ASGI messages and then nothing."""
+
+    async def receive():
+        if messages[len(received) :]:
+            received.append(messages[len(received)])
+            return {"type": received[-1]}
+        return await asyncio.Event().wait()
+
+    async def main() -> object:
+        connected = CancelOnDisconnect(receive, others)
+        try:
+            async with connected:
+                return await work(connected)
+        finally:
+            await asyncio.sleep(0)
+            assert not others and asyncio.all_tasks() == {asyncio.current_task()}
+
+    received: list[str] = []
+    others: set[CancelOnDisconnect] = set()
+    return asyncio.run(main())
+
+
+async def wait_forever(connected: CancelOnDisconnect) -> object:
+    return await asyncio.Event().wait()
+
+
+async def be_stopped(connected: CancelOnDisconnect) -> object:
+    asyncio.get_running_loop().call_soon(connected.end, Stopped())
+    return await wait_forever(connected)
+
+
+async def fail_late(connected: CancelOnDisconnect) -> object:
+    try:
+        return await wait_forever(connected)
+    finally:
+        raise KeyError("in the end")
+
+
+async def be_cancelled(connected: CancelOnDisconnect) -> object:
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    loop.call_soon(connected.end, Stopped())
+    loop.call_soon(task.cancel)
+    return await wait_forever(connected)
+
+
+def test_cancel_on_disconnect_returns_the_result_of_finished_work() -> None:
+    assert run(lambda connected: asyncio.sleep(0.01, 7), "http.request") == 7
+
+
+@pytest.mark.parametrize(
+    ("work", "messages", "error"),
+    [
+        (wait_forever, ["http.request", "http.disconnect"], ClientGone),
+        (be_stopped, [], Stopped),
+        (fail_late, ["http.disconnect"], KeyError),
+        (be_cancelled, [], asyncio.CancelledError),
+    ],
+)
+def test_cancel_on_disconnect_raises_the_reason(work, messages, error) -> None:
+    with pytest.raises(error):
+        run(work, *messages)
+
+
+def test_cancel_on_disconnect_leaves_the_task_usable() -> None:
+    async def main() -> int:
+        with pytest.raises(ClientGone):
+            async with CancelOnDisconnect(
+                lambda: asyncio.sleep(0, {"type": "http.disconnect"}), set()
+            ):
+                await asyncio.Event().wait()
+        assert asyncio.current_task().cancelling() == 0
+        return await asyncio.sleep(0, 7)
+
+    assert asyncio.run(main()) == 7
+
+
+@pytest.fixture
+def own_server(tiny_folder):
+    engine = Engine(tiny_folder, **SIZES, steps_per_dispatch=2)
+    with LiveServer(engine, Settings(model_name="tiny", stall_seconds=0.2)) as server:
+        assert server.post("/generate", {"prompt": "ab", "max_tokens": 2}).status_code == 200
+        yield server
+
+
+def test_health_reports_a_stalled_engine(own_server, monkeypatch) -> None:
+    go_on, advance = threading.Event(), own_server.engine.advance
+
+    def hang():
+        go_on.wait(30)
+        return advance()
+
+    monkeypatch.setattr(own_server.engine, "advance", hang)
+    try:
+        with open_stream(own_server) as connection:
+            wait_until(lambda: own_server.get("/health").json()["status"] == "stalled")
+            assert own_server.get("/health").status_code == 503
+            assert own_server.get("/metrics").status_code == 200
+            go_on.set()
+            rest = b""
+            while b"[DONE]" not in rest:
+                rest += connection.recv(2**16)
+    finally:
+        go_on.set()
+    own_server.wait_until_idle()
+    assert own_server.get("/health").status_code == 200
+
+
+def test_engine_failure_ends_all_requests_with_an_error(own_server, monkeypatch) -> None:
+    def fail():
+        raise RuntimeError("no memory")
+
+    with open_stream(own_server, {**LONG, "n": 16}) as connection:
+        while b"data: " not in connection.recv(5000):
+            pass
+        monkeypatch.setattr(own_server.engine, "advance", fail)
+        wait_until(lambda: own_server.get("/health").json()["status"] == "failed")
+        rest = b""
+        while not rest.endswith(b"0\r\n\r\n"):
+            rest += connection.recv(2**16)
+    assert b'"code":"engine_stopped"' in rest and b"[DONE]" not in rest
+    assert own_server.get("/health").status_code == 503
+    for response in (own_server.post("/generate", {"prompt": "a"}), own_server.get("/cache/state")):
+        error = check_error(response.status_code, response.content, {503})
+        assert error["code"] == "engine_stopped"
+    wait_until(lambda: own_server.service.num_active == 0)
