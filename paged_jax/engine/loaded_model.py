@@ -1,6 +1,7 @@
 """A model on its devices, with its tokenizer and the defaults of its authors."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -41,7 +42,7 @@ class LoadedModel:
     token_bias: TokenBias
     is_shared: bool
 
-    @property
+    @functools.cached_property  # a step reads it, and building the model would take 60 us
     def config(self) -> LlamaConfig:
         """Configuration of the whole model."""
         return self.weights.layout_model.config
