@@ -1,17 +1,16 @@
-"""The free blocks, the holders of the others, and what is known of the content of each.
+"""Block pool: the free blocks, the reference counts of the others, and their digests.
 
-A block is free or held; either way it may be *cached*: full of tokens that are known by a digest,
-so that a sequence that begins with the same tokens can hold it too (`paged_jax.blocks.attach`). A
-block stays cached when it is freed, until it is taken again. So the free queue has two parts: at
-its head the blocks whose content cannot be found, the last freed first, then the cached ones, the
-least recently used first.
+A block is free or held. In both states it can be *cached*: its tokens are known by a digest, so
+sequences with the same prefix can share it (`paged_jax.blocks.attach`). A cached block stays cached
+after it is freed, until it is allocated again. Blocks that are not cached are at the head of the
+free queue, the last freed first. Cached blocks follow, the least recently used first.
 
-    ref_counts  [0 2 0 2 0 0]        held: 1 and 3, by two holders each
+    ref_counts  [0 2 0 2 0 0]        held: 1 and 3, each by two slots
     is_cached   [1 1 0 1 0 0]
-    free blocks  5 4 2 | 0           5 is taken first; when 0 is taken, its content is forgotten
+    free blocks  5 4 2 | 0           5 is allocated first; allocating 0 evicts its content
 
-These are the parts of which `paged_jax.blocks` is made. None of them checks its arguments: that
-has been done, and P, one past the last block, stands for "no block".
+`paged_jax.blocks` is built from these functions. They do not check their arguments. P, the number
+of blocks, stands for "no block".
 """
 
 from dataclasses import dataclass, replace
@@ -24,10 +23,10 @@ from paged_jax.arguments import names_arguments
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import without_index_checks
 
-# Of SHA-256, as 32-bit words.
+# Length of a SHA-256 digest in 32-bit words.
 NUM_DIGEST_WORDS = 8
 
-# Of the buckets by which digests are found: far more than a sequence has blocks, and 256 KiB.
+# `find` has 2**16 buckets: far more than a sequence has blocks, and only 256 KiB.
 _BUCKET_BITS = 16
 
 
@@ -35,18 +34,17 @@ _BUCKET_BITS = 16
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPool:
-    """Which blocks are free, how many table entries refer to the others, and what is in them.
+    """State of the blocks: which are free, which are referenced how often, which are cached.
 
     Attributes:
-      ref_counts: i32[P], the number of table entries that hold each block; 0 if it is free.
-      free_queue: i32[P], a ring buffer. From `head` on, around the end, lie the ids of the
-          `num_free` free blocks in the order in which they will be taken; the remaining places
-          are stale.
-      head: i32[], where in `free_queue` the next block is taken.
-      num_free: i32[], how many blocks are free.
-      is_cached: bool[P], whether the block is found by its digest.
-      digests: u32[P, 8], the SHA-256 under which each cached block is found; stale for others.
-      token_ids: i32[P, C], the tokens of each cached block; stale for others.
+      ref_counts: i32[P], the number of table entries that refer to each block; 0 if it is free.
+      free_queue: i32[P], a ring buffer. The `num_free` entries from `head` are the ids of the free
+          blocks in the order of allocation. The other entries are stale.
+      head: i32[], the position in `free_queue` of the next block to allocate.
+      num_free: i32[], the number of free blocks.
+      is_cached: bool[P], whether the block can be found by its digest.
+      digests: u32[P, 8], the SHA-256 digest of each cached block; stale for other blocks.
+      token_ids: i32[P, C], the tokens of each cached block; stale for other blocks.
     """
 
     ref_counts: jax.Array
@@ -60,7 +58,7 @@ class BlockPool:
     @classmethod
     @names_arguments
     def create(cls, num_blocks: int, block_size: int) -> "BlockPool":
-        """Return a pool of `num_blocks` free blocks, none of which is cached."""
+        """Return a pool of `num_blocks` free blocks that are not cached."""
         return cls(
             ref_counts=jnp.zeros(num_blocks, jnp.int32),
             free_queue=jnp.arange(num_blocks, dtype=jnp.int32),
@@ -73,12 +71,12 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """P, the number of blocks in the pool."""
+        """Number of blocks in the pool (P)."""
         return self.ref_counts.shape[0]
 
 
 def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
-    """The blocks that `take` would take for every True, in order; elsewhere P."""
+    """Return the blocks that `take` would allocate: one per True, in order; elsewhere P."""
     rank = _ranks(is_wanted)
     heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
     return jnp.where(is_wanted, heads, pool.num_blocks)
@@ -86,9 +84,9 @@ def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
 
 @without_index_checks
 def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """Take a block off the head of the free queue for every True, in order; elsewhere give P.
+    """Allocate a block from the head of the free queue for each True, in order; elsewhere return P.
 
-    The caller has made sure that there are enough. What was cached in the blocks is forgotten.
+    The caller checks that there are enough free blocks. Allocated blocks are no longer cached.
     """
     blocks = peek(pool, is_taken)
     return _hold_free(pool, blocks, jnp.sum(is_taken, dtype=jnp.int32)), blocks
@@ -96,7 +94,13 @@ def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
 
 @without_index_checks
 def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockPool:
-    """Take some of the `blocks` that `peek` gave, P elsewhere; the others stay in their order."""
+    """Allocate some of the `blocks` that `peek` returned; the others keep their order.
+
+    Args:
+      pool: the pool.
+      blocks: the blocks that `peek` returned, P for none.
+      is_taken: bool of the same shape, the blocks to allocate.
+    """
     is_left = ~is_taken & (blocks < pool.num_blocks)
     num_taken = jnp.sum(is_taken, dtype=jnp.int32)
     place = (pool.head + num_taken + _ranks(is_left) - 1) % pool.num_blocks
@@ -106,7 +110,7 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
 
 
 def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> BlockPool:
-    """The pool without the first `num_taken` blocks of its queue, which are `blocks`, or P."""
+    """Remove the first `num_taken` blocks from the queue; `blocks` lists them, with P for none."""
     return replace(
         pool,
         ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
@@ -117,26 +121,27 @@ def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> Bloc
 
 
 def _ranks(mask: jax.Array) -> jax.Array:
-    """How many are True up to each place, in the order of rows; i32, of any shape."""
+    """Return the number of True values up to each position, in row-major order, as i32."""
     return jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
 
 
 @without_index_checks
 def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Add one reference for each of `entries` i32[N] (P: none), blocks that are held already."""
+    """Add a reference for each of `entries` i32[N]: held blocks, or P for none."""
     blocks, counts, _ = tally(entries, pool.num_blocks)
     return replace(pool, ref_counts=pool.ref_counts.at[blocks].add(counts, mode="drop"))
 
 
 @without_index_checks
 def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Give back one reference for each of `entries` i32[N] (P: none); queue what is then free.
+    """Remove a reference for each of `entries` i32[N], P for none, and queue the freed blocks.
 
-    In the order of the entries: cached blocks join the tail of the queue, others its head.
+    Freed blocks are queued in the order of the entries: cached blocks at the tail, others at the
+    head.
     """
     blocks, counts, positions = tally(entries, pool.num_blocks)
     refs = pool.ref_counts.at[blocks].get(mode="fill", fill_value=-1)
-    # Back from the order of the sort to that of the entries, in which blocks join the queue.
+    # `tally` sorts by block, but blocks are queued in the order of the entries.
     is_freed = jnp.zeros(entries.shape, bool).at[positions].set(refs == counts)
     is_cached = pool.is_cached.at[entries].get(mode="fill", fill_value=False)
     cached_rank = jnp.cumsum(is_freed & is_cached, dtype=jnp.int32)
@@ -147,7 +152,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
-        # Not an addition: in a loop, writes that depend on what was read need no copy of the array.
+        # `set` instead of `add`: in a loop, XLA needs no copy of an array if the written values
+        # depend on the values read.
         ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
         free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
         head=(pool.head - other_rank[-1]) % pool.num_blocks,
@@ -157,9 +163,9 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Add one reference to each of `blocks` i32[N], distinct, P for none; free ones become held.
+    """Add a reference to each of `blocks` i32[N], free or held, distinct, P for none.
 
-    Those leave the middle of the free queue, which closes the gaps: costs a pass over P.
+    Free blocks leave the middle of the free queue, so this is a pass over all P entries.
     """
     is_revived = jnp.zeros(pool.num_blocks, bool).at[blocks].set(True, mode="drop")
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
@@ -176,14 +182,14 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
 
 @without_index_checks
-@jax.jit  # so that eager calls compile the loop once, not each time
+@jax.jit  # eager calls then compile the loop only once
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
-    """Return the block that is cached under each of `digests` u32[N, 8], i32[N].
+    """Return the block cached under each of `digests` u32[N, 8], as i32[N].
 
-    It is P where there is none, or where `is_wanted` bool[N] is False. The blocks look for their
-    digests among the wanted ones: a table says which of these to compare with, by the first bits.
-    Where several have the same first bits, each takes a round of its own; that is rare, so that the
-    cost is in proportion to N + P.
+    The result is P if no block is cached under the digest, or if `is_wanted` bool[N] is False. Each
+    block of the pool looks up its own digest: a table maps the first bits of a digest to one wanted
+    digest to compare with. If several wanted digests have the same first bits, each needs another
+    round. That is rare, so the cost is proportional to N + P.
     """
     num_wanted = len(digests)
     index = jnp.arange(num_wanted, dtype=jnp.int32)
@@ -199,7 +205,7 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
         entries = table[pool_buckets]
         is_match = jnp.all(digests.at[entries].get(mode="clip") == pool.digests, axis=1)
         is_match &= pool.is_cached & (entries < num_wanted)
-        # Distinct, as no two blocks are cached under one digest.
+        # Distinct, because no two blocks are cached under the same digest.
         entries = jnp.where(is_match, entries, num_wanted)
         ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
         return blocks.at[entries].set(ids, mode="drop"), is_open & (table[buckets] != index)
@@ -212,9 +218,13 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
 def remember(
     pool: BlockPool, blocks: jax.Array, digests: jax.Array, token_ids: jax.Array
 ) -> BlockPool:
-    """Cache `blocks` i32[N], distinct, P for none, under `digests` u32[N, 8].
+    """Cache `blocks` i32[N], distinct, P for none.
 
-    `token_ids` i32[N, C] are in them.
+    Args:
+      pool: the pool.
+      blocks: i32[N].
+      digests: u32[N, 8], the digest of each block.
+      token_ids: i32[N, C], the tokens in each block.
     """
     return replace(
         pool,
@@ -226,15 +236,15 @@ def remember(
 
 @without_index_checks
 def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Let `blocks`, i32 of any shape, held ones or P, no longer be found."""
+    """Remove `blocks`, i32 of any shape, held blocks or P, from the prefix cache."""
     return replace(pool, is_cached=pool.is_cached.at[blocks].set(False, mode="drop"))
 
 
 @without_index_checks
 def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
-    """Let the blocks of `is_forgotten` bool[P] no longer be found, free ones among them.
+    """Remove the blocks of `is_forgotten` bool[P], free or held, from the prefix cache.
 
-    Those join the free blocks that cannot be found, as the last of them: costs a pass over P.
+    Free blocks move to the end of the uncached part of the free queue: a pass over all P entries.
     """
     is_cached = pool.is_cached & ~is_forgotten
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
@@ -249,12 +259,15 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
 
 
 def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Count how often each block occurs in `entries` i32[N], where P counts as none.
+    """Count how often each block occurs in `entries` i32[N]; P counts as none.
 
-    Returns `(blocks, counts, positions)`, all i32[N] and sorted by block. Each block that occurs
-    is listed once, with its count and the position of its last occurrence; all other `blocks` are
-    P with count 0. So a scatter to `blocks` never meets the same block twice: sorting takes the
-    place of a scatter-add on which all holders of a shared block would contend.
+    A scatter to the returned blocks writes each block once. A scatter-add of all entries would be
+    slow if many of them refer to the same block.
+
+    Returns:
+      `(blocks, counts, positions)`, all i32[N], sorted by block. Each block that occurs is listed
+      once, with its count and the position of its last occurrence. All other `blocks` are P with
+      count 0.
     """
     index = jnp.arange(entries.shape[0], dtype=jnp.int32)
     ranked, positions = lax.sort((entries, index), num_keys=1, is_stable=True)

@@ -1,8 +1,11 @@
-"""What a slot holds, copied out of the pools and into them: no table changes.
+"""Contents of a cache: copies of slots to the host and back, and state dictionaries.
 
-`read_blocks` and `write_blocks` are the way of a sequence to host memory and back. What it shares
-with others is copied all the same. The way back begins with `paged_cache.restore`, and may lead to
-another slot.
+`read_blocks` copies the blocks of a sequence out of the pools, including shared blocks. To bring
+the sequence back, possibly into another slot, call `paged_cache.restore` and then `write_blocks`.
+
+A state dictionary for `flax.serialization` has an entry for each field of a cache, including static
+fields. `to_bytes`, `from_bytes` and `from_state_dict` accept a cache, also inside a larger tree
+such as a train state.
 """
 
 from dataclasses import fields, replace
@@ -29,23 +32,23 @@ from paged_jax.kernels.rows import set_rows
 def read_blocks(
     cache: PagedCache, slot: ArrayLike, first: ArrayLike, *, width: int, group: int = 0
 ) -> Pools:
-    """Copy blocks of one slot out of the pools, in every layer, to be kept elsewhere.
+    """Copy blocks of a slot out of the pools, in all layers of a group.
 
-    With `restore` and `write_blocks` this is the way of a sequence to host memory and back. One
-    `width` for sequences of all lengths, in several calls, takes one compiled program for each of
-    the cache's groups. Of layers with a window just what the next token attends to is moved.
+    With one `width`, several calls copy sequences of any length, and one program per group of
+    layers is compiled. In a group with a window, only the blocks that the next token attends to are
+    copied.
 
     Args:
-      cache: the cache; only read, so do not donate it.
+      cache: the cache. It is only read, so do not donate it.
       slot: i32[], the slot.
-      first: i32[], which of its blocks to begin with. In a group with a window number 0 is the
-        block in its `first_kept_column`.
-      width: how many blocks to copy (static).
-      group: which of the cache's groups to read (static).
+      first: i32[], the first block of the slot to copy. In a group with a window, block 0 is the
+        block in column `first_kept_column`.
+      width: number of blocks to copy (static).
+      group: index of the group to read (static).
 
     Returns:
-      `Pools` with the bits of these blocks: K and V [L, width, K, C, D] and, of quantised pools,
-      their scales [L, width, K, C]. What the slot does not hold is zeros.
+      `Pools` with copies of the blocks: K and V [L, width, K, C, D] and, if the pools are
+      quantised, scales [L, width, K, C]. Blocks that the slot does not hold are 0.
 
     Raises:
       ValueError: `width` is not a positive integer, or there is no such group.
@@ -72,8 +75,8 @@ def read_blocks(
     rows_LN = layers_L1 * chosen.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
 
     def read(pool: jax.Array) -> jax.Array:
-        # As rows: `pool[:, blocks]` makes XLA for TPU change the layout of the scales, where P is
-        # the fastest axis.
+        # Read rows: `pool[:, blocks]` makes XLA change the layout of the scales on TPUs, where P is
+        # the minor dimension.
         values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
         return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
 
@@ -83,13 +86,14 @@ def read_blocks(
 def write_blocks(
     cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools, *, group: int = 0
 ) -> PagedCache:
-    """Write what `read_blocks` returned into the blocks of a slot; the tables do not change.
+    """Write blocks from `read_blocks` into the blocks of a slot. The tables do not change.
 
     Args:
-      cache: the cache; donate it, or its pools are copied.
-      slot: i32[], the slot, given room with `restore`. Blocks that it shares change for all.
-      first, group: see `read_blocks`.
-      values: the blocks. What the slot has no block for is dropped.
+      cache: the cache. Donate it, or its pools are copied.
+      slot: i32[], the slot, with room from `restore`. Shared blocks change for all slots.
+      first: see `read_blocks`.
+      group: see `read_blocks`.
+      values: the blocks. Blocks that the slot does not hold are ignored.
 
     Raises:
       ValueError: `values` are not blocks of such pools, or there is no such group.
@@ -109,8 +113,8 @@ def _write_blocks(
     layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
     columns = jnp.arange(width, dtype=jnp.int32)
     is_held = blocks < num_blocks
-    # Dropped blocks are sent past the end, each to its own place: a block of P would fall into the
-    # next layer, and the places must be distinct.
+    # Each dropped block gets its own row past the end: the rows must be distinct, and P itself
+    # would be a row of the next layer.
     past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
     rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
 
@@ -120,8 +124,8 @@ def _write_blocks(
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Number by number: as rows, XLA for TPU would change their layout, as P is their fastest
-        # axis.
+        # Write single values: with rows, XLA would change the layout on TPUs, where P is the minor
+        # dimension.
         L, _, K, C = scale.shape
         layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
         places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
@@ -141,7 +145,7 @@ def _group(function: str, cache: PagedCache, group: int) -> CacheGroup:
 
 @partial(without_index_checks, static_argnums=(3,))
 def _held_blocks(group: CacheGroup, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
-    """Some blocks of a slot, i32[width], see `read_blocks`; P where it holds none."""
+    """Return `width` blocks of a slot, i32[width], see `read_blocks`; P if it does not hold one."""
     columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
     window = group.tables.window
     if window is not None:
@@ -155,11 +159,11 @@ def _held_blocks(group: CacheGroup, slot: ArrayLike, first: ArrayLike, width: in
 
 
 def _check_values(pools: Pools, values: Pools) -> int:
-    """Raise ValueError unless `values` could come from `pools`; return how many blocks they are."""
+    """Return the number of blocks in `values`; raise ValueError unless `pools` could hold them."""
     if pools.is_quantised != values.is_quantised:
         raise ValueError(
-            "write_blocks: values must have scales just if the pools do. Pass what read_blocks of "
-            "such a cache returned."
+            "write_blocks: values must have scales if and only if the pools do. Pass the result of "
+            "read_blocks for such a cache."
         )
     width = values.k.shape[1] if values.k.ndim > 1 else 0
     for name, pool, new in zip(Pools._fields, pools, values, strict=True):
@@ -169,7 +173,7 @@ def _check_values(pools: Pools, values: Pools) -> int:
         if new.shape != shape or new.dtype != pool.dtype:
             raise ValueError(
                 f"write_blocks: values.{name} must be {pool.dtype} {list(shape)}, got {new.dtype} "
-                f"{list(new.shape)}. Pass what read_blocks of such a cache returned."
+                f"{list(new.shape)}. Pass the result of read_blocks for such a cache."
             )
     return width
 
@@ -177,20 +181,19 @@ def _check_values(pools: Pools, values: Pools) -> int:
 def gather(
     cache: PagedCache, slot: int | jax.Array, *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Lay the K and V of one slot out in the order of its tokens, for references and tests.
+    """Return the K and V of a slot in the order of its tokens, for references and tests.
 
     Args:
       cache: the cache.
       slot: the slot, a Python integer or i32[].
-      layer: the layer, a Python integer or i32[].
+      layer: the layer, a Python integer; i32[] if the cache has one group.
 
     Returns:
-      `(k, v)`, both [M * C, K, D]: the slot's tokens, then zeros, whatever the pools hold there;
-      and zeros for tokens whose blocks were given back.
-      Of quantised pools, in float32 and multiplied by the scales; else as they are.
+      `(k, v)`, both [M * C, K, D]: the tokens of the slot, then zeros. Tokens of freed blocks are
+      zeros too. The values of quantised pools are multiplied by their scales, in float32.
 
     Raises:
-      ValueError: a Python `slot` or `layer` that does not exist.
+      ValueError: a Python `slot` or `layer` does not exist.
     """
     num_slots = cache.num_slots
     _check_layer("gather", layer, cache.num_layers)
@@ -221,7 +224,7 @@ def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None
 
 
 def register_caches() -> None:
-    """Register the cache classes and their tables with `flax.serialization`."""
+    """Register the classes of caches and block tables with `flax.serialization`."""
     for kind in (BlockPool, BlockTables, CacheGroup, PagedCache):
         serialization.register_serialization_state(
             kind, _to_state_dict, _from_state_dict, override=True

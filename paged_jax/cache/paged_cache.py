@@ -22,10 +22,10 @@ The ops that read and write pools are in `paged_jax.kernels`. A loop over layers
 pools; `replace_pools` puts them back into the cache. On CPU, use pools in float32, float16 or int8:
 XLA does not update other dtypes in place there.
 
-The functions of this module change all groups or none. The first group keeps the most tokens. The
-other groups never run out of blocks before it: a slot holds no block of theirs without one in the
-first group, and blocks that slots share there are shared in all groups (`prefix.publish_groups`).
-So the number of free blocks of a cache is that of its first group.
+The functions of this module either change all groups or change nothing. The first group keeps the
+most tokens. The other groups never run out of blocks before it: a slot holds no block of theirs
+without one in the first group, and blocks that slots share there are shared in all groups
+(`prefix.publish_groups`). So only the free blocks of the first group must be counted.
 """
 
 import functools
@@ -72,7 +72,7 @@ class PagedCache:
     the only group. With several groups they raise an error: use `groups`.
 
     Attributes:
-      groups: the groups, the one that keeps the most tokens first.
+      groups: the groups. The first one keeps the most tokens.
       layers: for each layer of the model, the index of its group and its index there (static).
 
     Example:
@@ -117,12 +117,7 @@ class PagedCache:
     ) -> "PagedCache":
         """Return a cache with one group for all layers: empty slots and zeroed pools.
 
-        Args:
-          num_layers, num_blocks, num_kv_heads, block_size, head_dim, num_slots,
-            max_blocks_per_slot, dtype, window: see `CacheGroup.create`.
-
-        Raises:
-          ValueError: see `CacheGroup.create`.
+        See `CacheGroup.create` for the arguments and the errors.
         """
         group = CacheGroup.create(
             num_layers=num_layers,
@@ -158,7 +153,7 @@ class PagedCache:
 
     @property
     def tables(self) -> BlockTables:
-        """The tables of the first group, whose free blocks are those of the cache."""
+        """The tables of the first group. Its free blocks are the free blocks of the cache."""
         return self.groups[0].tables
 
     @property
@@ -271,8 +266,8 @@ def reserve(
 ) -> tuple[PagedCache, jax.Array]:
     """Append room for tokens to slots, and copy shared blocks that the tokens are written to.
 
-    The allocation is that of `paged_jax.blocks.reserve`, and the copies are made in all layers. A
-    copy reads and writes one block. Without copies the pools are not touched.
+    This is `paged_jax.blocks.reserve` with the copies made in all layers. A copy reads and writes
+    one block. Without copies the pools are not touched.
 
     Args:
       cache: the state. Donate it, or the pools are copied.
@@ -301,15 +296,9 @@ def restore(
 ) -> tuple[PagedCache, jax.Array]:
     """Allocate blocks in empty slots for tokens that `write_blocks` will copy into them.
 
-    The allocation is that of `paged_jax.blocks.restore`: groups with a window allocate only the
-    blocks inside the window.
-
-    Args:
-      cache, max_tokens, backend: see `reserve`.
-      num_tokens: i32[S], the number of tokens of each slot; 0 leaves a slot unchanged.
-
-    Returns:
-      See `reserve`.
+    This is `paged_jax.blocks.restore` in all groups. Groups with a window allocate only the blocks
+    inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0 leaves a slot
+    unchanged. The other arguments and the result are those of `reserve`.
     """
     tables = [group.tables for group in cache.groups]
     begun = [begin_restore(each, num_tokens, max_tokens=max_tokens) for each in tables]
@@ -324,11 +313,7 @@ def plan(
     """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
     Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables.
-
-    Args:
-      cache, backend: see `reserve`.
-      limits, most, max_tokens: see `paged_jax.blocks.plan`.
+    next operation on the tables. The backend of the copies is that of `reserve`.
 
     Returns:
       The cache, and one plan per group, all for the same number of tokens.
@@ -395,7 +380,7 @@ def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
 
 
 def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
-    """Replace slots by copies of other slots, all at once; see `paged_jax.blocks.reorder`."""
+    """Replace slots by copies of other slots; see `paged_jax.blocks.reorder`."""
     done = [allocator.reorder(group.tables, parents) for group in cache.groups]
     return cache.replace_tables(tables for tables, _ in done), done[0][1]
 

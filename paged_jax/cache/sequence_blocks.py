@@ -1,4 +1,13 @@
-"""How many blocks tokens take, and how many tokens of a sequence are cached. Imports no jax."""
+"""Blocks of one sequence, computed on the host: their number and their digests. Imports no jax.
+
+The K and V of a token depend on all tokens before it, so the digest of a full block covers the
+tokens of the block and the digest of the previous block. Blocks that are not full have no digest.
+
+    root = sha256(weights, cache_salt)      link = sha256(parent, tokens as little-endian int32)
+
+Equal digests mean equal prefixes with equal weights and an equal salt. So requests cannot hit
+blocks of another tenant, or blocks that were computed with older weights.
+"""
 
 import hashlib
 import struct
@@ -8,7 +17,7 @@ import numpy as np
 
 
 def num_blocks_needed(num_tokens, block_size: int):
-    """Return how many blocks `num_tokens` tokens fill or begin; integers or arrays of them.
+    """Return the number of blocks for `num_tokens` tokens, an integer or an array of integers.
 
     Example:
       >>> [num_blocks_needed(n, 16) for n in (0, 1, 16, 17)]
@@ -18,12 +27,17 @@ def num_blocks_needed(num_tokens, block_size: int):
 
 
 def first_kept_column(num_tokens, window: int, block_size: int):
-    """Return the first column of the block table that is still needed; integers or arrays of them.
+    """Return the first column of the block table that a sliding window still needs.
 
-    With n tokens in the cache, the next one attends to positions ``n - window + 1 .. n``. Kept is
-    what the first token of its block attends to, position ``n // C * C``: a slot so never holds
-    more than it does at the beginning of a block, and when it is released, the prefix cache has all
-    that a continuation of its full blocks needs.
+    With n tokens in the cache, the next token attends to the positions ``n - window + 1 .. n``.
+    Kept are all blocks that the first token of its block attends to, position ``n // C * C``. So a
+    slot never holds more than at the beginning of a block, and after its release the prefix cache
+    has all blocks that a continuation of its full blocks needs.
+
+    Args:
+      num_tokens: number of tokens in the cache, an integer or an array of integers.
+      window: number of last tokens that are attended to, the query itself included.
+      block_size: C.
 
     Example:
       >>> [first_kept_column(n, window=10, block_size=4) for n in (0, 12, 15, 16, 20)]
@@ -34,7 +48,7 @@ def first_kept_column(num_tokens, window: int, block_size: int):
 
 
 def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
-    """Return how many blocks of a sequence are kept: those of all tokens, or of a window.
+    """Return the number of blocks of a sequence that are kept: all, or only those in the window.
 
     Example:
       >>> num_kept_blocks(40, None, 16), num_kept_blocks(40, 8, 16)
@@ -47,11 +61,10 @@ def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int
 
 
 def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
-    """Return the most blocks that a slot holds of layers with a sliding window.
+    """Return the maximum number of blocks that a slot holds in layers with a sliding window.
 
-    Those of the window and of the next token, and those of all others that the last program has
-    appended, which were `max_tokens` in all at most: a program gives blocks back before it takes
-    others.
+    These are the blocks of the window and of the next token, and the blocks of up to `max_tokens`
+    tokens that the last program appended. A program frees blocks before it allocates.
 
     Example:
       >>> max_blocks_in_window(window=1024, max_tokens=512, block_size=16)
@@ -64,9 +77,13 @@ def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
 def max_blocks_in_slot(
     window: int | None, max_length: int, max_tokens: int, block_size: int
 ) -> int:
-    """Return the most blocks that a slot of up to `max_length` tokens holds of some layers.
+    """Return the maximum number of blocks that a slot holds in one group of layers.
 
-    All of them where `window` is None, else see `max_blocks_in_window`.
+    Args:
+      window: sliding window of the layers; None if they keep all tokens.
+      max_length: maximum number of tokens in a slot.
+      max_tokens: maximum number of tokens that a program appends, see `max_blocks_in_window`.
+      block_size: C.
 
     Example:
       >>> [max_blocks_in_slot(window, 32768, 512, 16) for window in (None, 1024, 65536)]
@@ -79,10 +96,10 @@ def max_blocks_in_slot(
 
 
 def num_cached_tokens_at(length: int) -> int:
-    """Return how many tokens of a sequence are in the cache once it has `length` tokens.
+    """Return how many tokens of a sequence with `length` tokens are in the cache.
 
-    A token's K and V are computed when it is the input of the step that draws the next one. The
-    last token is the input of no step, so it is never written to the cache.
+    The K and V of a token are computed in the step that draws the next token. So the last token of
+    a sequence is not in the cache.
 
     Example:
       >>> num_cached_tokens_at(5)
@@ -94,7 +111,7 @@ def num_cached_tokens_at(length: int) -> int:
 def length_with_cached_tokens(num_tokens: int) -> int:
     """Return the length of a sequence that has `num_tokens` tokens in the cache.
 
-    The inverse of `num_cached_tokens_at`.
+    This is the inverse of `num_cached_tokens_at`.
 
     Example:
       >>> length_with_cached_tokens(4)
@@ -104,23 +121,27 @@ def length_with_cached_tokens(num_tokens: int) -> int:
 
 
 def root_digest(weights: bytes, cache_salt: str = "") -> bytes:
-    """The parent of every first block: 32 bytes.
+    """Return the 32-byte digest that is the parent of every first block.
 
     Args:
-      weights: identifies the weights, and whatever else K and V depend on.
+      weights: identifies the weights, and everything else that K and V depend on.
       cache_salt: only requests with the same salt share blocks.
 
     Example:
       >>> root_digest(b"v1") == root_digest(b"v1", "tenant")
       False
     """
-    # The length keeps the two apart: without it (b"ab", "c") and (b"a", "bc") would be the same.
+    # The length separates the two: without it (b"ab", "c") and (b"a", "bc") would be equal.
     parts = struct.pack("<q", len(weights)), weights, cache_salt.encode()
     return hashlib.sha256(b"".join(parts)).digest()
 
 
 def link_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The digest of a full block, 32 bytes, from that of the block before it, or the root.
+    """Return the 32-byte digest of a full block.
+
+    Args:
+      parent: digest of the previous block, or `root_digest` for the first block.
+      token_ids: the tokens of the block.
 
     Example:
       >>> link_digest(root_digest(b"v1"), [1, 2, 3, 4]).hex()[:8]
@@ -130,11 +151,11 @@ def link_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixChain:
-    """The digests of one growing sequence, each computed once.
+    """Digests of the full blocks of one growing sequence; each is computed once.
 
     Args:
       root: see `root_digest`.
-      block_size: C, the number of tokens in a block.
+      block_size: C, tokens per block.
 
     Example:
       >>> chain = PrefixChain(root_digest(b"v1"), block_size=2)
@@ -148,8 +169,11 @@ class PrefixChain:
         self._digests: list[bytes] = []
 
     def digests(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The digest of every full block of `token_ids`, which may only have grown since the last
-        call. The list is the chain's own: do not change it."""
+        """Return the digest of every full block of `token_ids`.
+
+        `token_ids` must begin with the tokens of the last call. Do not change the list: it belongs
+        to the chain.
+        """
         for start in range(
             len(self._digests) * self.block_size,
             len(token_ids) - self.block_size + 1,
@@ -162,7 +186,7 @@ class PrefixChain:
 
 
 def digest_words(digests: Sequence[bytes]) -> np.ndarray:
-    """Digests as the device keeps them: u32[N, 8].
+    """Return digests in the device format, u32[N, 8].
 
     Example:
       >>> digest_words([root_digest(b"v1")]).shape

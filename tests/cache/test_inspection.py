@@ -114,7 +114,7 @@ def test_draw_tables_leaves_out_what_was_given_back() -> None:
     tables, _, ok = RESERVE(tables, jnp.array([1]), max_tokens=10)
     text = draw_tables(tables, "later")
     first = int(tables.first_columns[0])
-    assert first == 3 and f"logical   0 to {first - 1} were given back" in text
+    assert first == 3 and f"logical   0 to {first - 1} were freed" in text
     assert [row[0] for row in parse_row(text, 0)] == [3, 4, 5]
     assert "token 12: logical block 3, physical block" in text
-    assert locate_token(tables, 0, 2) == "token 2: logical block 0, given back"
+    assert locate_token(tables, 0, 2) == "token 2: logical block 0, freed"

@@ -394,7 +394,10 @@ def test_write_blocks_drops_what_is_not_held(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v._replace(k_scale=None, v_scale=None), "values must have scales just if"),
+        (
+            lambda v: v._replace(k_scale=None, v_scale=None),
+            "values must have scales if and only if",
+        ),
         (lambda v: v._replace(k=v.k[:, :, :1]), r"values.k must be int8 \[2, 2, 3, 4, 8\], got"),
         (lambda v: v._replace(v=v.v[:, :1]), r"values.v must be int8 \[2, 2, 3, 4, 8\], got"),
         (lambda v: v._replace(k=v.k.astype(jnp.int32)), "values.k must be int8 .* got int32"),

@@ -367,7 +367,7 @@ def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kin
 
     outputs = play(engine, jobs, on_step=look)
     assert all(most_used[: len(engine.cache.groups)])
-    assert "    logical   0 to 1 were given back: no window reaches them any more" in pictures
+    assert "    logical   0 to 1 were freed: they left the sliding window" in pictures
     if kind == "mixed":
         lines = [line for line in metrics_of(engine) if "kv_cache_usage_of_group{" in line]
         assert [line.split('window="')[1].split('"')[0] for line in lines] == ["all", str(WINDOW)]

@@ -1,32 +1,33 @@
-"""Which slot holds which block of KV memory: reserve, share, copy on write, release; all pure.
+"""Block allocator: reserve, share, copy on write and release, as pure functions.
 
-The pool is P blocks of C tokens each. A slot is one running sequence, a row of the block table that
-names, in order, the blocks in which its tokens lie. Here C = 4, P = 6, and slot 1 was forked from
-slot 0, so that the two share their blocks until one of them writes:
+The pool has P blocks of C tokens. A slot holds one running sequence. Its row of the block table
+lists the blocks of its tokens in order. Example with C = 4 and P = 6: slot 1 was forked from slot
+0, so the two share their blocks until one of them writes.
 
     lengths   block_tables              ref_counts  [0 2 0 2 0 0]
-       6      [ 3  1  P  P ]            free blocks  4 0 2 5      (4 is taken first)
+       6      [ 3  1  P  P ]            free blocks  4 0 2 5      (4 is allocated first)
        6      [ 3  1  P  P ]
-       0      [ P  P  P  P ]            P, one past the last block, stands for "no block": a scatter
+       0      [ P  P  P  P ]            P, one past the last block, means "no block": a scatter
                                         with mode="drop" ignores it
 
-A full block can be *cached*: `publish` notes the digest and the tokens by which `attach` finds it
-for another slot that begins alike. It stays cached when no slot holds it any more, until it is
-taken again; blocks that are not cached are taken first. See `paged_jax.cache.block_pool`.
+A full block can be *cached*: `publish` stores its digest and its tokens, and `attach` finds it for
+another slot with the same prefix. It stays cached after its last slot is released, until it is
+allocated again. Blocks that are not cached are allocated first. See `paged_jax.cache.block_pool`.
 
-Every operation returns new state and serves all slots at once, with cumulative sums and ranks in
-place of loops; the outcome is that of serving the slots one by one in the order of their indices.
-What is long for few slots and short for most is done in pieces, so that it costs what is held.
-Where an operation cannot be done for every slot it does nothing and answers `ok=False`. That is
-decided *before* the updates, which are then masked out: selecting between an old and a new state
+Every operation returns new state. It processes all slots together, with cumulative sums and ranks
+instead of loops. The result is the same as processing the slots in the order of their indices. Work
+that is long for few slots and short for most is done in pieces, so it costs what slots actually
+hold. If an operation is impossible for any slot, it changes nothing and returns `ok=False`. This is
+decided *before* the updates, which are then masked. Selecting between the old and the new state
 afterwards would keep both alive, and donated buffers could not be updated in place.
 
-Tables with a *window* hold no more of a sequence than what its next token attends to, and what the
-last program has appended; see `paged_jax.cache.blocks.tables`. Layers of several windows have a
-table each over the same slots: functions for groups of them decide for all before any changes.
+Tables with a sliding *window* hold only the blocks that the next token attends to, and the blocks
+that the last program appended; see `paged_jax.cache.blocks.tables`. Groups of layers with different
+windows have separate tables over the same slots. Functions for several tables decide for all of
+them before any table changes.
 
-Nothing here knows about K and V: `reserve` reports which blocks the caller must copy (see
-`paged_jax.cache`). Dimension letters are those of `paged_jax.dims`.
+The allocator does not know K and V: `reserve` returns the block copies that the caller must make
+(see `paged_jax.cache`). Dimension letters are defined in `paged_jax.dims`.
 """
 
 from paged_jax.cache.blocks.inspection import check_invariants

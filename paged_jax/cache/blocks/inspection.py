@@ -6,16 +6,16 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 
-_ROW = 64  # blocks in a line of the map
+_ROW = 64  # blocks per line
 
 
 def check_invariants(tables: BlockTables) -> None:
-    """Check on the host that no block is lost, free and held at once, or held by mistake.
+    """Check on the host that every block is either free or held as often as the tables say.
 
-    For tests and debugging: it copies the state to the host, and cannot be called inside `jit`.
+    For tests and debugging. It copies the state to the host and cannot be called inside `jit`.
 
     Raises:
-      AssertionError: naming the first invariant that does not hold, and where.
+      AssertionError: an invariant does not hold; the message names the first one.
 
     Example:
       >>> check_invariants(BlockTables.create(4, 2, 2, 4))
@@ -43,9 +43,10 @@ def check_invariants(tables: BlockTables) -> None:
 
 
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
-    """The first column that each slot holds, which the window of its next token must not precede.
+    """Return the first column that each slot holds, after checking it against the window.
 
-    Of how much lies between the two nothing can be known here: it is what the last program added.
+    It is at most the first column in the window of the next token. How much lower it is depends on
+    the last program, so there is no lower bound.
     """
     if tables.window is None:
         _require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
@@ -59,11 +60,7 @@ def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarr
 
 
 def _check_pool(pool: BlockPool) -> None:
-    """Check on the host what must hold of a pool by itself.
-
-    Raises:
-      AssertionError: naming the first invariant that does not hold, and where.
-    """
+    """Check on the host the invariants of a pool that do not involve block tables."""
     ref_counts, is_cached = np.asarray(pool.ref_counts), np.asarray(pool.is_cached)
     num_blocks, num_free = pool.num_blocks, int(pool.num_free)
 
@@ -77,7 +74,9 @@ def _check_pool(pool: BlockPool) -> None:
     _require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
     for block, count in enumerate(ref_counts.tolist()):
         name = f"ref_counts[{block}]"
-        _require((count == 0) == (block in free), name, "be 0 just where the block is free", count)
+        _require(
+            (count == 0) == (block in free), name, "be 0 if and only if the block is free", count
+        )
 
     is_ordered = np.all(is_cached[free][:-1] <= is_cached[free][1:])
     _require(is_ordered, "free_queue", "hold cached blocks after all others", free.tolist())
@@ -87,13 +86,13 @@ def _check_pool(pool: BlockPool) -> None:
 
 
 def _require(holds, name: str, rule: str, value) -> None:
-    """Raise AssertionError in the name of `check_invariants` unless `holds`."""
+    """Raise AssertionError with the prefix `check_invariants` unless `holds`."""
     if not holds:
         raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
 
 
 def draw_tables(tables: BlockTables, title: str) -> str:
-    """Draw every sequence's blocks, and the pool with free, held and shared blocks.
+    """Draw the blocks of every sequence, and the pool with its free, held and shared blocks.
 
     Args:
       tables: the block tables; they are copied to the host.
@@ -133,7 +132,7 @@ def draw_tables(tables: BlockTables, title: str) -> str:
 
 
 def locate_token(tables: BlockTables, slot: int, position: int) -> str:
-    """Say in one line where a token lies.
+    """Return a line of text with the block and the offset of a token.
 
     Example:
       >>> import jax.numpy as jnp
@@ -146,7 +145,7 @@ def locate_token(tables: BlockTables, slot: int, position: int) -> str:
     logical, offset = divmod(position, tables.block_size)
     physical = int(tables.block_tables[slot, logical])
     if physical == tables.num_blocks:
-        return f"token {position}: logical block {logical}, given back"
+        return f"token {position}: logical block {logical}, freed"
     return f"token {position}: logical block {logical}, physical block {physical}, offset {offset}"
 
 
@@ -156,9 +155,7 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
     lines = [f"  sequence in slot {slot}, {length} tokens"]
     begin = 0 if tables.first_columns is None else int(tables.first_columns[slot])
     if begin:
-        lines.append(
-            f"    logical   0 to {begin - 1} were given back: no window reaches them any more"
-        )
+        lines.append(f"    logical   0 to {begin - 1} were freed: they left the sliding window")
     for logical in range(begin, num_blocks_needed(length, size)):
         first, last = logical * size, min(length, (logical + 1) * size) - 1
         physical = int(row[logical])
@@ -168,7 +165,7 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
             f"    logical {logical:3d} -> physical {physical:4d}   {tokens:18s}"
             f"{last - first + 1:3d} of {size} places{sharing}"
         )
-    # Where given tokens lie: the first that is held, one in the middle, and the last.
+    # Show the first held token, one in the middle, and the last one.
     first = min(begin * size, length - 1)
     for position in sorted({first, max(length // 2, first), length - 1}):
         lines.append(f"    {locate_token(tables, slot, position)}")

@@ -1,4 +1,4 @@
-"""Blocks that are found by their content: full ones are published, and attached to other slots."""
+"""Prefix cache: publish full blocks, and attach cached blocks to other slots."""
 
 import functools
 from dataclasses import replace
@@ -15,7 +15,7 @@ from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
 
-# The tables of groups of layers, over the same slots with the same lengths.
+# The tables of several groups of layers, over the same slots with the same lengths.
 Groups = tuple[BlockTables, ...]
 
 
@@ -26,23 +26,23 @@ def attach(
     token_ids: jax.Array,
     num_blocks: ArrayLike,
 ) -> tuple[BlockTables, jax.Array]:
-    """Start an empty slot with the blocks in which the beginning of its tokens is cached.
+    """Start an empty slot with the cached prefix of its tokens.
 
-    The longest prefix of the given blocks of which each is cached, with the same digest and the
-    same tokens, becomes the start of the slot. Held blocks are shared, free ones held again.
+    The slot gets the longest prefix of the given blocks that are all cached with the same digests
+    and tokens. Held blocks become shared; free blocks are held again. The cost is a pass over the
+    digests of the pool and one over the free queue.
 
     Args:
       tables: the state; may be donated.
-      slot: i32[], the slot. Nothing is done if it is not empty or no slot.
-      digests: u32[N, 8], the digests of the full blocks of a sequence, N at most M. The digest
-          of a block must stand for all tokens from the beginning of the sequence to its end.
+      slot: i32[], the slot. Nothing changes if it is not empty or does not exist.
+      digests: u32[N, 8], the digests of the full blocks of a sequence, N at most M. The digest of a
+          block must identify all tokens from the beginning of the sequence to the end of the block.
       token_ids: i32[N, C], the tokens in each block.
-      num_blocks: i32[], how many of the N to look for; what follows is padding.
+      num_blocks: i32[], the number of blocks to look up; the others are padding.
 
     Returns:
-      `(tables, num_found)`. `num_found` is i32[], the number of blocks that were found; the slot
-      now holds `num_found * C` tokens. Costs a pass over the digests of the pool, and one over the
-      free queue.
+      `(tables, num_found)`. `num_found` is i32[], the number of blocks found. The slot now holds
+      `num_found * C` tokens.
 
     Raises:
       ValueError: shapes or dtypes do not fit the tables, or there are more than M blocks.
@@ -64,10 +64,10 @@ def attach(
 def attach_groups(
     groups: Groups, slot: ArrayLike, digests: jax.Array, token_ids: jax.Array, num_blocks: ArrayLike
 ) -> tuple[Groups, jax.Array]:
-    """As `attach`, in the tables of several groups of layers, of which all go on from one place.
+    """Attach a prefix of the same length in several groups of layers; see `attach`.
 
-    A group with a window needs of a prefix those blocks alone that the next token attends to. So
-    the longest prefix may be one of which the first group holds all blocks, this one the last.
+    A group with a window needs only the blocks of the prefix that the next token attends to. So the
+    prefix may end at a block that only the first group holds together with all earlier blocks.
     """
     first = groups[0]
     digests, token_ids = _as_contents("attach", first, digests, token_ids)
@@ -81,7 +81,7 @@ def attach_groups(
     limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
     found = [_find_blocks(tables.pool, digests, token_ids, limit) for tables in groups]
     num_found = _longest_prefix(groups, [is_hit for _, is_hit in found], limit)
-    # Where nothing was found, one past the last slot: the updates are dropped.
+    # If nothing was found, use the index past the last slot: the updates are dropped.
     slot = jnp.where(num_found > 0, slot, first.num_slots)
     return tuple(
         _start_slot(tables, slot, blocks, num_found)
@@ -93,9 +93,10 @@ def attach_groups(
 def _start_slot(
     tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
 ) -> BlockTables:
-    """Begin a slot, i32[], with the first `num_found` of `blocks` i32[N], as far as it needs them.
+    """Start a slot, i32[], with the first `num_found` of `blocks` i32[N] that its group keeps.
 
-    Nothing is done for a slot past the last."""
+    Nothing changes if the slot is past the last slot.
+    """
     columns = jnp.arange(len(blocks), dtype=jnp.int32)
     is_taken = columns < num_found
     num_tokens = num_found * tables.block_size
@@ -120,22 +121,23 @@ def publish(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> BlockTables:
-    """Cache full blocks: let `attach` find them, while they are held and until they are reused.
+    """Add full blocks to the prefix cache: `attach` finds them until they are allocated again.
 
-    Served one after the other. An entry is ignored if its slot does not exist (-1 is padding) or
-    holds no such block or not all of its tokens, if the block is cached already, or if another
-    block is cached under the digest.
+    Entries are processed in order. An entry is ignored if its slot does not exist (-1 is padding),
+    if the slot does not hold the block with all of its tokens, if the block is already cached, or
+    if another block is cached under the digest. The cost is a pass over the digests of the pool,
+    and a comparison with N digests for each entry of a full block.
 
     Args:
       tables: the state; may be donated.
       slots: i32[N], the slot of each block.
-      columns: i32[N], its place in the slot: its tokens are those from position column * C on.
+      columns: i32[N], the column of each block in its slot. Its first token has position column *
+        C.
       digests: u32[N, 8], see `attach`.
       token_ids: i32[N, C], the tokens in each block.
 
     Returns:
-      The tables. Costs a pass over the digests of the pool, and a comparison with N digests for
-      each entry that names a full block.
+      The tables.
 
     Raises:
       ValueError: shapes or dtypes do not fit the tables.
@@ -170,11 +172,12 @@ def publish_groups(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> Groups:
-    """As `publish`, in the tables of several groups of layers, of which the first one decides.
+    """Publish blocks in several groups of layers; the first group decides which.
 
-    In the others just those blocks are cached whose slots and columns have the cached block in the
-    first one. So slots that share a block there share it everywhere, as far as they hold it, and
-    no group has more blocks in use than the first: else one could run out before it.
+    In the other groups a block is cached only if the block at the same slot and column is cached in
+    the first group. So slots that share a block in the first group share it in all groups that hold
+    it, and no group uses more blocks than the first. Otherwise a group could run out before the
+    first one.
     """
     first, *others = groups
     after = publish(first, slots, columns, digests, token_ids)
@@ -193,13 +196,18 @@ def _publish_alike(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> BlockTables:
-    """Cache the blocks that the first group has cached, which was `before` and is `after`."""
+    """Cache the blocks that the first group has cached.
+
+    `tables` belong to a further group. `before` and `after` are the tables of the first group
+    before and after `publish`, whose other arguments are passed too.
+    """
     leading, is_full = _full_blocks(after, slots, columns)
     is_cached = is_full & after.pool.is_cached[leading]
     is_cached &= jnp.all(after.pool.digests[leading] == digests, axis=1)
     is_new = is_cached & ~before.pool.is_cached[leading]
     blocks, is_held = _full_blocks(tables, slots, columns)
-    # What was cached here under a new digest goes with a block that the first group has reused.
+    # A block cached here under a digest that is new in the first group belongs to a block that the
+    # first group has reused.
     stale = block_pool.find(tables.pool, digests, is_new)
     stale = jnp.where(is_held & (stale == blocks), tables.num_blocks, stale)
     is_stale = put_or_drop(jnp.zeros(tables.num_blocks, bool), stale, True)
@@ -214,7 +222,7 @@ def _publish_alike(
 def _full_blocks(
     tables: BlockTables, slots: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The blocks in these places of the table, i32[N], and whether each is there and full."""
+    """Return the blocks at positions of the table, i32[N], and whether each is held and full."""
     is_slot = (slots >= 0) & (slots < tables.num_slots)
     slots = jnp.where(is_slot, slots, 0)
     is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
@@ -226,7 +234,7 @@ def _full_blocks(
 
 
 def forget(tables: BlockTables) -> BlockTables:
-    """Let no block be found any more, as when the weights that made K and V have changed.
+    """Remove all blocks from the prefix cache, for example after the weights have changed.
 
     Args:
       tables: the state; may be donated.
@@ -244,9 +252,12 @@ def forget(tables: BlockTables) -> BlockTables:
 def _find_blocks(
     pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the first `limit` i32[] blocks of a sequence: i32[N], and whether each is there.
+    """Find the first `limit` i32[] blocks of a sequence.
 
-    A block that has been found already is not: a slot holds no block twice.
+    A block that is found for two positions counts only for the first: a slot holds no block twice.
+
+    Returns:
+      i32[N], the blocks, and bool[N], whether each was found.
     """
     size = len(digests)
     index = jnp.arange(size, dtype=jnp.int32)
@@ -258,7 +269,13 @@ def _find_blocks(
 
 
 def _longest_prefix(groups: Groups, hits: list[jax.Array], limit: jax.Array) -> jax.Array:
-    """How many blocks of a sequence slots can begin with, of those found in each group bool[N]."""
+    """Return the number of blocks in the longest prefix that slots can start with.
+
+    Args:
+      groups: the tables of each group.
+      hits: bool[N] per group, the blocks that were found.
+      limit: i32[], the maximum number of blocks.
+    """
     size = len(hits[0])
     index = jnp.arange(size, dtype=jnp.int32)
     both = list(zip(groups, hits, strict=True))
@@ -279,9 +296,10 @@ def _longest_prefix(groups: Groups, hits: list[jax.Array], limit: jax.Array) -> 
 
 @jax.jit
 def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) -> jax.Array:
-    """Which entries of `is_new` bool[N] to cache: those whose block and digest no earlier one took.
+    """Return the entries of `is_new` bool[N] to cache: the first of each block and digest.
 
-    That depends on which of the earlier ones are cached, so it takes a loop.
+    An entry is skipped if an earlier cached entry has the same block or digest. Whether an earlier
+    entry is cached depends on the entries before it, so this is a loop.
     """
     order = jnp.nonzero(is_new, size=len(blocks), fill_value=0)[0].astype(jnp.int32)
 

@@ -1,4 +1,8 @@
-"""Room for more tokens, with copies on write where a block is shared."""
+"""Room for more tokens, with copy on write for shared blocks.
+
+`reserve` allocates blocks for a known number of tokens. `plan` and `commit` do it for a number that
+is known only afterwards: blocks are planned for the maximum, and the used ones are taken.
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,10 +23,10 @@ from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockCopies:
-    """The copies on write that the caller of `reserve` must make before it writes K and V.
+    """Block copies that the caller of `reserve` must make before it writes K and V.
 
     Attributes:
-      source: i32[S], the block to copy for each slot, or P where there is nothing to copy.
+      source: i32[S], the block to copy for each slot, or P for no copy.
       target: i32[S], the block to copy it to, or P. Targets are distinct, and none is a source.
     """
 
@@ -33,26 +37,27 @@ class BlockCopies:
 def reserve(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int = 1
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Make room for more tokens in every slot and advance the lengths by as much.
+    """Append room for more tokens to every slot, and add the tokens to the lengths.
 
-    On an empty slot this allocates a prompt, on a running one it appends. A slot about to write
-    into a partly filled block that others hold too gets a block of its own in its place, and the
-    copy is reported. If all holders of such a block write, the last of them keeps it. What a slot
-    writes into is cached no longer (it can be, if the slot was truncated).
+    An empty slot gets room for a prompt, a running slot for new tokens. If the tokens start in a
+    partly filled block that other slots hold too, the slot gets a new block instead, and the copy
+    is reported. If all holders of such a block write, the last of them keeps the block. A block
+    that is written to is removed from the prefix cache (a partly filled block can be cached after
+    `truncate`).
 
-    With a window, slots that grow first give back what has left it, even if `ok` is then False:
-    such blocks are never read again. See `slide`.
+    With a window, slots that grow first free the blocks that left the window, even if `ok` is False
+    afterwards, because these blocks are never read again. See `slide`.
 
     Args:
       tables: the state; may be donated.
-      num_tokens: i32[S], how many tokens to add to each slot; 0 leaves a slot alone.
-      max_tokens: upper bound on `num_tokens` (static). Work is in proportion to
-          S * ceil(max_tokens / C), whatever M and P are, beside one S x S comparison.
+      num_tokens: i32[S], the number of tokens to append to each slot; 0 leaves a slot unchanged.
+      max_tokens: upper bound on `num_tokens` (static). The cost is proportional to
+          S * ceil(max_tokens / C), plus one S x S comparison. It does not depend on M and P.
 
     Returns:
-      `(tables, copies, ok)`. `ok` is bool[]. It is False, the state unchanged and `copies`
-      empty if the free blocks do not suffice for all slots together, if any slot would exceed
-      its M * C tokens, or if any `num_tokens` is negative or above `max_tokens`.
+      `(tables, copies, ok)`. `ok`, bool[], is False, the state unchanged and `copies` empty if
+      there are not enough free blocks for all slots together, if a slot would exceed its M * C
+      tokens, or if a `num_tokens` is negative or above `max_tokens`.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
@@ -73,18 +78,18 @@ def reserve(
 def restore(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """As `reserve`, of empty slots whose tokens come from elsewhere: for what is read again only.
+    """Allocate blocks in empty slots for tokens that are copied from elsewhere, such as the host.
 
-    With a window a slot gets blocks for the tokens that its next one attends to, and none for
-    those before them. Else this is `reserve`. The way of a sequence back from host memory.
+    With a window, a slot gets blocks only for the tokens that its next token attends to. Without a
+    window this is the same as `reserve`.
 
     Args:
       tables: the state; may be donated.
-      num_tokens: i32[S], how many tokens each slot shall have; 0 leaves a slot alone.
+      num_tokens: i32[S], the number of tokens of each slot; 0 leaves a slot unchanged.
       max_tokens: upper bound on `num_tokens` (static).
 
     Returns:
-      See `reserve`; `ok` is also False if a slot that shall have tokens has some.
+      See `reserve`; `ok` is also False if a slot with `num_tokens` above 0 is not empty.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
@@ -100,9 +105,9 @@ def restore(
 
 
 class Reservation(NamedTuple):
-    """What `reserve` will do if it is possible, here and in other groups: nothing is taken yet."""
+    """A prepared `reserve` of a group. It takes effect only if it is possible in all groups."""
 
-    tables: BlockTables  # without what has left the windows
+    tables: BlockTables  # after blocks that left the windows were freed
     end: jax.Array  # i32[S], the lengths afterwards
     writes: "SharedWrites"
     columns: jax.Array  # i32[S, W], see `plan_columns`
@@ -113,7 +118,7 @@ class Reservation(NamedTuple):
 def begin_reserve(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int, function: str = "reserve"
 ) -> Reservation:
-    """Decide whether `reserve` is possible, and how."""
+    """Decide whether and how `reserve` is possible; `function` is its name in error messages."""
     num_tokens = as_slot_values(function, "num_tokens", num_tokens, jnp.int32, tables)
     check_positive(function, max_tokens=max_tokens)
     if tables.window is not None:
@@ -134,15 +139,18 @@ def begin_reserve(
 def finish_reserve(
     reservation: Reservation, ok: jax.Array
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Do it where `ok` bool[], which implies that it is possible; return what `reserve` does."""
+    """Make a reservation if `ok` bool[], which implies that it is possible.
+
+    Returns:
+      See `reserve`.
+    """
     tables, end, writes, columns_SW, is_taken_SW, _ = reservation
-    # From here on `ok` masks every update.
     is_taken_SW &= ok
     is_copy = writes.is_copy & ok
     pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
     pool = writes.note(pool, ok)
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # Only taken entries change; the others are sent past the end of their row and dropped.
+    # Only taken entries change. The others get a column past the end of the row and are dropped.
     columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
     block_tables = put_or_drop(tables.block_tables, (slots[:, None], columns_SW), taken_SW)
     copies = BlockCopies(
@@ -154,14 +162,14 @@ def finish_reserve(
 
 
 def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int) -> Reservation:
-    """Decide whether `restore` is possible, and how."""
+    """Decide whether and how `restore` is possible."""
     num_tokens = as_slot_values("restore", "num_tokens", num_tokens, jnp.int32, tables)
     check_positive("restore", max_tokens=max_tokens)
     is_refused = (num_tokens > max_tokens) | ((num_tokens > 0) & (tables.lengths > 0))
     num_tokens = jnp.where(is_refused, -1, num_tokens)
     if (state := tables.window_state) is None:
         return begin_reserve(tables, num_tokens, max_tokens=max_tokens, function="restore")
-    # A slot that has given back all blocks before its window, and now appends what is in it.
+    # Treat the slot as if it had freed all blocks before its window, and now appends the window.
     window, first_columns = state
     is_new = num_tokens > 0
     kept = first_kept_column(num_tokens, window, tables.block_size)
@@ -170,7 +178,7 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     tables = replace(
         tables, first_columns=first_columns, lengths=jnp.where(is_new, num_left, tables.lengths)
     )
-    # A window, which begins within a block, and what follows the first token of the last block.
+    # The window may begin inside a block, and the last block may have more tokens after its first.
     most = min(max_tokens, window + 2 * tables.block_size)
     return begin_reserve(tables, num_tokens - num_left, max_tokens=most, function="restore")
 
@@ -178,7 +186,7 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
 def finish_restore(
     before: BlockTables, reservation: Reservation, ok: jax.Array
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Do it where `ok` bool[]; `before` are the tables that were given."""
+    """Make a reservation for `restore` if `ok` bool[]; `before` are the tables before it."""
     tables, copies, ok = finish_reserve(reservation, ok)
     if tables.first_columns is None or before.first_columns is None:
         return tables, copies, ok
@@ -191,12 +199,14 @@ def finish_restore(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedWrites:
-    """What happens to the partly filled last blocks that slots write into.
+    """Writes of slots to their partly filled last blocks; all fields are [S].
 
-    All fields are [S]: the last block of the slot if the slot writes into this very block, else P;
-    the last block if others hold it too, else P; whether the slot must write into a copy of it,
-    whether it is the last of the slots that write into this block, and how many references the
-    block keeps.
+    Attributes:
+      in_place: i32, the last block if the slot writes to it directly, else P.
+      block: i32, the last block if the slot writes to it and it is shared, else P.
+      is_copy: bool, whether the slot must write to a copy of `block`.
+      is_last: bool, whether the slot is the last writer of `block`.
+      refs_left: i32, the number of references that `block` keeps.
     """
 
     in_place: jax.Array
@@ -206,7 +216,7 @@ class SharedWrites:
     refs_left: jax.Array
 
     def note(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
-        """The pool after these writes, where `ok` bool[]; of copies, what they leave behind."""
+        """Apply these writes to the references and the prefix cache of the pool if `ok` bool[]."""
         shared = jnp.where(self.is_last & ok, self.block, pool.num_blocks)
         ref_counts = put_or_drop(pool.ref_counts, shared, self.refs_left)
         pool = replace(pool, ref_counts=ref_counts)
@@ -216,20 +226,20 @@ class SharedWrites:
 def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrites:
     """Decide for each slot of `is_writer` bool[S] whether it must copy its last block."""
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # Where the next token goes: a block that has begun, or P, with no references, if it begins one.
+    # The block of the next token: partly filled, or P with no references if a new block begins.
     columns = tables.lengths // tables.block_size
     last = take_or_fill(tables.block_tables, (slots, columns), fill_value=num_blocks)
     refs = take_or_fill(tables.pool.ref_counts, last)
     is_shared = is_writer & (refs > 1)
     block = jnp.where(is_shared, last, num_blocks)
 
-    # Comparing all pairs of slots ranks the writers of a block without their contending for it.
-    # Down the columns, because XLA turns that into vector instructions on a CPU.
+    # Compare all pairs of slots instead of a scatter, in which the writers of a block would
+    # contend. Reduce over the rows, because XLA vectorises that on a CPU.
     is_same_SS = block[:, None] == block[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If no other slot is left to hold the block, the last writer keeps it: no leak, one copy less.
+    # If all holders write, the last one keeps the block. Else the block would leak.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return SharedWrites(
@@ -246,11 +256,14 @@ def plan_columns(
 ) -> tuple[jax.Array, jax.Array]:
     """List the table columns that each slot may write to, and which of them get a new block.
 
-    The first of the W columns is that of the next token. It gets a new block if the token is the
-    first of its block, or if the slot must copy the block that is there; every further column up
-    to length `end` gets one. Returns i32[S, W] and bool[S, W].
+    The first of the W columns is the column of the next token. It gets a new block if the token is
+    the first of its block, or if the slot must copy the existing block. Every further column up to
+    length `end` gets a new block.
+
+    Returns:
+      i32[S, W] and bool[S, W].
     """
-    # W: only the first column can lie in a block that has begun, so max_tokens = 1 gives W = 1.
+    # W. Only the first column can belong to a partly filled block: max_tokens = 1 gives W = 1.
     width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
     ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
     columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]
@@ -263,15 +276,15 @@ def plan_columns(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReservePlan:
-    """Blocks that slots will take, none of which is taken: in the tables they are still free.
+    """Planned blocks of slots. In the tables these blocks are still free.
 
     Attributes:
-      num_tokens: i32[], tokens for which each slot has room, unless its own limit is lower.
-      block_tables: i32[S, M], the tables with these blocks.
-      copies: the copies on write that must be made before K and V are written.
+      num_tokens: i32[], the number of tokens each slot has room for, if its own limit is not lower.
+      block_tables: i32[S, M], the tables with the planned blocks.
+      copies: block copies that must be made before K and V are written.
       columns: i32[S, W], the columns of the tables that may change.
-      blocks: i32[S, W], what will be there; P where nothing changes.
-      writes: what happens to the blocks that slots write into first.
+      blocks: i32[S, W], the planned blocks of these columns; P for unchanged columns.
+      writes: writes of slots to their last blocks.
     """
 
     num_tokens: jax.Array
@@ -285,16 +298,17 @@ class ReservePlan:
 def plan(
     tables: BlockTables, limits: jax.Array, most: jax.Array, *, max_tokens: int
 ) -> ReservePlan:
-    """Plan room for as many tokens in every slot as there are blocks for.
+    """Plan room for the same number of tokens in every slot, as far as there are free blocks.
 
-    As `reserve` of the largest possible number, up to `most`, but that nothing is taken until
-    `commit`. So what is cached in blocks that turn out not to be needed can still be found.
+    This is `reserve` of the largest possible number of tokens up to `most`, except that blocks are
+    taken only by `commit`. So planned blocks that turn out not to be needed stay cached.
 
     Args:
-      tables: the state; with a window, after `slide`, which gives back what is not needed.
-      limits: i32[S], how many tokens a slot may get at most, none below 0; 0 leaves a slot alone.
-      most: i32[], how many tokens any slot may get at most.
-      max_tokens: N, upper bound on `most` (static). Work is in proportion to S * N.
+      tables: the state; with a window, after `slide`.
+      limits: i32[S], the maximum number of tokens of each slot, at least 0; 0 leaves a slot
+        unchanged.
+      most: i32[], the maximum number of tokens of all slots.
+      max_tokens: N, upper bound on `most` (static). The cost is proportional to S * N.
 
     Raises:
       ValueError: `limits` is not i32[S] or `max_tokens` is not a positive integer.
@@ -336,18 +350,19 @@ def plan(
 
 
 def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
-    """The most tokens for which `plan` finds blocks in all slots, up to `max_tokens`: i32[]."""
+    """Return the maximum number of tokens up to `max_tokens` that `plan` has blocks for, i32[]."""
     max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
     return _num_possible(tables, limits, plan_shared_writes(tables, limits > 0), max_tokens)
 
 
 def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> BlockTables:
-    """Take those blocks of a plan that are needed; the others stay as they were.
+    """Take the planned blocks that were used; the others stay free.
 
     Args:
       tables: the state that the plan was made for; may be donated.
-      planned: the plan. Unless its `num_tokens` is 0, each slot with a limit above 0 got a token.
-      lengths: i32[S], how many tokens are in each slot now, as many as were planned at most.
+      planned: the plan. If its `num_tokens` is above 0, each slot with a limit above 0 must have
+          got at least one token.
+      lengths: i32[S], the new number of tokens in each slot, within the plan.
 
     Raises:
       ValueError: `lengths` is not i32[S].
@@ -369,7 +384,7 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
 def _num_possible(
     tables: BlockTables, limits: jax.Array, writes: SharedWrites, max_tokens: int
 ) -> jax.Array:
-    """The largest number of tokens up to `max_tokens` for which all slots have blocks, i32[]."""
+    """Return the largest number of tokens up to `max_tokens` with blocks for all slots, i32[]."""
     tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
     ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])
     blocks_NS = num_blocks_needed(ends_NS, tables.block_size)
@@ -377,5 +392,5 @@ def _num_possible(
     new_NS = blocks_NS - num_held[None, :] + writes.is_copy.astype(jnp.int32)[None, :]
     num_taken = jnp.sum(new_NS, axis=1, dtype=jnp.int32)
     is_in_bounds = jnp.all(blocks_NS <= tables.max_blocks_per_slot, axis=1)
-    # What fewer tokens take is no more: the number of those that fit is the largest of them.
+    # Fewer tokens never need more blocks, so the count of possible numbers is the largest one.
     return jnp.sum(is_in_bounds & (num_taken <= tables.pool.num_free), dtype=jnp.int32)

@@ -30,25 +30,25 @@ from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
 
-# Sums of two block ids or of two token positions must fit in int32.
+# The sum of two block ids, or of two token positions, must fit in int32.
 _MAX_SIZE = 2**30
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockTables:
-    """The blocks of every slot, and the pool they come from.
+    """Block tables of all slots, and the pool of their blocks.
 
     Attributes:
       pool: the `BlockPool`.
       block_tables: i32[S, M], the blocks of each slot in the order of its tokens, then P.
       lengths: i32[S], the number of tokens in each slot; 0 if it is empty.
       block_size: C, the number of tokens in a block (static).
-      window: None, or how many last tokens are attended to, the query's own included (static).
-          Blocks that no token to come attends to are given back when the slot next grows, and
-          there is P in their columns.
-      first_columns: None without a window, else i32[S], the first column that is still held: at
-          most `first_kept_column`.
+      window: the number of last tokens that are attended to, the query included (static); None for
+          all. When a slot grows, it frees the blocks that no later token attends to. Their columns
+          become P.
+      first_columns: i32[S], the first column that is still held, at most `first_kept_column`; None
+          without a window.
 
     Example:
       >>> from paged_jax.cache.blocks import reserve
@@ -85,7 +85,7 @@ class BlockTables:
 
         Raises:
           ValueError: a size is not a positive integer, or so large that block ids or token
-              positions would not fit in int32.
+              positions do not fit in int32.
         """
         check_positive(
             "BlockTables.create",
@@ -112,38 +112,38 @@ class BlockTables:
 
     @property
     def window_state(self) -> tuple[int, jax.Array] | None:
-        """`window` and `first_columns`, of which there are both or neither; None for neither."""
+        """`window` and `first_columns`; None without a window."""
         if self.window is None or self.first_columns is None:
             return None
         return self.window, self.first_columns
 
     @property
     def num_slots(self) -> int:
-        """S, the number of slots."""
+        """Number of slots (S)."""
         return self.block_tables.shape[0]
 
     @property
     def max_blocks_per_slot(self) -> int:
-        """M, the number of blocks a slot can hold."""
+        """Maximum number of blocks in a slot (M)."""
         return self.block_tables.shape[1]
 
     @property
     def num_blocks(self) -> int:
-        """P, the number of blocks in the pool; also the entry that stands for "no block"."""
+        """Number of blocks in the pool (P); also the entry for "no block"."""
         return self.pool.num_blocks
 
 
 def as_slot_values(
     function: str, name: str, values: ArrayLike, dtype: DTypeLike, tables: BlockTables
 ) -> jax.Array:
-    """An argument `[S]` of the tables' slots as an array of `dtype`, or ValueError."""
+    """Return an argument `[S]` as an array; raise ValueError if its shape or dtype is wrong."""
     values = jnp.asarray(values)
     bind(function, block_tables=(tables.block_tables, "SM"), **{name: (values, "S")})
     return check_dtype(function, name, values, dtype)
 
 
 def check_dtype(function: str, name: str, values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The values if they are of `dtype`, else ValueError."""
+    """Return `values` unchanged; raise ValueError unless they have dtype `dtype`."""
     if values.dtype != dtype:
         raise ValueError(
             f"{function}: {name} must be {jnp.dtype(dtype).name}, got {values.dtype}. Cast it."
@@ -161,7 +161,8 @@ def _check_below(name: str, size: int, advice: str) -> None:
 def describe_use(tables: BlockTables) -> str | None:
     """Return the number of used blocks and the lengths of the slots as text, for a `repr`.
 
-    Returns None if the arrays cannot be read or have extra dimensions, as inside `jax.vmap`.
+    Returns None if the arrays cannot be read or have extra dimensions, for example inside
+    `jax.vmap`.
     """
     num_free = integers(tables.pool.num_free, 0)
     lengths = integers(tables.lengths, 1)
@@ -175,7 +176,7 @@ def describe_use(tables: BlockTables) -> str | None:
     )
 
 
-# Table entries that are shared or released at once: what most slots hold, and quick to sort.
+# Table entries per piece: more than most slots hold, and fast to sort.
 _PIECE = 512
 
 Update = Callable[[BlockTables, jax.Array, jax.Array], BlockTables]
@@ -187,7 +188,7 @@ def hold_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
 
 def empty_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty the slots of `mask` bool[S], the last block of each first."""
+    """Empty the slots of `mask` bool[S]. The last block of each slot is freed first."""
     tables = _update_slots(_empty_piece, tables, mask)
     lengths = jnp.where(mask, 0, tables.lengths)
     if tables.first_columns is None:
@@ -196,18 +197,14 @@ def empty_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
     return replace(tables, lengths=lengths, first_columns=first_columns)
 
 
-def drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
-    """Give the blocks in columns `begins` i32[S] to `ends` i32[S], not included, back."""
-    return _drop_columns(tables, begins, ends)
-
-
 def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
     return replace(tables, pool=block_pool.hold(tables.pool, _entries(tables, rows, columns)))
 
 
 def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
     entries = _entries(tables, rows, columns)
-    # No other places are left, but writes that depend on what was read need no copy of the array.
+    # This drops no further writes, but XLA needs no copy of an array if the written positions
+    # depend on the values read.
     columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
     return replace(
         tables,
@@ -217,14 +214,14 @@ def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> Bl
 
 
 def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """The blocks at these places of the table; P where there is no such place."""
+    """Return the blocks at positions of the table; P for positions outside of it."""
     return tables.block_tables.at[rows, columns].get(mode="fill", fill_value=tables.num_blocks)
 
 
 @partial(without_index_checks, static_argnums=(0,))
-@partial(jax.jit, static_argnums=0)  # so that eager calls compile the loop once, not each time
+@partial(jax.jit, static_argnums=0)  # eager calls then compile the loop only once
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Apply `update(tables, rows, columns)` to all places that the slots of `mask` bool[S] fill."""
+    """Apply `update(tables, rows, columns)` to the blocks of the slots of `mask` bool[S]."""
     held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
     if tables.first_columns is None:
         return _in_pieces(update, tables, held)
@@ -235,17 +232,18 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
 @without_index_checks
 @jax.jit
 def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
+    """Free the blocks of each slot in the columns from `begins` i32[S] up to `ends` i32[S]."""
     return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)
 
 
 def _in_pieces(
     update: Update, tables: BlockTables, counts: jax.Array, begins: jax.Array | None = None
 ) -> BlockTables:
-    """Apply `update` to `counts` i32[S] places of each slot, from column `begins` or 0 on.
+    """Apply `update` to `counts` i32[S] positions of each slot, starting at column `begins` or 0.
 
-    Slot by slot, the last block of each first. The places come in pieces of i32[_PIECE], the last
-    of which is padded with places past the table: so the cost is that of what the slots hold, and
-    not of what they could hold.
+    Slots are processed in order, the last block of each first. A piece has i32[_PIECE] positions;
+    the last piece is padded with positions past the table. So the cost is proportional to the
+    blocks that the slots hold, not to their capacity.
     """
     num_slots, width = tables.block_tables.shape
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -264,11 +262,11 @@ def _in_pieces(
 
 
 def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Give back the blocks of the slots of `mask` bool[S] that have left their windows.
+    """Free the blocks of the slots of `mask` bool[S] that have left their windows.
 
-    Those that are cached can be found until they are taken again. Does nothing without a window.
-    `reserve` does it for slots that grow; before `plan`, which changes no table, it is up to the
-    caller. Costs in proportion to the blocks given back.
+    Freed blocks stay cached until they are allocated again. Without a window nothing changes.
+    `reserve` calls this for slots that grow. Callers of `plan`, which changes no table, must call
+    it first. The cost is proportional to the freed blocks.
 
     Args:
       tables: the state; may be donated.
@@ -286,14 +284,14 @@ def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
         return tables
     window, first_columns = state
     ends = jnp.where(mask, first_kept_column(tables.lengths, window, tables.block_size), 0)
-    after = drop_columns(tables, first_columns, ends)
+    after = _drop_columns(tables, first_columns, ends)
     return replace(after, first_columns=jnp.maximum(first_columns, ends))
 
 
 def shortest_lengths(tables: BlockTables) -> jax.Array | int:
-    """The least tokens to which slots can be cut, which still hold all that is then to be kept.
+    """Return the shortest lengths i32[S] of slots that still hold everything in their windows.
 
-    i32[S], of which none is above the length; 0 without a window.
+    They are at most the current lengths, and 0 without a window.
     """
     if (state := tables.window_state) is None:
         return 0
@@ -304,17 +302,18 @@ def shortest_lengths(tables: BlockTables) -> jax.Array | int:
 
 
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Make slots into copies of other slots; no token is copied, every block is shared.
+    """Make empty slots copies of other slots. All blocks are shared; no token is copied.
+
+    The cost is proportional to the blocks that become shared, plus a pass over the tables.
 
     Args:
       tables: the state; may be donated.
-      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
+      parents: i32[S], the parent of each slot that becomes a copy; -1 leaves a slot unchanged.
 
     Returns:
-      `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any child is not
-      empty, or any parent is no slot, the child itself, or a child in the same call. The copy
-      of an empty slot is an empty slot. Costs in proportion to the blocks that become shared,
-      and a pass over the tables.
+      `(tables, ok)`. `ok`, bool[], is False and the state unchanged if a child is not empty, or a
+      parent does not exist, is the child itself, or is a child in the same call. The copy of an
+      empty slot is an empty slot.
 
     Raises:
       ValueError: `parents` is not i32[S].
@@ -340,19 +339,19 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
 
 
 def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Make slots into copies of other slots, all at once: what beam search does to its beams.
+    """Replace slots by copies of other slots in a single step, as beam search needs it.
 
-    Slot s becomes what slot `parents[s]` was before the call, and what slot s held is released.
-    Blocks are shared, none is copied, so that it never runs out of them.
+    Slot s becomes a copy of the previous slot `parents[s]`, and its own previous content is
+    released. Blocks are shared, not copied, so this never runs out of blocks. The cost is
+    proportional to the blocks of the slots that change, plus a pass over the tables.
 
     Args:
       tables: the state; may be donated.
-      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone, as does
-          its own index. A slot may be the parent of many, and have a parent itself.
+      parents: i32[S], the parent of each slot; -1 or its own index leaves a slot unchanged. A slot
+          may be the parent of several slots, and may have a parent itself.
 
     Returns:
-      `(tables, ok)`. `ok` is bool[]. It is False and the state unchanged if any parent is no slot.
-      Costs in proportion to the blocks of the slots that change, and a pass over the tables.
+      `(tables, ok)`. `ok`, bool[], is False and the state unchanged if a parent does not exist.
 
     Raises:
       ValueError: `parents` is not i32[S].
@@ -372,20 +371,20 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
     is_changed = is_slot & ok
     parents = jnp.where(is_changed, parents, slots)
 
-    # New references first: a block that only changes hands must not pass through the free queue.
+    # Add references first: a block that moves between slots must not enter the free queue.
     after = hold_slots(_follow(tables, parents), is_changed)
     before = empty_slots(replace(tables, pool=after.pool), is_changed)
     return replace(after, pool=before.pool), ok
 
 
 def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty slots; blocks that no slot holds any more join the free queue.
+    """Empty slots and free the blocks that no other slot holds.
 
-    Cached ones join its tail, slot by slot, the end of a sequence before its beginning, because
-    the beginning is what other sequences are likely to have in common and should be reused last.
-    The others join its head and are reused first. A block that several of the slots share joins
-    with the last of them. Empty slots stay empty, so that releasing twice does nothing. Costs in
-    proportion to the blocks that the slots hold, whatever M is.
+    Cached blocks join the tail of the free queue, slot by slot. The end of a sequence is freed
+    before its beginning, because other sequences are more likely to share the beginning. Other
+    blocks join the head and are reused first. A block shared by several released slots joins with
+    the last of them. Releasing an empty slot changes nothing. The cost is proportional to the
+    blocks that the slots hold.
 
     Args:
       tables: the state; may be donated.
@@ -407,15 +406,14 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
 
 def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> BlockTables:
-    """Shorten slots, and give the blocks past their new ends back, as `release` does.
+    """Shorten slots, and free the blocks past their new ends like `release`.
 
     Args:
       tables: the state; may be donated.
-      lengths: i32[S], how many tokens to leave in each slot. Slots that are no longer than that
-          are left alone, and no slot is cut by more than `max_tokens`. Nor, with a window, so
-          short that its next token would see what has been given back: what the last `reserve`
-          or `commit` has added can always be cut.
-      max_tokens: upper bound on the tokens cut from a slot (static). Costs a sort of
+      lengths: i32[S], the maximum number of tokens to keep in each slot. A slot is cut by at most
+          `max_tokens`. With a window, it is not cut so far that its next token would attend to
+          freed blocks. The tokens appended by the last `reserve` or `commit` can always be cut.
+      max_tokens: upper bound on the tokens cut from a slot (static). The cost is a sort of
           S * ceil(max_tokens / C) entries.
 
     Raises:
@@ -439,7 +437,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
     ahead = jnp.arange(width, dtype=jnp.int32)
     columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + ahead[None, :]
     rows_S1 = jnp.arange(tables.num_slots, dtype=jnp.int32)[:, None]
-    # Columns past the end of the row, or of what the slot holds, give P.
+    # Columns past the end of the row or of the slot give P.
     cut_SW = take_or_fill(tables.block_tables, (rows_S1, columns_SW), fill_value=tables.num_blocks)
     return replace(
         tables,
@@ -450,7 +448,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
 
 def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
-    """The tables with each slot as its parent i32[S] is, before any reference is counted."""
+    """Return tables in which each slot equals its parent i32[S], before references are counted."""
     after = replace(
         tables, block_tables=tables.block_tables[parents], lengths=tables.lengths[parents]
     )
