@@ -553,7 +553,7 @@ def test_get_default_sampling_params_are_those_of_the_authors(llm, folder) -> No
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
     [by_default] = generate(llm, PROMPTS[0])
     assert by_default.outputs == generate(llm, PROMPTS[0], SamplingParams(temperature=0))[0].outputs
-    backend = Tokenizer.from_folder(folder)._backend
+    backend = Tokenizer.from_folder(folder).backend
     recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
     tokenizer = Tokenizer(backend, sampling_defaults=recommended)
     other = LLM(llm.model, tokenizer=tokenizer, **SIZES)
@@ -753,7 +753,7 @@ def test_chat_shows_tools_to_the_model(llm) -> None:
 
 
 def test_chat_without_a_template_is_refused(llm, folder) -> None:
-    tokenizer = Tokenizer(Tokenizer.from_folder(folder)._backend)
+    tokenizer = Tokenizer(Tokenizer.from_folder(folder).backend)
     other = LLM(llm.model, tokenizer=tokenizer, **SIZES)
     with pytest.raises(ValueError, match="no chat template"):
         other.chat([{"role": "user", "content": "hello"}], use_tqdm=False)

@@ -24,6 +24,7 @@ from paged_jax.cache.blocks.inspection import draw_tables
 from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import BeamSearchParams, beam_search
 from paged_jax.kernels import cascade, num_shared_blocks
+from paged_jax.models import batch_places
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.snapshot import EngineSnapshot
 from tests.support.random_model import random_llama
@@ -296,7 +297,7 @@ def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
 
     # On contexts this short, which are not worth it by themselves.
     monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
-    monkeypatch.setattr(cascade, "cascade_attention", trace)
+    monkeypatch.setattr(batch_places, "cascade_attention", trace)
     tokenizer = tokenizer_of_json(tiny_folder, tmp_path / "tokenizer")
     model = models["mixed"]
     beginning = [int(token) for token in np.random.default_rng(3).integers(3, 40, 66)]
