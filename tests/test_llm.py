@@ -380,7 +380,7 @@ def test_a_call_within_another_is_refused(llm, monkeypatch) -> None:
     decode, refused = llm.core.runner.decode, []
 
     def step_and_decode(*args, **kwargs):
-        with pytest.raises(RuntimeError, match="a call must end before the next") as error:
+        with pytest.raises(RuntimeError, match="Engine: calls must not overlap") as error:
             llm.step()
         refused.append(error)
         return decode(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Guesses the next tokens from the text itself, and decides when guesses are worth verifying.
+"""Drafts of the next tokens by n-gram lookup, for speculative decoding.
 
-Prompt lookup (Saxena, 2023): text often repeats what came before, above all summaries, edits and
-code. No model is needed for that, and a wrong guess costs only its share of a verification.
+Prompt lookup (Saxena, 2023): text often repeats earlier text, above all in summaries, edits and
+code. It needs no draft model, and a wrong draft costs only its share of a verification.
 """
 
 from collections.abc import Sequence as Row
@@ -10,11 +10,11 @@ from paged_jax.scheduler.request import Sequence
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence of tokens occurred last.
+    """Index of the last occurrence of each n-gram in a growing sequence of tokens.
 
     Args:
-      max_size: tokens of the longest n-grams, which are tried first.
-      min_size: tokens of the shortest.
+      max_size: number of tokens in the longest n-grams, which are tried first.
+      min_size: number of tokens in the shortest n-grams.
 
     Example:
       >>> index = NgramIndex()
@@ -26,11 +26,11 @@ class NgramIndex:
     def __init__(self, max_size: int = 4, min_size: int = 2):
         self._sizes = range(max_size, min_size - 1, -1)
         self._token_ids: list[int] = []
-        # From an n-gram to the place after its last occurrence that something follows.
+        # For each n-gram, the position after its last occurrence that has a next token.
         self._after: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: Row[int]) -> None:
-        """Take a sequence that begins with all tokens taken so far and continues them."""
+        """Add the new tokens of a sequence that continues all tokens added before."""
         start = len(self._token_ids)
         self._token_ids.extend(token_ids[start:])
         for end in range(max(start, 1), len(self._token_ids)):
@@ -39,7 +39,7 @@ class NgramIndex:
                     self._after[tuple(self._token_ids[end - size : end])] = end
 
     def guess(self, count: int) -> list[int]:
-        """The tokens, `count` at most, that followed the sequence's last n-gram before."""
+        """Return up to `count` tokens that followed an earlier occurrence of the last n-gram."""
         for size in self._sizes:
             if size < len(self._token_ids):
                 place = self._after.get(tuple(self._token_ids[-size:]))
@@ -49,10 +49,10 @@ class NgramIndex:
 
 
 class Drafter:
-    """Drafts of the sequences that decode.
+    """Drafts for the sequences of an engine.
 
     Args:
-      max_drafts: most tokens that are guessed for a sequence; 0 guesses none.
+      max_drafts: maximum number of tokens in a draft; 0 turns drafts off.
     """
 
     def __init__(self, max_drafts: int):
@@ -60,33 +60,33 @@ class Drafter:
         self._indices: dict[Sequence, NgramIndex] = {}
 
     def drafts(self, sequences: Row[Sequence], max_tokens: int) -> list[list[int]] | None:
-        """Guess the next tokens of each sequence.
+        """Draft the next tokens of each sequence.
 
         Args:
-          sequences: the sequences that decode.
-          max_tokens: most tokens that all guesses together may have.
+          sequences: the decoding sequences.
+          max_tokens: maximum number of tokens in all drafts together.
 
         Returns:
-          A list of tokens for each sequence; None where verifying them is not worthwhile.
+          A list of tokens for each sequence; None if verifying them is not worthwhile.
         """
         if not self._max_drafts:
             return None
         drafts = [self._draft(sequence) for sequence in sequences]
-        # Fewer guesses than rows are not worth giving up several steps in one dispatch.
+        # With fewer draft tokens than rows, several plain steps in one dispatch are faster.
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
 
     def _draft(self, sequence: Sequence) -> list[int]:
         if (grammar := sequence.active_grammar()) is not None:
-            # Of other guesses it would have to be known what may follow each of them.
+            # Other drafts would need a grammar mask after every drafted token.
             return grammar.forced[: self._max_drafts]
         index = self._indices.setdefault(sequence, NgramIndex())
         index.extend(sequence.token_ids)
         return index.guess(self._max_drafts)
 
     def drop(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
+        """Drop the index of a sequence that has ended."""
         self._indices.pop(sequence, None)
 
     def clear(self) -> None:
-        """Drop what is known of all sequences."""
+        """Drop the indices of all sequences."""
         self._indices.clear()

@@ -94,8 +94,8 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
         return Weights(model, parallel, check_replicas=options.check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
-    if mesh is None or not folder.is_dir():  # of which `from_pretrained` says what is wrong
-        # The other backends copy weights out of a stack on CPUs.
+    if mesh is None or not folder.is_dir():  # `from_pretrained` reports a missing folder
+        # On CPUs, all backends but "cpu" would copy weights out of stacked layers.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         return Weights(
@@ -103,33 +103,33 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         ), None
     parallel = TensorParallel.create("Engine", mesh, LlamaConfig.from_file(folder))
     placed = Llama.from_pretrained(folder, dtype=options.dtype, sharding=parallel.model_sharding)
-    parallel = dataclasses.replace(parallel, config=placed.config)  # of the type of its weights
+    parallel = dataclasses.replace(parallel, config=placed.config)  # with the dtype of the weights
     return Weights(placed, parallel, check_replicas=options.check_replicas), parallel
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
-    """The devices that an engine runs on, where they are several: those of a mesh, or the first.
+    """Return the mesh of an engine on several devices; None for one device.
 
     Args:
-      mesh, tensor_parallel_size: see `Engine`.
+      mesh, tensor_parallel_size: options of the engine.
 
     Raises:
-      ValueError: there are not so many devices, or both are given.
+      ValueError: there are fewer devices, or both options are given.
     """
     if tensor_parallel_size == 1:
         return mesh
     if mesh is not None:
         raise ValueError(
-            "Engine: tensor_parallel_size must be 1 where mesh is given, whose devices count, got "
+            "Engine: tensor_parallel_size must be 1 if mesh is given, got "
             f"{tensor_parallel_size}. Give one of them."
         )
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
         raise ValueError(
-            f"Engine: tensor_parallel_size must be at most {len(devices)}, the number of devices "
-            f"of {devices[0].platform} that JAX finds, got {tensor_parallel_size}."
+            f"Engine: tensor_parallel_size must be at most {len(devices)}, the number of "
+            f"{devices[0].platform} devices that JAX finds, got {tensor_parallel_size}."
         )
-    # All of them, so that JAX orders them by their links; of fewer, as they are numbered.
+    # With all devices, JAX orders them by their links; with fewer, take them by number.
     is_all = tensor_parallel_size == len(devices)
     return jax.make_mesh(
         (tensor_parallel_size,), ("tp",), devices=None if is_all else devices[:tensor_parallel_size]
@@ -139,10 +139,10 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """The tokenizer that is given or lies in a given folder, else that of the model's folder.
+    """Return the tokenizer that is given, of the given folder, or of the model's folder.
 
     Raises:
-      ValueError: the model is a module that an engine cannot run.
+      ValueError: the model is a module of another kind than `PagedModel`.
     """
     if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
         raise ValueError(
@@ -162,7 +162,7 @@ def load_tokenizer(
 def load_generation_config(
     model: str | Path | PagedModel | None, tokenizer: Tokenizer | None
 ) -> GenerationConfig:
-    """Return the generation defaults of the model's folder, or else those of the tokenizer.
+    """Return the generation defaults of the model's folder, or of the tokenizer.
 
     Sampling defaults that were passed to `Tokenizer` take precedence over the folder's.
 

@@ -1,4 +1,4 @@
-"""How many blocks the pool of an engine gets: what its slots can use, within the free memory."""
+"""Number of blocks in an engine's pool: as many as its slots can use and the memory holds."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,9 @@ from paged_jax.engine.footprint import Footprint
 from paged_jax.runner.sizes import Sizes
 
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Memory for K and V on a device that does not say how much it has.
+# Memory for K and V on a device that does not report its memory.
 DEFAULT_CACHE_BYTES = 1 << 30
-# The part of the memory that an accelerator has free once the weights are there; the rest is for
-# the programs of steps.
+# Fraction of the free memory for K and V, after the weights are loaded; steps need the rest.
 CACHE_FRACTION = 0.85
 
 
@@ -26,14 +25,14 @@ def choose_num_blocks(
     """Choose the number of blocks of an engine's pool.
 
     Args:
-      device: the `jax.Device` that holds the pool, or its part of it.
+      device: the `jax.Device` that holds the pool or a part of it.
       sizes: sizes of the engine's programs.
-      footprint: what the engine takes on the device.
-      num_blocks: see `Engine`, of the first group of layers; chosen by memory if None.
-      memory_fraction: see `Engine`.
+      footprint: memory that the engine takes on the device.
+      num_blocks: the engine's option `num_blocks`.
+      memory_fraction: the engine's option `memory_fraction`.
 
     Raises:
-      ValueError: not even one block fits, or `num_blocks` are more than the host can hold.
+      ValueError: not even one block fits, or the host cannot hold `num_blocks`.
     """
     if num_blocks is None:
         if memory_fraction is None:
@@ -61,14 +60,14 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Blocks that fit a fraction of the device's memory, beside all that the engine needs."""
+    """Return how many blocks fit in a fraction of the memory, next to weights and steps."""
     memory = device_memory(device)
     if memory is None:
         raise ValueError(
-            "Engine: memory_fraction must be None on a device that does not say how much memory "
-            f"it has, got {memory_fraction}. Give num_blocks."
+            "Engine: memory_fraction must be None on a device that does not report its memory, got "
+            f"{memory_fraction}. Set num_blocks instead."
         )
-    # What others hold, such as a training loop in this process, is not free.
+    # Memory of others, such as a training loop in this process, is not free.
     free = memory.total - max(0, memory.in_use - footprint.weights)
     budget = min(int(memory_fraction * memory.total), free)
     footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)
@@ -76,7 +75,7 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 
 
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
-    """Refuse a pool that the host can never hold: the system would end the process for it."""
+    """Check that the host can hold the pool; else the system would kill the process."""
     total = host_memory()
     num_bytes = footprint.pool_bytes(num_blocks)
     if device.platform == "cpu" and total is not None and num_bytes > total:
@@ -90,8 +89,8 @@ class DeviceMemory(NamedTuple):
     """Memory of a device.
 
     Attributes:
-      total: bytes that the device has.
-      in_use: bytes that are taken; 0 where the device does not say.
+      total: bytes of memory.
+      in_use: bytes in use; 0 if the device does not report them.
     """
 
     total: int
@@ -99,7 +98,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
-    """The memory of a `jax.Device`, which for a CPU is the host's; None if it does not say."""
+    """Return the memory of a `jax.Device` (of a CPU: the host's); None if it is not reported."""
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return DeviceMemory(statistics["bytes_limit"], statistics["bytes_in_use"])
@@ -108,7 +107,7 @@ def device_memory(device: Any) -> DeviceMemory | None:
 
 
 def host_memory() -> int | None:
-    """Bytes that this process may take: the machine's, or fewer in a container; None if unknown."""
+    """Return the bytes that this process may use, within its container; None if unknown."""
     if not hasattr(os, "sysconf"):
         return None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -116,7 +115,7 @@ def host_memory() -> int | None:
 
 
 def _cgroup_limits() -> list[int]:
-    """The limits of the process's control groups and of all groups around them."""
+    """Return the limits of the process's control groups and of their parents."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Turns what a step has drawn into tokens, text, log-probabilities and ends of sequences."""
+"""`Postprocessor`: appends the tokens of a step to sequences, and finishes those that stop."""
 
 import math
 import time
@@ -16,13 +16,13 @@ from paged_jax.scheduler.step_plan import StepPlan
 
 
 class Row(NamedTuple):
-    """What a sequence has drawn in a dispatch.
+    """Tokens of a sequence in a step.
 
     Attributes:
       token_ids: the tokens.
       logprobs: their log-probabilities, in nats.
       index: row of the sequence in `draws`.
-      draws: all that the dispatch has drawn, by decode steps.
+      draws: draws of all sequences, by decode steps.
     """
 
     token_ids: list[int]
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def rows_of(tokens: StepTokens) -> list[Row]:
-    """The rows of a dispatch, in plain Python: numbers of NumPy cost several times as much."""
+    """Return the rows of a step in Python numbers, which are much faster than NumPy scalars."""
     draws = tokens.draws
     parts = (draws.token_ids.T, draws.logprobs.T, tokens.num_new)
     rows = zip(*(part.tolist() for part in parts), strict=True)
@@ -43,13 +43,13 @@ def rows_of(tokens: StepTokens) -> list[Row]:
 
 
 class Postprocessor:
-    """Appends tokens to sequences, and ends those that stop.
+    """Appends the tokens of a step to sequences, and finishes complete ones.
 
     Args:
-      tokenizer: decodes single tokens beside their log-probabilities; None leaves them empty.
+      tokenizer: decodes the tokens of log-probabilities; None leaves their texts empty.
       eos_token_ids: tokens that end a sequence.
-      requests: the requests that have not finished.
-      stats: the totals.
+      requests: the unfinished requests.
+      stats: totals of the engine.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class Postprocessor:
         self._stats = stats
 
     def postprocess(self, plan: StepPlan, tokens: StepTokens | None) -> list[Request]:
-        """Give sequences what a step has drawn for them.
+        """Append the tokens of a step to its sequences.
 
         Args:
-          plan: the plan that the step ran.
-          tokens: the tokens that it has drawn, a row for each of the plan's decodes; None without.
+          plan: the plan of the step.
+          tokens: tokens of the step, one row per decoding sequence; None if nothing decodes.
 
         Returns:
-          The requests that got tokens or ended; the latter are in `RequestTable.ended`, too.
+          The requests that got tokens or ended. `RequestTable.ended` has the ended requests.
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
-            touched[sequence.request] = None  # first: this holds the request from here on
+            touched[sequence.request] = None  # first: the scheduler no longer holds the request
             sequence.completion.end("abort", "deadline")
-            self._requests.finish(sequence)  # which the scheduler has let go already
+            self._requests.finish(sequence)
         for sequence in plan.computed:
             touched[sequence.request] = None
             self._stats.num_prompt_tokens += _num_computed(sequence)
@@ -87,24 +87,24 @@ class Postprocessor:
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
-                # A plan made ahead has sequences that have ended since, or that the device stopped.
+                # In a step that was queued ahead, sequences may have ended meanwhile.
                 if sequence.slot is None or not row.token_ids:
                     continue
                 touched[sequence.request] = None
                 self.take_row(sequence, row, now)
-        # Noted before they leave the table: a step may be cut short anywhere.
+        # Before they leave the table, because a step may be cut short anywhere.
         self._requests.ended = [request for request in touched if request.is_finished]
         for request in self._requests.ended:
             self._requests.remove(request)
         return list(touched)
 
     def take_row(self, sequence: Sequence, row: Row, now: float) -> None:
-        """Give a sequence the tokens of a row, and finish it where it stops."""
+        """Append a row of tokens to a sequence, and finish the sequence if it stops."""
         request = sequence.request
         if sequence.is_finished:
-            return  # another row of its request has just ended all of them
+            return  # another sample of the request ended all of them
         if sequence.grammar is not None and sequence.grammar.failure is not None:
-            # End only this sample. The other samples of its request go on.
+            # End only this sample; other samples of the request continue.
             sequence.completion.end("error", sequence.grammar.failure)
             self._requests.finish(sequence)
             return
@@ -126,13 +126,13 @@ class Postprocessor:
             self._requests.finish(sequence)
 
     def append_tokens(self, sequence: Sequence, row: Row) -> int:
-        """Append the tokens of a row to a sequence, up to the one that stops it.
+        """Append the tokens of a row to a sequence until it stops.
 
         Returns:
-          The number of tokens that were appended.
+          The number of appended tokens.
 
         Raises:
-          FloatingPointError: the model gave NaN for one of them; those before it are kept.
+          FloatingPointError: the model gave NaN. Tokens before it are kept.
         """
         has_nan = math.isnan(sum(row.logprobs))
         if not has_nan and sequence.extend(
@@ -166,18 +166,18 @@ class Postprocessor:
     def append_prompt_logprobs(
         self, request: Request, scores: Scores, *, start: int, count: int
     ) -> None:
-        """Append the log-probabilities of the tokens that follow a chunk of a prompt's.
+        """Append the log-probabilities that a chunk of the prompt gives for the tokens after it.
 
         Args:
-          request: a request that asks for them.
-          scores: a row for each token of the chunk.
+          request: a request with `prompt_logprobs`.
+          scores: scores of the next token, one row per token of the chunk.
           start: position of the first token of the chunk.
-          count: tokens in the chunk.
+          count: number of tokens in the chunk.
         """
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
         for row in range(count):
             position = start + row + 1
-            # After a preemption, what was scored before is computed again, with generated tokens.
+            # After a preemption, chunks are computed again and include generated tokens.
             if position == len(request.prompt_logprobs) < len(request.prompt_token_ids):
                 token_id = request.prompt_token_ids[position]
                 request.prompt_logprobs.append(
@@ -192,7 +192,7 @@ class Postprocessor:
     def _candidates(
         self, chosen: tuple[int, Any, Any], top_ids: Any, top_logprobs: Any, count: int
     ) -> dict[int, Logprob]:
-        """A token with its log-probability and rank, and the `count` most probable ones."""
+        """Return a token and the `count` most probable tokens, with log-probability and rank."""
         top = zip(top_ids, top_logprobs, range(1, count + 1), strict=False)
         return {
             int(token_id): Logprob(float(logprob), int(rank), self._decode_token(int(token_id)))
@@ -206,5 +206,5 @@ class Postprocessor:
 
 
 def _num_computed(sequence: Sequence) -> int:
-    """Tokens of its prompt that were not found in the prefix cache."""
+    """Return the number of prompt tokens that were not in the prefix cache."""
     return sequence.num_prompt_tokens - sequence.request.num_cached_tokens

@@ -1,4 +1,4 @@
-"""Makes requests of what callers pass: checks and encodes prompts, and refuses every mistake."""
+"""`RequestFactory`: checks and encodes prompts, and makes requests."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -17,25 +17,25 @@ from paged_jax.scheduler.request import Request, Sequence
 Prompt = str | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
-# Most entries of a request's logit_bias. Each slot has a table of them, 8 bytes an entry. A step
-# with any bias adds all tables, filled or not: at 16 slots 0.04 ms on 2 CPU cores, and 0.02 ms if
-# they had 32 entries.
+# Maximum number of entries in a request's logit_bias. Each slot has a table of this size, 8 bytes
+# per entry, and a step with any bias adds all tables: 0.04 ms for 16 slots on 2 CPU cores (0.02 ms
+# for tables of 32 entries).
 MAX_LOGIT_BIAS = 1024
-# Most stop_token_ids of a request, beside the model's own end tokens.
+# Maximum number of stop_token_ids in a request, in addition to the model's end tokens.
 MAX_STOP_TOKEN_IDS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestFactory:
-    """What a model and its engine accept.
+    """Makes requests from prompts and parameters.
 
     Attributes:
-      tokenizer: the tokenizer; without one, only token ids are accepted.
-      vocab_size: V, tokens that the model knows.
-      max_model_len: most tokens of a sequence, prompt included.
-      max_length: most tokens of a sequence that names no bound: what the pool can hold.
+      tokenizer: the tokenizer; without one, prompts must be token ids.
+      vocab_size: V, number of tokens in the vocabulary.
+      max_model_len: maximum number of tokens in a sequence, prompt included.
+      max_length: the same for requests without `max_tokens`, limited by the pool.
       seed: the engine's seed, for requests without one.
-      grammars: grammars of the forms that texts must have.
+      grammars: compiled grammars of structured outputs.
     """
 
     tokenizer: Tokenizer | None
@@ -58,22 +58,16 @@ class RequestFactory:
         client: str = "",
         sample_offset: int = 0,
     ) -> Request:
-        """Check a prompt and its parameters, and make a request of them.
+        """Check a prompt and its parameters, and return a request.
 
         Args:
-          request_id: name of the request.
-          arrival: number of requests before it, which picks its seed and its turn.
-          prompt: a text, or a dict with ``prompt`` or ``prompt_token_ids``, and perhaps
-            ``cache_salt``, a text: requests share cached blocks only where their salts agree.
-          params: how the request's tokens are chosen.
-          priority: rank of the request: lower is served first.
-          arrival_time: seconds of a monotonic clock.
-          timeout: seconds after which the request ends as it stands.
-          client: whose request it is: clients take turns for slots.
-          sample_offset: number of its first sample among those of its seed.
+          request_id: id of the request.
+          arrival: number of earlier requests; determines the seed and the order of service.
+          prompt, params, priority, timeout, client, sample_offset: see `Engine.add_request`.
+          arrival_time: seconds on a monotonic clock.
 
         Raises:
-          ArgumentError: naming the field and the bound.
+          ArgumentError: an argument is out of bounds. The message names the field and the bound.
         """
         prompt = _as_mapping(prompt)
         text, token_ids = self._encode(prompt)
@@ -87,7 +81,7 @@ class RequestFactory:
         form = params.structured_outputs
         grammar = None if form is None else self.grammars.compile(form)
         max_tokens = self._max_tokens(params, len(token_ids))
-        # A first word keeps the space before it, unless only a start token precedes it.
+        # Keep the space before the first generated word, unless the prompt has only start tokens.
         continues_text = self.tokenizer is not None and not all(
             self.tokenizer.is_special(token_id) for token_id in token_ids
         )
@@ -122,7 +116,7 @@ class RequestFactory:
         return request
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """Most tokens to generate, by the parameters and by the context."""
+        """Return the maximum number of tokens to generate."""
         most = params.max_tokens
         if most is None:
             most = max(1, self.max_length - num_prompt_tokens)
@@ -147,7 +141,7 @@ class RequestFactory:
                 f"keys {sorted(map(str, prompt))}."
             )
         if unknown := prompt.keys() - _PROMPT_KEYS:
-            # Misspelt, a cache_salt would let tenants share blocks.
+            # A misspelt cache_salt would let tenants share blocks.
             raise _refusal(
                 f"a prompt must have no keys but {', '.join(_PROMPT_KEYS)}, got "
                 f"{', '.join(sorted(map(str, unknown)))}."
@@ -197,7 +191,7 @@ class RequestFactory:
         self._check_token_ids("stop_token_ids", stop_token_ids)
 
     def _check_token_ids(self, name: str, token_ids: Collection[Any]) -> None:
-        # First without a loop in Python: 100,000 ids would take a tenth of a second.
+        # Fast check first: a Python loop over 100,000 ids takes a tenth of a second.
         is_plain = set(map(type, token_ids)) <= {int}
         if (
             is_plain
@@ -212,7 +206,7 @@ class RequestFactory:
 
 
 def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any, client: Any) -> None:
-    """See that what comes with a prompt is of the right types."""
+    """Check the types of the arguments that come with a prompt."""
     if not isinstance(salt, str):
         raise _refusal(f"must be a text, got {salt!r}.", "cache_salt")
     if not isinstance(client, str):
@@ -241,8 +235,8 @@ def _refusal(problem: str, field: str | None = None) -> ArgumentError:
 
 
 def _as_list(token_ids: Any) -> list[Any]:
-    """The items of a list of token ids, or of an array of NumPy, JAX or PyTorch."""
-    if hasattr(token_ids, "__array__"):  # JAX's are not iterated over: each item is an array
+    """Return token ids as a list, from a list or an array of NumPy, JAX or PyTorch."""
+    if hasattr(token_ids, "__array__"):  # iterating over a JAX array would make arrays
         array = np.asarray(token_ids)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise _refusal(
@@ -257,7 +251,7 @@ def _as_list(token_ids: Any) -> list[Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which stand for bytes that could not be decoded."""
+    """Return whether a text has no lone surrogates, which stand for undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:

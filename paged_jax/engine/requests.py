@@ -1,4 +1,8 @@
-"""Keeps the requests that have not finished: from them, the device's state can be made again."""
+"""Unfinished requests of an engine, and how they survive a step that is cut short.
+
+Ctrl-C or a lack of memory may end a step anywhere, and leaves the device in an unknown state. The
+requests keep all their tokens on the host, so the engine empties the device and continues.
+"""
 
 import contextlib
 import itertools
@@ -20,13 +24,13 @@ class RequestTable:
     """Requests from their arrival to their end.
 
     Args:
-      scheduler, runner, drafter: parts that forget a request when it ends.
+      scheduler, runner, drafter: parts that must forget a request when it ends.
 
     Attributes:
-      unfinished: requests that have not finished, by their ids.
-      ended: requests that have ended and were not returned: in the step that is under way, or in
-        one that was cut short, which the next one returns.
-      num_added: requests added so far.
+      unfinished: unfinished requests by id.
+      ended: requests that ended and were not returned yet, in this step or in an earlier step that
+        was cut short.
+      num_added: number of requests added so far.
       weights_version: number of times that the weights were replaced.
     """
 
@@ -40,35 +44,33 @@ class RequestTable:
         self.weights_version = 0
 
     def next_id(self) -> str:
-        """A name for a request without one: its number, or the next that is free."""
+        """Return an id for a new request: its number, or the next number that is free."""
         numbers = itertools.count(self.num_added)
         return next(name for i in numbers if (name := str(i)) not in self.unfinished)
 
     def check(self, request: Request) -> None:
-        """See that a new request can be queued.
+        """Check that a new request can be queued.
 
         Raises:
-          ValueError: it could never run, or its id is taken.
+          ValueError: the request could never run, or its id is taken.
         """
         self._scheduler.check(request.sequences)
 
     def add(self, request: Request) -> None:
-        """Queue a request, which `check` has passed.
-
-        Cut short, it is forgotten by `restart`, unless it is in the table already.
-        """
-        self._name_blocks(request)
+        """Queue a request that passed `check`."""
+        # If this is cut short, `restart` forgets a request that is not in the table yet.
+        self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
         self.num_added += 1
 
     def finish(self, sequence: Sequence) -> None:
-        """Free the slot and the blocks of a sequence that is complete."""
+        """Free the slot and the blocks of a complete sequence."""
         self._scheduler.finish(self._runner.slots, sequence)
         self._drafter.drop(sequence)
 
     def end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End a request that has not finished by itself, and free its slots and blocks."""
+        """End an unfinished request with its tokens so far, and free its slots and blocks."""
         for sequence in self._scheduler.abort(self._runner.slots, request):
             self._drafter.drop(sequence)
         for sequence in request.sequences:
@@ -78,19 +80,19 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         """Remove a finished request."""
         request.mark(finished_time=time.perf_counter())
-        # Another request may have taken the id of one that ended in a step that was cut short.
+        # If it ended in a step that was cut short, a newer request may have the same id.
         if self.unfinished.get(request.request_id) is request:
             del self.unfinished[request.request_id]
 
     def take_ended(self, request_id: str) -> Request | None:
-        """Take a request that ended in a step that was cut short; None if there is no such one."""
+        """Take a request that ended in a step that was cut short; None if there is none."""
         for index, request in enumerate(self.ended):
             if request.request_id == request_id:
                 return self.ended.pop(index)
         return None
 
     def restart(self) -> None:
-        """Empty the device, and queue again all requests that have not finished."""
+        """Empty the device, and queue all unfinished requests again."""
         for request in list(self.unfinished.values()):
             if request.is_finished:
                 self.ended.append(request)
@@ -98,23 +100,24 @@ class RequestTable:
         self._runner.reset()
         self._drafter.clear()
         for request in self.unfinished.values():
-            self._name_blocks(request)
+            self._set_chains(request)
         sequences = [s for request in self.unfinished.values() for s in request.sequences]
         self._scheduler.restart([s for s in sequences if not s.is_finished])
 
     def note_new_weights(self) -> bool:
-        """Record that the weights were replaced; return whether requests are unfinished."""
+        """Record that the weights were replaced, and return whether requests are unfinished."""
         self.weights_version += 1
         for request in self.unfinished.values():
             if request.prompt_logprobs is not None:
-                request.prompt_logprobs = [None]  # not half of them from either
+                # Score the whole prompt again: do not mix log-probabilities of two models.
+                request.prompt_logprobs = [None]
         return bool(self.unfinished)
 
     def check_idle(self, function: str) -> None:
-        """Refuse a call while requests are unfinished.
+        """Check that no request is unfinished.
 
         Raises:
-          RuntimeError: one is.
+          RuntimeError: a request is unfinished.
         """
         if self.unfinished:
             raise RuntimeError(
@@ -123,25 +126,25 @@ class RequestTable:
             )
 
     def prefix_chain(self, request: Request) -> PrefixChain:
-        """What names the blocks of a request's prompt in the prefix cache."""
-        # Neither the blocks of earlier weights nor those of another tenant are found.
+        """Return the digests under which the prefix cache finds the blocks of a prompt."""
+        # The root keeps other weights and other tenants apart.
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
-    def _name_blocks(self, request: Request) -> None:
-        """Let the prefix cache find the blocks of a request, under the present weights."""
-        # Log-probabilities of a prompt need all of it computed.
+    def _set_chains(self, request: Request) -> None:
+        """Let the samples of a request use the prefix cache, under the present weights."""
+        # Prompt log-probabilities need every prompt token computed.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
             sequence.chain = self.prefix_chain(request) if is_cached else None
 
 
 class Delivery:
-    """Where the requests go that a step has touched.
+    """Hands requests with new tokens to the calls that wait for them.
 
     Requests share steps, so a step that one call runs may bring tokens for the request of another
-    call. That call gets them by the function it has subscribed with. A request without a subscriber
-    is kept until it is taken.
+    call. That call subscribes to its request. Requests without a subscriber are kept until they are
+    taken.
 
     Example:
       >>> delivery = Delivery()
@@ -151,7 +154,7 @@ class Delivery:
 
     def __init__(self) -> None:
         self._receivers: dict[str, Callable[[Request], None]] = {}
-        # Not by their ids: one that has ended and one that has taken its id may both be there.
+        # Not by id: a request that has ended and a newer one with its id may both be here.
         self._kept: dict[Request, None] = {}
 
     def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
@@ -159,7 +162,7 @@ class Delivery:
         self._receivers[request_id] = receive
 
     def unsubscribe(self, request_id: str) -> None:
-        """End a subscription; nothing if there is none."""
+        """End a subscription, if there is one."""
         self._receivers.pop(request_id, None)
 
     def deliver(self, requests: Iterable[Request]) -> None:
@@ -169,7 +172,7 @@ class Delivery:
                 self._kept[request] = None
 
     def notify(self, request: Request) -> bool:
-        """Give a request to its subscriber, if it has one."""
+        """Give a request to its subscriber, and return whether it has one."""
         receive = self._receivers.get(request.request_id)
         if receive is not None:
             receive(request)
@@ -177,7 +180,7 @@ class Delivery:
 
     @property
     def kept(self) -> list[Request]:
-        """The requests without a subscriber that were delivered, until they are dropped."""
+        """Delivered requests without a subscriber, until they are dropped."""
         return list(self._kept)
 
     def keep(self, requests: Iterable[Request]) -> None:
@@ -191,35 +194,38 @@ class Delivery:
 
 
 class ChangeGuard:
-    """Guards the changes of an engine's state, such as a step.
+    """Guard of the engine's state: one change, such as a step, at a time.
 
-    A change that is cut short, by Ctrl-C for example, leaves the device in a state that is not
-    known. The engine is recovered at once or, if that is cut short too, before the next change.
+    After a change that was cut short, the engine restarts immediately. If the restart is cut short
+    as well, it restarts before the next change.
 
     Args:
-      restart: makes a state that is known, from what the host knows.
+      restart: function that brings the device into a known state, from the state of the host.
     """
 
     def __init__(self, restart: Callable[[], None]):
         self._restart = restart
-        self._is_broken = False  # a change or a recovery began and did not end
+        self._is_broken = False  # a change or a restart began and did not end
         self._postponed: list[Callable[[], None]] = []
-        self._latest: Callable[[], Any] = lambda: None  # the generator of the latest change
+        self._latest: Callable[[], Any] = lambda: None  # weak reference to the latest change
 
     @property
     def _is_changing(self) -> bool:
-        # Asked of the change itself: a flag could be left behind by one that is cut short.
+        # Ask the generator of the change: an interrupted change could leave a flag behind.
         latest = self._latest()
         return latest is not None and latest.gi_frame is not None
 
     def change(self) -> contextlib.AbstractContextManager[None]:
-        """A context for a change of state.
+        """Return a context for a change of the state.
 
         Raises:
-          RuntimeError: another one is under way.
+          RuntimeError: another change is under way.
         """
         if self._is_changing:
-            raise RuntimeError("Engine: a call must end before the next begins, got one within it.")
+            raise RuntimeError(
+                "Engine: calls must not overlap, got a call during another call. Use AsyncEngine "
+                "to add requests while the engine runs."
+            )
         while self._postponed:
             self._postponed.pop()()
         change = self._change()
@@ -239,13 +245,13 @@ class ChangeGuard:
             self._is_broken = False
 
     def recover(self) -> None:
-        """Restart from what the host knows."""
+        """Restart from the state of the host."""
         self._is_broken = True
         self._restart()
         self._is_broken = False
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Call a function now or, while a change is under way, before the next one."""
+        """Call a function now or, during a change, before the next change."""
         if self._is_changing:
             self._postponed.append(action)
         else:
@@ -254,11 +260,10 @@ class ChangeGuard:
 
 @contextlib.contextmanager
 def own_transfers() -> Iterator[None]:
-    """A context in which an engine may move its own numbers between host and device.
+    """Allow the engine's transfers between host and device, despite a caller's transfer guard.
 
-    Token ids, slots and flags cross with every step, as they must, so that a caller's
-    ``jax.transfer_guard`` should not stop them: it is there to find transfers that nobody wants.
-    Copies from device to device stay under the caller's guard. The engine makes none, unless
+    Every step must move token ids, slots and flags. A caller's ``jax.transfer_guard`` is there to
+    find accidental transfers. Copies between devices stay guarded; the engine makes none unless
     weights come from other devices.
     """
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):

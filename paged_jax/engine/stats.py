@@ -1,4 +1,4 @@
-"""What an engine counts and measures: totals, the times of a step's parts, and blocks in use."""
+"""Counters of an engine: totals, times of the phases of a step, and blocks in use."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from paged_jax.scheduler.step_plan import StepPlan
 
 @dataclasses.dataclass
 class EngineStats:
-    """Totals of an engine since it was built. Times leave out what compiling takes.
+    """Totals of an engine since it was built. Times do not include compilation.
 
     Attributes:
       num_steps: engine steps run so far; each may decode several tokens of a sequence.
@@ -23,26 +23,26 @@ class EngineStats:
       num_generated_tokens: tokens drawn.
       num_decode_tokens: tokens drawn in dispatches that did not compile.
       prefill_seconds: seconds in programs that prefill.
-      decode_seconds: seconds of steps in programs that decode, until their tokens were on the host.
-      host_seconds: seconds of steps outside of those programs, in which the device had to wait.
-      schedule_seconds: seconds of planning, with what the plan asks of the cache.
-      postprocess_seconds: seconds of turning tokens into text and ending requests; as those of
-        planning, they count for host_seconds unless the device decoded meanwhile.
-      compile_seconds: seconds of compiling, in the first calls of programs.
-      first_token_seconds: seconds from the arrival of the first request to its first token, with
-        the compilation that it waited for.
-      peak_num_blocks: most blocks held at once at the end of a step.
-      num_preemptions: times that a sequence lost its blocks to others.
-      num_swap_preemptions: preemptions that copied the blocks to host memory.
-      num_recomputed_tokens: tokens computed again after a preemption.
-      num_queried_tokens: tokens looked up in the prefix cache.
-      num_cached_tokens: tokens found in the prefix cache.
-      num_drafts: times that next tokens of a sequence were guessed by speculation.
-      num_draft_tokens: tokens guessed.
-      num_accepted_tokens: guesses that were right.
-      num_accepted_at: how many of these were the first token of their draft, the second, and so on.
-      sharing: fraction of blocks saved by sharing, over all steps, of those that all sequences
-        would hold without sharing any (Kwon et al., 2023, section 6.3).
+      decode_seconds: seconds in programs that decode, until their tokens were on the host.
+      host_seconds: seconds outside of those programs in which the device had to wait.
+      schedule_seconds: seconds of planning, including the plan's operations on the cache.
+      postprocess_seconds: seconds of converting tokens to text and ending requests. These and
+        `schedule_seconds` are part of `host_seconds` unless the device decoded meanwhile.
+      compile_seconds: seconds of compilation, in the first calls of programs.
+      first_token_seconds: seconds from the arrival of the first request to its first token,
+        including compilation.
+      peak_num_blocks: maximum number of blocks that requests held at the end of a step.
+      num_preemptions: number of times that a sequence lost its blocks to others.
+      num_swap_preemptions: number of preemptions that copied the blocks to host memory.
+      num_recomputed_tokens: number of tokens computed again after a preemption.
+      num_queried_tokens: number of tokens looked up in the prefix cache.
+      num_cached_tokens: number of tokens found in the prefix cache.
+      num_drafts: number of drafts in speculative decoding.
+      num_draft_tokens: number of drafted tokens.
+      num_accepted_tokens: number of drafted tokens that were accepted.
+      num_accepted_at: number of accepted tokens by their position in the draft.
+      sharing: fraction of blocks saved by sharing, over all steps, relative to the blocks that all
+        sequences would hold without sharing (Kwon et al., 2023, section 6.3).
     """
 
     num_steps: int = 0
@@ -71,13 +71,13 @@ class EngineStats:
 
 @dataclasses.dataclass(frozen=True)
 class GroupUse:
-    """The blocks of a group of layers that keep the same tokens.
+    """Blocks of a group of layers that keep the same tokens.
 
     Attributes:
-      window: tokens of a sequence that these layers attend to; None for all.
-      num_layers: layers of the group.
-      num_blocks: blocks in its pool.
-      num_used: blocks that samples hold.
+      window: number of last tokens that these layers attend to; None for all.
+      num_layers: number of layers in the group.
+      num_blocks: number of blocks in its pool.
+      num_used: number of blocks that samples hold.
     """
 
     window: int | None
@@ -87,18 +87,18 @@ class GroupUse:
 
 
 class Stopwatch:
-    """Measures `with` blocks, of which a step may have several.
+    """Stopwatch for ``with`` blocks, several of which may belong to one phase of a step.
 
-    Each block is a range in profiles of `jax.profiler`.
+    Each block is also a range in profiles of `jax.profiler`.
 
     Args:
       executor: reports how long it compiled and waited.
       name: the name of the range.
 
     Attributes:
-      seconds: seconds that the blocks took since `reset`; 0 for those that compiled.
-      waited: seconds in which the host waited for the device to prefill.
-      has_compiled: whether a program was compiled in any of them.
+      seconds: seconds of the blocks since `reset`, without blocks that compiled a program.
+      waited: seconds that the host waited for prefilling.
+      has_compiled: whether a program was compiled in a block.
     """
 
     def __init__(self, executor: Executor, name: str):
@@ -129,21 +129,21 @@ class Stopwatch:
 
 
 class StepClock:
-    """Measures the parts of a step, and adds them to the totals when the step is over.
+    """Clock for the phases of a step.
 
     Args:
-      stats: the totals.
+      stats: totals, to which `count_step` adds.
       runner: reports how long it compiled and waited.
 
     Attributes:
-      scheduling, running, postprocessing: the stopwatches of the three parts of a step.
-      prefilling, decoding: the stopwatches of the two parts of `running`.
+      scheduling, running, postprocessing: stopwatches of the three phases of a step.
+      prefilling, decoding: stopwatches of the two parts of `running`.
     """
 
     def __init__(self, stats: EngineStats, runner: ModelRunner):
         self._stats = stats
         self._runner = runner
-        self._num_prefilled = 0  # tokens that took the prefill_seconds of the stats
+        self._num_prefilled = 0  # number of tokens behind prefill_seconds
         self.scheduling = Stopwatch(runner.executor, "schedule")
         self.running = Stopwatch(runner.executor, "run")
         self.prefilling = Stopwatch(runner.executor, "prefill")
@@ -151,27 +151,27 @@ class StepClock:
         self.postprocessing = Stopwatch(runner.executor, "postprocess")
 
     def start_step(self) -> None:
-        """Measure a new step."""
+        """Reset all stopwatches."""
         for watch in (
             self.scheduling, self.running, self.prefilling, self.decoding, self.postprocessing,
         ):  # fmt: skip
             watch.reset()
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None, *, is_ahead: bool) -> None:
-        """Add a step that is over to the totals.
+        """Add the times of a step to the totals.
 
         Args:
           plan: the plan of the step.
-          tokens: the tokens that were read.
-          is_ahead: whether a dispatch is queued that the device works on since.
+          tokens: tokens of the step; None if nothing decodes.
+          is_ahead: whether the device already runs the next step.
         """
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
-        # Prefill only queues programs. They are waited for while decoding, which is not its time.
+        # Prefilling only queues programs; the host waits for them during `decoding`.
         if plan.chunks and not running.has_compiled:
             prefill_seconds = self.prefilling.seconds + running.waited
             self._num_prefilled += sum(count for _, count in plan.chunks)
-        # The time of the first tokens is not known apart from that of compiling.
+        # After a compilation, the decoding time alone is not known.
         if tokens is not None and not self.decoding.has_compiled:
             decode_seconds = self.decoding.seconds - running.waited
             stats.num_decode_tokens += int(tokens.num_new.sum())
@@ -189,7 +189,7 @@ class StepClock:
         stats.decode_seconds += decode_seconds
 
     def update_costs(self, scheduler: Scheduler) -> None:
-        """Give the scheduler the costs of preemption, from all that was measured so far."""
+        """Give the scheduler the measured costs of preemption."""
         if self._num_prefilled:
             seconds = self._stats.prefill_seconds / self._num_prefilled
             scheduler.costs.seconds_per_token = seconds
@@ -199,16 +199,16 @@ class StepClock:
 
 
 class BlockMeter:
-    """Counts the blocks that are held after each step, and those that sharing saves.
+    """Counter of blocks that sequences hold, and of blocks that sharing saves.
 
     Args:
-      stats: the totals.
+      stats: totals, to which each count is added.
       scheduler: knows the running sequences.
-      runner: knows the free blocks.
+      runner: knows the number of free blocks.
 
     Attributes:
-      num_held: blocks held when they were last counted.
-      others_free: free blocks of each group of layers but the first, at that time.
+      num_held: number of held blocks at the last count.
+      others_free: number of free blocks at that time, of each group of layers after the first.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):
@@ -217,7 +217,7 @@ class BlockMeter:
         self._runner = runner
         self.num_held = 0
         self.others_free = runner.slots.others_free
-        self._num_saved = 0  # summed over steps, as is the next
+        self._num_saved = 0  # both are sums over steps
         self._num_unshared = 0
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
@@ -225,20 +225,20 @@ class BlockMeter:
         num_new: dict[Sequence, int] = {}
         if tokens is not None:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
-        # What has ended since the program began, in one that ran ahead, had its blocks there.
+        # Sequences that ended after the step was queued still held their blocks in it.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
-        # A sequence that has drawn tokens holds what it had when that program began.
+        # A sequence that has drawn tokens holds the blocks from the start of the program.
         row, starts = self._scheduler.block_budget.num_in_row, []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start
             starts.append((sequence.num_computed + num_drawn, start))
-        # Not those of now, which the device may still work on.
+        # The present number is unknown while the device runs the next step.
         num_free = self._runner.slots.num_free if tokens is None else int(tokens.num_free)
         self.count(sum(row(length, start) for length, start in starts), num_free)
 
     def count(self, num_unshared: int, num_free: int) -> None:
-        """Count the blocks that are held, and those that would be if none were shared."""
+        """Count held blocks, and the blocks that sequences would hold without sharing."""
         self.num_held = self._scheduler.num_blocks - num_free
         self.others_free = self._runner.slots.others_free
         self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, self.num_held)

@@ -1,4 +1,4 @@
-"""Runs what the scheduler has planned: chunks of prompts, forks of samples, steps of decoding."""
+"""`StepRunner`: runs a plan of the scheduler on the device."""
 
 import time
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from paged_jax.scheduler.step_plan import StepPlan
 
 
 class PendingStep(NamedTuple):
-    """A plan that is queued.
+    """A step in flight: its programs are queued, and the host has not read its tokens.
 
     Attributes:
-      plan: the plan.
-      drawn: what it draws, which may have been read already; None if it decodes nothing.
+      plan: the plan of the step.
+      drawn: the future tokens, or tokens that were read early; None if nothing decodes.
     """
 
     plan: StepPlan
@@ -30,15 +30,15 @@ class PendingStep(NamedTuple):
 
 
 class StepRunner:
-    """Runs plans, and notes when requests begin.
+    """Runs plans: prefills chunks, forks samples and decodes.
 
     Args:
-      runner: runs programs.
-      scheduler: has made the plans.
-      postprocessor: takes the log-probabilities of prompts.
-      drafter: guesses tokens.
-      clock: measures the two parts.
-      stats: the totals.
+      runner: runs programs on the device.
+      scheduler: the scheduler that makes the plans.
+      postprocessor: stores the log-probabilities of prompts.
+      drafter: drafts tokens to verify.
+      clock: measures prefilling and decoding.
+      stats: totals of the engine.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class StepRunner:
         self._stats = stats
 
     def queue(self, plan: StepPlan) -> PendingStep:
-        """Queue all of a plan."""
-        if not plan.is_ahead:  # else all of its sequences run already
+        """Queue the programs of a plan."""
+        if not plan.is_ahead:  # sequences of a plan ahead run already
             self._note_start(plan)
         with self._clock.prefilling:
             self._prefill(plan)
@@ -67,13 +67,13 @@ class StepRunner:
         with self._clock.decoding:
             return PendingStep(plan, self._decode(plan) if plan.decodes else None)
 
-    def read(self, dispatch: PendingStep) -> StepTokens | None:
-        """Wait for what a plan has drawn, a row for each of its decodes.
+    def read(self, pending: PendingStep) -> StepTokens | None:
+        """Wait for the tokens of a step, one row per decoding sequence; None without any.
 
         Raises:
-          RuntimeError: blocks did not suffice for what the scheduler has planned.
+          RuntimeError: free blocks did not suffice for the plan.
         """
-        plan, drawn = dispatch
+        plan, drawn = pending
         with self._clock.decoding:
             self._runner.executor.check()
             tokens = self._runner.executor.read(drawn) if isinstance(drawn, QueuedResult) else drawn
@@ -144,5 +144,5 @@ class StepRunner:
 
 
 def _is_scored(sequence: Sequence) -> bool:
-    """Whether the log-probabilities of its prompt are asked for, which the first sample gets."""
+    """Return whether a sequence must get prompt log-probabilities: the first sample gets them."""
     return sequence.request.prompt_logprobs is not None and sequence.index == 0
