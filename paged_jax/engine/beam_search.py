@@ -1,10 +1,10 @@
-"""Beam search: the most probable continuations of a prompt.
+r"""Beam search: the most probable continuations of a prompt.
 
 Each of the W beams of a prompt has a slot, and the beams share the blocks of their common tokens:
 
     prompt -- the -- cat -- sat         slot 0   [ 3  1  5 ]
-                  \\- dog -- ran         slot 1   [ 3  1  4 ]     blocks 3 and 1 have 3 references
-                         \\- is          slot 2   [ 3  1  2 ]
+                  \- dog -- ran         slot 1   [ 3  1  4 ]     blocks 3 and 1 have 3 references
+                         \- is          slot 2   [ 3  1  2 ]
 
 A step on the device is one program. Each slot gets the table of the slot of its beam's parent and
 appends the beam's last token, after a copy of the block if it is still shared. The program returns
@@ -47,15 +47,15 @@ _MAX_LENGTH_PENALTY = 10.0
 @names_arguments
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
-    """What to search for, with vLLM's names and meanings.
+    """Parameters of a beam search, with the names and meanings of vLLM.
 
     Attributes:
-      beam_width: W, beams that continue at each step, and sequences that are returned.
-      max_tokens: most tokens to generate; fewer where the context ends before.
-      ignore_eos: whether end-of-sequence tokens are treated as any other.
-      temperature: only 0 is possible, as nothing is drawn: log-probabilities are the model's own.
-      length_penalty: the power of the length by which the log-probability is divided: above 0
-        favours long sequences, below 0 short ones. From -10 to 10.
+      beam_width: W, number of beams that continue at each step, and of sequences returned.
+      max_tokens: maximum number of tokens to generate; the context may allow fewer.
+      ignore_eos: whether end-of-sequence tokens are treated like other tokens.
+      temperature: must be 0, because beam search does not sample.
+      length_penalty: exponent of the length by which the log-probability is divided, -10 to 10.
+        Positive values favour long sequences, negative values short sequences.
       include_stop_str_in_output: whether the text keeps the end-of-sequence token.
 
     Raises:
@@ -91,15 +91,15 @@ class BeamSearchParams:
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class BeamSearchSequence:
-    """One of the best sequences.
+    """A sequence found by beam search.
 
     Attributes:
-      tokens: token ids of the prompt, then the generated ones, an end-of-sequence token included.
-      cum_logprob: the sum of the log-probabilities of the generated tokens, in nats.
-      text: the text of all tokens, the prompt's included, without special tokens; empty without
-        a tokenizer.
+      tokens: token ids of the prompt and of the generated tokens, including the end token.
+      cum_logprob: sum of the log-probabilities of the generated tokens, in nats.
+      text: text of all tokens, including the prompt, without special tokens; empty without a
+        tokenizer.
       finish_reason: ``"stop"`` (an end-of-sequence token) or ``"length"``.
-      stop_reason: the end-of-sequence token; None where the length ended it.
+      stop_reason: the end-of-sequence token; None for ``"length"``.
     """
 
     tokens: list[int]
@@ -112,10 +112,10 @@ class BeamSearchSequence:
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class BeamSearchOutput:
-    """What was found for one prompt.
+    """Result of beam search for one prompt.
 
     Attributes:
-      sequences: the best `beam_width` sequences or, if there are fewer, all; the best first.
+      sequences: up to `beam_width` sequences, the best first.
     """
 
     sequences: list[BeamSearchSequence]
@@ -135,13 +135,13 @@ class BeamChoice:
 
     Args:
       prompt_token_ids: the prompt.
-      max_tokens: most tokens to generate; those of `params` where the context allows it.
+      max_tokens: maximum number of tokens to generate: `params.max_tokens`, or less by the context.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
-      most_bias: the largest bias that is added to a log-probability; at least 0.
+      most_bias: the largest bias that is added to a log-probability, at least 0.
 
     Attributes:
-      beams: those that continue, the best first.
+      beams: beams that continue, the best first.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class BeamChoice:
     def advance(
         self, top_ids: Sequence[Sequence[int]], top_logprobs: Sequence[Sequence[float]]
     ) -> None:
-        """Choose the beams that continue, from the continuations of the present ones.
+        """Choose the beams that continue, among the continuations of all beams.
 
         Args:
-          top_ids: for each beam the N most probable tokens, the most probable first.
+          top_ids: for each beam, the N most probable next tokens, the most probable first.
           top_logprobs: their log-probabilities, in nats.
 
         Raises:
@@ -194,7 +194,7 @@ class BeamChoice:
                 for token_id, logprob in zip(top_ids[parent], top_logprobs[parent], strict=True)
                 if logprob > -math.inf  # a suppressed token
             ),
-            # Stable: of equals, the continuation of the better beam comes first.
+            # Stable sort: for equal scores, the continuation of the better beam comes first.
             key=lambda candidate: -candidate[0],
         )
         width, continued, ended = self.params.beam_width, [], []
@@ -209,7 +209,7 @@ class BeamChoice:
 
     @property
     def is_done(self) -> bool:
-        """Whether no beam may continue, or none that does can still end among the best."""
+        """Whether no beam may continue, or no continuing beam can still become one of the best."""
         if not self.beams or self.num_generated == self.max_tokens:
             return True
         if len(self._completed) < self.params.beam_width:
@@ -222,15 +222,15 @@ class BeamChoice:
         return hope <= self._score(self._completed[-1])
 
     def best(self) -> list[Beam]:
-        """The best beams so far, complete or not, the best first."""
+        """Return the best beams so far, complete or not, the best first."""
         return self._best(self._completed + self.beams)
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """The best beams as sequences."""
+        """Return the best beams as sequences."""
         return BeamSearchOutput([self._sequence(beam, tokenizer) for beam in self.best()])
 
     def _best(self, beams: list[Beam]) -> list[Beam]:
-        # Stable: of equals, the one that was complete first comes first.
+        # Stable sort: for equal scores, the beam that was complete first comes first.
         return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
 
     def _score(self, beam: Beam) -> float:
@@ -255,8 +255,10 @@ class BeamChoice:
 
 
 def num_candidates(width: int, num_end_ids: int) -> int:
-    """Most probable tokens that each of W beams must bring: as many more than W as may be end
-    tokens, so that W others continue, and at least 2 W."""
+    """Return the number of candidates that each of W beams needs, so that W beams can continue.
+
+    All end-of-sequence tokens may be among the candidates. The minimum is 2 W.
+    """
     return width + max(width, num_end_ids)
 
 
@@ -268,15 +270,13 @@ def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
 def beam_search(
     core: EngineCore, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Find the most probable continuations of prompts, several prompts at once where they fit.
+    """Find the most probable continuations of prompts; several prompts run together if they fit.
 
-    A prompt begins when slots for all its beams are free, and blocks for all that they may come to
-    need, so that no beam ever has to leave. Its blocks come from the prefix cache, and stay there.
-    Of the engine's totals, this counts steps, blocks, what sharing saves and what the prefix cache
-    finds.
+    A prompt starts when slots for all its beams are free, and blocks for all tokens that they may
+    generate, so beams are never preempted. Its blocks are shared through the prefix cache.
 
     Args:
-      engine: an engine without unfinished requests. It is empty again afterwards, whatever happens.
+      core: core of an engine without unfinished requests. It is empty again afterwards.
       prompts: one prompt or several, see `LLM.generate`.
       params: parameters of the search, the same for all prompts.
 
@@ -289,8 +289,8 @@ def beam_search(
       RuntimeError: a request is unfinished.
       FloatingPointError: the model gave NaN.
 
-    Cost: a step is a decode step of all beams. Its program is compiled once for each `beam_width`
-    and for each power of two of beams at once, at the first use: `Engine.warmup` leaves it out.
+    The program of a step is compiled at its first use, for each `beam_width` and each power of two
+    of running beams. `Engine.warmup` does not compile it.
     """
     core.check_idle("beam_search")
     if isinstance(prompts, str | Mapping):
@@ -309,7 +309,7 @@ def beam_search(
 
 
 def _as_request(core: EngineCore, number: int, prompt: Prompt, params: BeamSearchParams) -> Request:
-    """The prompt as token ids, checked as that of any request."""
+    """Return a checked request for a prompt."""
     return core.request_factory.make_request(
         f"beam search {number}",
         number,
@@ -336,7 +336,7 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
 
 
 class _Search(BeamChoice):
-    """The beams of one prompt, and the slots that they have while it runs."""
+    """Beams of one prompt, and their slots while it runs."""
 
     def __init__(
         self,
@@ -350,19 +350,19 @@ class _Search(BeamChoice):
         self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
 
     def most_blocks(self, block_budget: BlockBudget) -> int:
-        """Most blocks that the beams hold: they share full ones of the prompt, maybe no others."""
+        """Return the maximum number of blocks of all beams: they share the full prompt blocks."""
         num_prompt = len(self.prompt_token_ids)
         num_common = block_budget.num_shared(num_prompt)
         num_each = block_budget.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
         return num_common + self.params.beam_width * (num_each - num_common)
 
     def last_token(self, beam: Beam) -> int:
-        """The token to be fed next: all others of the beam are in the cache."""
+        """Return the last token of a beam. All tokens before it are in the cache."""
         return beam.token_ids[-1] if beam.token_ids else self.prompt_token_ids[-1]
 
 
 class _SearchBatch:
-    """The searches that run at once, in the slots of an idle engine."""
+    """Searches that run together in the slots of an idle engine."""
 
     def __init__(self, core: EngineCore, params: BeamSearchParams, *, num_end_ids: int):
         self._core = core
@@ -374,7 +374,7 @@ class _SearchBatch:
         self._running: list[_Search] = []
 
     def run(self, searches: Sequence[_Search]) -> None:
-        """Run searches to their ends, in their order, each as soon as there is room for it."""
+        """Run all searches in order, each as soon as there is room for it."""
         waiting = deque(searches)
         while waiting or self._running:
             admitted = []
@@ -419,7 +419,7 @@ class _SearchBatch:
         scheduler.stats.num_cached_tokens += num_tokens
 
     def _prefill(self, sequences: list[SlotUser]) -> None:
-        """Compute prompts, all but their last tokens, and let them be found in the prefix cache."""
+        """Compute prompts except their last tokens, and publish their blocks for prefix caching."""
         for sequence in sequences:
             self._attach_prefix(sequence)
         max_chunk = self._runner.executor.sizes.max_chunk
@@ -430,7 +430,7 @@ class _SearchBatch:
                 self._runner.slots.publish(sequence)
 
     def _step(self) -> None:
-        """Feed the last token of every beam, and choose among the tokens that may come next."""
+        """Append the last token of every beam, and choose the next tokens."""
         rows = []
         for search in self._running:
             slots = [slot_of(user) for user in search.slot_users]
@@ -448,7 +448,7 @@ class _SearchBatch:
             start = end
 
     def _note_blocks(self) -> None:
-        """Count blocks that are held, and that would be if beams shared none, as a step does."""
+        """Count held blocks, and the blocks that beams would hold without sharing."""
         row = self._block_budget.num_in_row
         num_unshared = sum(
             len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))

@@ -1,46 +1,44 @@
-"""How much memory an engine takes on a device: arithmetic on sizes, without an array.
+"""Memory that an engine takes on a device, computed from sizes without allocating anything.
 
     memory >= weights + state + step + sum over groups of num_blocks * (block + overhead)
 
-    weights    all parameters, in their dtype
-    state      S slots: how their tokens are drawn, 5 * V bytes each and a little more, and their
-               rows of the block table
-    step       what a program holds while it runs; of all programs the one that holds most
-    block      K and V of C tokens in all layers of a group, and their scales where they are
-               quantised
-    overhead   what the allocator knows of a block
-    group      layers that keep the same tokens; most models have one. The first has P blocks, and
-               another ``min(P, S * w)``, where w is the most that a slot holds of its window
+    weights    all parameters in their dtype
+    state      sampling state of S slots (5 * V bytes and a little more per slot), and their rows
+               of the block tables
+    step       temporary memory of a program: the maximum over all programs
+    block      K and V of C tokens in all layers of a group, with scales if they are quantised
+    overhead   the allocator's data about a block
+    group      layers that keep the same tokens; most models have one group. The first has P blocks,
+               the others ``min(P, S * w)``, where w is the maximum that a slot holds of its window
 
-`Engine` and `python -m paged_jax.plan` both use this. The first, second and fourth line
-are exact. The third is an upper bound in a few terms, which tests hold against what the compiled
-programs really take; in bytes, for N tokens in the program::
+`Engine` and `python -m paged_jax.plan` use the same numbers. Weights, state and blocks are exact.
+The step is an upper bound. Tests compare it with the temporary memory of compiled programs. In
+bytes, for N tokens in the program::
 
     prefill    N = max_chunk                 activations(N)
     score      N = min(128, max_chunk)       activations(N) + 8 N V
     decode     N = S                         activations(N) + 40 S V
-    verify     N = S (T + 1), T guesses      activations(N) + 40 S V + 4 S T V
-    swap       48 blocks: 16 on their way to the host or back, twice and a little more
+    verify     N = S (T + 1), T drafts       activations(N) + 40 S V + 4 S T V
+    swap       48 blocks: 16 are copied, in two copies and a little more
     tables     40 S M
 
     activations(N) = 4 N (max(3 F + k (3 Fx + 3 E), 4 (H + 2 K) D) + R E) + 4 MiB
 
-An MLP holds gate, up and their product, and so do the k experts of a token, beside what goes into
-them and comes out; attention holds q, k and v, as they are, rotated, and as it lays them out; of
-the residual there are R = 4 arrays, but L + 1 on CPUs, where XLA keeps what each layer has added
-and sums it up last; and attention reads the pool in tiles, the 4 MiB. Where XLA multiplies by the
-experts, on CPUs without our kernels, it copies the weights of one at a time, which is added.
+An MLP holds gate, up and their product; so do the k experts of a token, plus their inputs and
+outputs. Attention holds q, k and v as projected, rotated, and in the layout of the kernel. The
+residual stream has R = 4 arrays, but L + 1 on CPUs, where XLA keeps the output of every layer and
+adds them at the end. Attention reads the pool in tiles (the 4 MiB). Where XLA multiplies by expert
+weights, on CPUs without our kernels, it copies the weights of one expert at a time.
 
-To choose a token takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state.
-The programs that the tests compile are those of CPUs; those for GPUs and TPUs are compiled ahead of
-time by `tests.support.aot_parallel`. What their drivers and libraries take for themselves is not
-counted: ``memory_fraction=0.9`` leaves them a tenth.
+Sampling takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
+compiled programs in the tests are for CPUs; `tests.support.aot_parallel` compiles those for GPUs
+and TPUs ahead of time. Memory of drivers and libraries is not included: ``memory_fraction=0.9``
+leaves a tenth for them.
 
-Where several devices compute a model together, H, K and F are those of one of them, see
-`paged_jax.models.tensor_parallel`; V is the whole vocabulary, as each device draws all tokens.
-
-Letters are those of `paged_jax.dims`; E is the hidden size, F the intermediate size, Fx that of an
-expert.
+If several devices compute a model together, H, K and F are the sizes of one device's shard, see
+`paged_jax.models.tensor_parallel`. V is the whole vocabulary, because each device samples all
+tokens. Letters are those of `paged_jax.dims`, plus E for the hidden size, F for the intermediate
+size and Fx for the intermediate size of an expert.
 """
 
 import functools
@@ -65,33 +63,33 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
-# What the tiles of attention take, see above.
+# Bytes of the tiles of attention, see above.
 _TILE_BYTES = 4 << 20
-# Of the residual stream, where XLA does not keep what each layer has added: 3.3 arrays were seen on
-# an H200 beside the largest of a layer, none on TPUs (jax 0.12.0).
+# Arrays of the residual stream, except on CPUs. Measured, in addition to the largest array of a
+# layer: 3.3 on an H200, none on TPUs (jax 0.12.0).
 _RESIDUALS = 4
-# For each logit of a step that chooses tokens: 8.7 arrays of 4 bytes were seen (jax 0.10.2).
+# Bytes per logit of a step that samples. Measured: 8.7 arrays of 4 bytes (jax 0.10.2).
 _CHOICE_BYTES = 40
-# For each entry of the block tables, of programs that fork: 4 bytes were seen.
+# Bytes per entry of the block tables in programs that fork. Measured: 4.
 _TABLE_BYTES = 8
-# For each block, of programs that look for blocks by their content: 25 bytes were seen.
+# Bytes per block in programs that look up blocks by content. Measured: 25.
 _SEARCH_BYTES = 28
-# XLA's CPU backend updates pools of these types through copies, one of K and V in their own type
-# and one in float32, not both at once: 1.4 to 1.5 times the pools were seen.
+# XLA's CPU backend updates pools of these dtypes through a copy in the same dtype and a copy in
+# float32. They do not exist at the same time: 1.4 to 1.5 times the pools were measured.
 _COPIED_ON_CPU = (jnp.bfloat16, jnp.float8_e4m3fn)
 
 
 class GroupFootprint(NamedTuple):
-    """What the blocks of layers that keep the same tokens take.
+    """Memory of the blocks of a group of layers that keep the same tokens.
 
     Attributes:
-      window: W, tokens that these layers keep of a sequence, beside those of the last program; None
-        where they keep all.
-      num_layers: layers of the group.
-      block: bytes of K and V of one block in these layers, scales included.
-      overhead: bytes that a block takes beside those.
-      most_in_slot: most blocks that a slot holds.
-      most: most blocks that all slots hold.
+      window: W, number of last tokens that these layers keep, in addition to the tokens of the last
+        program; None if they keep all tokens.
+      num_layers: number of layers in the group.
+      block: bytes of K and V of a block in these layers, including scales.
+      overhead: further bytes that a block takes.
+      most_in_slot: maximum number of blocks that a slot holds.
+      most: maximum number of blocks that all slots hold.
     """
 
     window: int | None
@@ -102,18 +100,18 @@ class GroupFootprint(NamedTuple):
     most: int
 
     def num_held(self, length: int, block_size: int) -> int:
-        """Most blocks that a sequence of so many tokens holds at once."""
+        """Return the maximum number of blocks that a sequence of `length` tokens holds."""
         return min(self.most_in_slot, num_blocks_needed(length, block_size))
 
 
 class Footprint(NamedTuple):
-    """What an engine takes, in bytes.
+    """Memory that an engine takes on a device, in bytes.
 
     Attributes:
       weights: bytes of all parameters.
-      state: bytes of the slots; nothing that grows with the number of blocks.
-      steps: bytes that each kind of program holds while it runs, by its name.
-      groups: what blocks take, by groups of layers, the one that keeps most tokens first.
+      state: bytes of the slots; they do not depend on the number of blocks.
+      steps: bytes of temporary memory by kind of program.
+      groups: memory of blocks by group of layers; the group that keeps most tokens is first.
     """
 
     weights: int
@@ -123,41 +121,41 @@ class Footprint(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Bytes of K and V of one block in all layers, scales included."""
+        """Bytes of K and V of a block in all layers, including scales."""
         return sum(group.block for group in self.groups)
 
     @property
     def block_overhead(self) -> int:
-        """Bytes that a block of all layers takes beside those."""
+        """Further bytes that a block takes in all layers."""
         return sum(group.overhead for group in self.groups)
 
     @property
     def step(self) -> int:
-        """Bytes that the program holds that holds most."""
+        """Maximum bytes of temporary memory of a program."""
         return max(self.steps.values())
 
     @property
     def fixed(self) -> int:
-        """Bytes of everything but the blocks."""
+        """Bytes of everything except blocks."""
         return self.weights + self.state + self.step
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of the first group that all slots can use. More serve the prefix cache only."""
+        """Number of blocks of the first group that all slots can use; more serve only as cache."""
         return self.groups[0].most
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
-        """The blocks of each group where the first has so many."""
+        """Return the number of blocks of each group if the first has `num_blocks`."""
         others = (min(num_blocks, group.most) for group in self.groups[1:])
         return num_blocks, *others
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
-        """Bytes of all blocks where the first group has so many: of K and V, or of all there is."""
+        """Return the bytes of all blocks if the first group has `num_blocks`."""
         sizes = zip(self.groups, self.group_sizes(num_blocks), strict=True)
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 
     def num_blocks(self, memory: int) -> int:
-        """How many blocks of the first group fit in so many bytes, beside the rest.
+        """Return how many blocks of the first group fit in a memory, next to everything else.
 
         Example:
           >>> group = GroupFootprint(None, 2, 90, 10, most_in_slot=4, most=8)
@@ -167,7 +165,7 @@ class Footprint(NamedTuple):
         return self.num_fitting(memory - self.fixed, with_overhead=True)
 
     def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
-        """How many blocks of the first group fit in so many bytes, see `pool_bytes`.
+        """Return how many blocks of the first group fit in `num_bytes`, see `pool_bytes`.
 
         Example:
           >>> whole = GroupFootprint(None, 1, 10, 0, most_in_slot=100, most=200)
@@ -177,7 +175,7 @@ class Footprint(NamedTuple):
           (101, 1810, 10)
         """
         first, *others = self.groups
-        # Those of which all slots have enough grow no more; the fewest blocks come first.
+        # A group stops growing when all slots have enough blocks, the smallest group first.
         others = sorted(others, key=lambda group: group.most)
         growing = [group.block + with_overhead * group.overhead for group in (first, *others)]
         for group, size in zip(others, growing[1:], strict=True):
@@ -188,14 +186,14 @@ class Footprint(NamedTuple):
         return max(0, num_bytes // sum(growing))
 
     def check_fits(self, field: str, memory: int) -> None:
-        """Refuse memory in which not even one block fits.
+        """Check that at least one block fits in a memory.
 
         Args:
-          field: the words that the message begins with.
-          memory: bytes that there are.
+          field: the beginning of the error message.
+          memory: bytes of the memory.
 
         Raises:
-          ValueError: with the numbers.
+          ValueError: no block fits. The message has the numbers.
         """
         if self.num_blocks(memory):
             return
@@ -218,17 +216,16 @@ def footprint(
     platform: str,
     shard: LlamaConfig | None = None,
 ) -> Footprint:
-    """Say what an engine takes on its device, or on each of them.
+    """Return the memory that an engine takes on each of its devices.
 
     Args:
       config: the configuration of the model.
       sizes: sizes of the engine's programs.
       weights: bytes of the weights on the device, see `weight_bytes`.
-      dtype: the type of the weights.
-      kv_dtype: the type of K and V.
+      dtype: dtype of the weights.
+      kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      shard: the configuration of what one of several devices computes, see `shard_config`; None is
-        all of it.
+      shard: the configuration of one device's shard, see `shard_config`; None for one device.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -273,27 +270,27 @@ def _group_footprints(
 def weight_layout(
     config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name, shape and type of every parameter, matrices in a dtype.
+    """Return the shape and dtype of every parameter, by name.
 
     Args:
-      config: the configuration of what one device computes, see `shard_config`.
-      dtype: type of the matrices.
-      num_devices: devices that compute the model together, and divide its experts.
+      config: the configuration of one device's shard, see `shard_config`.
+      dtype: dtype of the matrices.
+      num_devices: number of devices that compute the model together.
     """
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
-    # Stacked where they can be: that traces one layer, not all.
+    # Stacked layers, if the model allows them, are traced once instead of L times.
     model_class = functools.partial(Llama, shard=shard)
     return ModelSpec(model_class, config, dtype, config.can_scan_layers).parameters()
 
 
 def weight_bytes(config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1) -> int:
-    """Bytes of all parameters, see `weight_layout`."""
+    """Return the bytes of all parameters, see `weight_layout`."""
     layout = weight_layout(config, dtype, num_devices)
     return sum(x.size * x.dtype.itemsize for x in layout.values())
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """How many numbers a model has; tied ones count once."""
+    """Return the number of parameters of a model; tied parameters count once."""
     parameters = ModelSpec(Llama, config, config.dtype, config.can_scan_layers).parameters()
     return sum(x.size for x in parameters.values())
 
@@ -305,7 +302,7 @@ def block_bytes(
     platform: str,
     num_layers: int | None = None,
 ) -> int:
-    """Bytes of K and V in one block, all layers together or so many, scales included.
+    """Return the bytes of K and V of a block in all layers or in `num_layers`, with scales.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -321,18 +318,18 @@ def block_bytes(
 
 
 def record_bytes(block_size: int) -> int:
-    """Bytes of what the allocator knows of a block, see `BlockPool`."""
+    """Return the bytes of the allocator's data about a block, see `BlockPool`."""
     numbers = 2 + NUM_DIGEST_WORDS + block_size  # count, place in the queue, digest, tokens
     return 4 * numbers + 1
 
 
 def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (None,)) -> int:
-    """Bytes of a `DecodeState` but for what comes with each block.
+    """Return the bytes of a `DecodeState` without the data of blocks.
 
     Args:
       vocab_size: V.
       sizes: sizes of the engine's programs.
-      windows: windows of the groups of layers, each of which has tables of its own.
+      windows: the sliding window of each group of layers, because each group has tables.
     """
     slot = jax.eval_shape(
         lambda: (
@@ -342,16 +339,16 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
     )
     sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)
-    # Length and blocks of each slot, and the first of them that it has not given back.
+    # Per slot: its length, its blocks and, with a window, its first block that is not freed.
     tables = sum(4 * (1 + sizes.max_blocks_per_slot + (window is not None)) for window in windows)
-    queues = 4 * 2 * len(windows)  # of free blocks: where they begin, and how many there are
+    queues = 4 * 2 * len(windows)  # start and length of each queue of free blocks
     return sizes.num_slots * (sampling + tokens + tables) + queues
 
 
 def _step_bytes(
     config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int, platform: str
 ) -> dict[str, int]:
-    """What each kind of program holds, see the top of the file."""
+    """Return the temporary memory of each kind of program, see the top of the file."""
     S, T, V = sizes.num_slots, sizes.num_drafts, vocab_size
     activations = functools.partial(_activation_bytes, config, platform)
     steps = {
@@ -367,14 +364,14 @@ def _step_bytes(
 
 
 def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> int:
-    of_experts = 3 * (config.moe_intermediate_size + config.hidden_size)
-    mlp = 3 * config.dense_intermediate_size + config.num_experts_per_tok * of_experts
-    of_a_layer = max(mlp, 4 * config.qkv_features)
+    per_expert = 3 * (config.moe_intermediate_size + config.hidden_size)
+    mlp = 3 * config.dense_intermediate_size + config.num_experts_per_tok * per_expert
+    per_layer = max(mlp, 4 * config.qkv_features)
     num_residuals = config.num_hidden_layers + 1 if platform == "cpu" else _RESIDUALS
-    activations = 4 * num_tokens * (of_a_layer + num_residuals * config.hidden_size)
+    activations = 4 * num_tokens * (per_layer + num_residuals * config.hidden_size)
     return activations + _TILE_BYTES + (_expert_bytes(config) if platform == "cpu" else 0)
 
 
 def _expert_bytes(config: LlamaConfig) -> int:
-    """Bytes of the weights of one expert's gate and up projection, twice and in float32."""
+    """Return the bytes of two float32 copies of an expert's gate and up weights."""
     return 2 * 4 * 2 * config.moe_intermediate_size * config.hidden_size

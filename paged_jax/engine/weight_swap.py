@@ -1,4 +1,4 @@
-"""Takes new weights for a running engine: loads them, checks names and shapes, places them."""
+"""Weights of a running engine that change: new weights, and sleep without weights on the device."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from paged_jax.models.matrices import SCALE, quantise
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.executor import Executor
 
-# What a config says besides how the model computes.
+# Fields of a config that do not change what a model computes.
 _IRRELEVANT = {
     "max_position_embeddings",
     "initializer_range",
@@ -39,23 +39,23 @@ _IRRELEVANT = {
 
 
 def load_like(model: PagedModel, folder: str | Path) -> Llama:
-    """Load weights that can take the place of a model's, into host memory.
+    """Load weights for a model into host memory.
 
     Args:
-      model: the model; only its structure and types are read.
+      model: the model that the weights are for; only its structure and dtypes are read.
       folder: a Hugging Face folder or a checkpoint.
 
     Raises:
-      ValueError: the model is no `Llama`, or the folder's model computes in another way. The
-        message names the difference.
-      OSError: files are not there or cannot be read.
+      ValueError: the model is not a `Llama`, or the folder holds another model. The message names
+        the difference.
+      OSError: files are missing or cannot be read.
     """
     if not isinstance(model, Llama):
         raise ValueError(
             f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
             "weights into such a model, and pass that to update_params."
         )
-    if Path(folder).is_dir():  # else `from_pretrained` says what is wrong
+    if Path(folder).is_dir():  # `from_pretrained` reports a missing folder
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     return Llama.from_pretrained(
@@ -73,12 +73,12 @@ def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
 
 
 class NewWeights(NamedTuple):
-    """What `WeightSwap.prepare` has checked.
+    """Weights that `WeightSwap.prepare` has checked.
 
     Attributes:
-      arrays: the new weights, on the engine's devices, in whatever layout they came.
-      convert: program ``(arrays, room)`` to the leaves of the engine's model. It donates `room`,
-        arrays of their shapes, in whose memory they then are.
+      arrays: the new weights on the engine's devices, in the layout of the caller.
+      convert: program ``(arrays, room)`` that returns the leaves of the engine's model. It donates
+        `room`, arrays of the same shapes, and writes the leaves into their memory.
     """
 
     arrays: Any
@@ -86,10 +86,10 @@ class NewWeights(NamedTuple):
 
 
 class WeightSwap:
-    """Writes new weights over those that an engine has, in one program.
+    """Writes new weights over an engine's weights in one program.
 
-    So there are never both and a copy: the old weights are donated, and the new ones are renamed,
-    transposed and fused on their way.
+    The program renames, transposes and fuses the new weights, and donates the old ones. So there is
+    never a third copy of the weights.
 
     Args:
       executor: has the weights.
@@ -101,7 +101,7 @@ class WeightSwap:
         self._are_shared = are_shared
 
     def prepare(self, params: Any, mapping: NameMap | None) -> NewWeights:
-        """Check new weights, and bring them to the engine's devices. Changes nothing.
+        """Check new weights, and copy them to the engine's devices. The engine does not change.
 
         Args:
           params, mapping: see `Upkeep.update_params`.
@@ -147,7 +147,7 @@ class WeightSwap:
         return NewWeights(near, _assembling(model.config, names, rules, *_kinds(layout)))
 
     def replace(self, new: NewWeights) -> None:
-        """Let the engine have new weights. Those of before are gone, unless others hold them."""
+        """Replace the engine's weights. The old arrays are deleted unless others hold them."""
         ours = {id(x) for x in self._executor.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
@@ -179,7 +179,7 @@ def _kinds(layout: list[jax.ShapeDtypeStruct]) -> tuple[tuple[Any, ...], tuple[A
 
 
 def _bring(array: Any, place: Sharding) -> jax.Array:
-    """An array on the devices of a place, where it need not be that very place."""
+    """Return an array on the devices of `place`, with any sharding over them."""
     if not isinstance(array, jax.Array):
         with own_transfers():
             return jax.device_put(array, place)
@@ -189,7 +189,7 @@ def _bring(array: Any, place: Sharding) -> jax.Array:
 
 
 def _part(shape: tuple[int, ...], place: Sharding) -> Sharding:
-    """A place for an array of another layout: divided over the devices, if one axis can be."""
+    """Return a sharding for an array of another layout: divided over the devices if possible."""
     if not isinstance(place, NamedSharding):
         return place
     axes = [None] * len(shape)
@@ -199,8 +199,8 @@ def _part(shape: tuple[int, ...], place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec())
 
 
-# Programs, shared by engines of the same structure. They are no `jax.device_put`: where the arrays
-# are on these devices already, no transfer takes place.
+# Programs, shared by engines of the same structure. Unlike `jax.device_put`, they cause no transfer
+# if the arrays are on the devices already.
 
 
 @functools.lru_cache(maxsize=16)
@@ -235,7 +235,7 @@ def _assembling(
 
 
 def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
-    # The room is not read, only written over.
+    # `room` is not read: its memory is reused for the results.
     return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
 
 
@@ -261,14 +261,14 @@ def _allocating(
 
 
 def _names_of(state: nnx.State) -> list[str]:
-    """The names of parameters, such as ``"layers.0.qkv_proj"``, in the order of the leaves."""
+    """Return names of parameters, such as ``"layers.0.qkv_proj"``, in the order of the leaves."""
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
     return [name.removesuffix(".value") for name in names]
 
 
 def _in_layout(params: nnx.State, own: list[str]) -> list[jax.Array]:
-    """The leaves in the order of the names, whether layers are stacked there or one by one."""
+    """Return the leaves in the order of `own`; stacks or unstacks layers if needed."""
     arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
     for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
         stack = f"layers.{kind}"
@@ -301,16 +301,16 @@ def _check_shapes(shapes: list[tuple[int, ...]], own: list[tuple[int, ...]]) -> 
         )
 
 
-# What vLLM calls the parts that come back.
+# Names of the parts that `Engine.wake_up` brings back, as in vLLM.
 TAGS = ("weights", "kv_cache")
 
 
 class EngineAsleepError(RuntimeError):
-    """A call that needs an engine that is awake."""
+    """Error of a call that needs an engine that is awake."""
 
 
 class Sleep:
-    """Whether an engine sleeps, and where its weights are meanwhile.
+    """State of an engine's sleep, and the weights in host memory meanwhile.
 
         awake --begin(1)--> weights on the host --end--> awake
         awake --begin(2)--> no weights --replaced--> weights on the device --end--> awake
@@ -319,7 +319,7 @@ class Sleep:
       executor: has the weights and the pool.
 
     Attributes:
-      level: 0 awake; 1 asleep, with the weights in host memory; 2 asleep, without weights.
+      level: 0 if awake; 1 if asleep with the weights in host memory; 2 if asleep without weights.
     """
 
     def __init__(self, executor: Executor):
