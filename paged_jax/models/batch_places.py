@@ -197,7 +197,7 @@ def reserve_places(
 def next_places(
     cache: PagedCache, block_tables: Sequence[jax.Array], lengths: jax.Array, active: jax.Array
 ) -> BatchPlaces:
-    """Return the places of each active row's next token, whose blocks are already reserved.
+    """Return the places of each active row's next token. The blocks must be reserved already.
 
     Args:
       cache: the cache that has these blocks.
@@ -259,7 +259,7 @@ def decode_attention(
     cascade: bool,
     backend: str | None,
 ) -> Attend[GroupPools]:
-    """Return attention of one new token per row. See `PagedModel.decode`.
+    """Return the attention of a decode step: a new token per row. See `PagedModel.decode`.
 
     Args:
       places: places of the tokens.
@@ -273,7 +273,8 @@ def decode_attention(
         full_layers = [layer for layer, window in enumerate(sliding_windows) if window is None]
         for group in {find_layer(places.layers, layer)[0]: None for layer in full_layers}:
             tables = places.groups[group].block_tables
-            if is_sharing_possible(*tables.shape, places.block_size):
+            B, M = tables.shape
+            if is_sharing_possible(B, M, places.block_size):
                 num_shared[group] = num_shared_blocks(tables, places.lengths, places.block_size)
 
     def attend(
@@ -296,7 +297,7 @@ def decode_attention(
 def prefill_attention(
     places: BatchPlaces, B: int, T: int, sliding_windows: Sequence[int | None], backend: str | None
 ) -> Attend[GroupPools]:
-    """Return attention of B chunks with up to T tokens. See `PagedModel.prefill`.
+    """Return the attention of B chunks with up to T tokens. See `PagedModel.prefill`.
 
     Args:
       places: places of the ``B * T`` tokens.
@@ -356,9 +357,9 @@ def as_step_arrays(
     Args:
       function: function name for error messages.
       vocab_size: vocabulary size (V).
-      token_ids: integers ``[B, T]``, or ``[B]`` for one token per row.
+      token_ids: integers ``[B, T]``, or ``[B]`` without `num_tokens`.
       slots: integers ``[B]``.
-      num_tokens: integers ``[B]``; None for one token per row.
+      num_tokens: integers ``[B]``; None for a single token per row.
 
     Returns:
       `token_ids`, `slots` and `num_tokens`, each i32.

@@ -78,8 +78,8 @@ class LlamaConfig:
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
-      rope_local_base_freq: base for layers with a sliding window, whose frequencies are then not
-        scaled; None if they rotate like the other layers.
+      rope_local_base_freq: base for layers with a sliding window, without scaling; None if they
+        rotate like the other layers.
       rope_layers: whether each layer rotates queries and keys; empty if all do.
       partial_rotary_factor: part of each head that rotates: its first elements.
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
@@ -87,7 +87,7 @@ class LlamaConfig:
       tie_word_embeddings: whether the embedding table is also the output head.
       qkv_bias, o_bias: whether the attention projections have biases.
       qk_norm: whether queries and keys are normalised.
-      qk_norm_scope: what each of these norms covers: a ``"head"`` or the whole ``"projection"``.
+      qk_norm_scope: extent of these norms: each ``"head"``, or the whole ``"projection"``.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
       norm_type: ``"rms"`` or ``"layer"``.
@@ -285,7 +285,7 @@ class LlamaConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LlamaConfig":
-        """Read a ``config.json``, or the one in a folder.
+        """Read a ``config.json``, given as a file or as its folder.
 
         Raises:
           FileNotFoundError: the file does not exist.

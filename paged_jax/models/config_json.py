@@ -44,7 +44,7 @@ _NEUTRAL_EXPERTS: Mapping[str, Any] = {
     "clip_qkv": None,
     "qkv_bias": True,
 }
-# Keys that describe quantised weights. The first one is MLX's.
+# Keys that describe quantised weights. MLX writes the first.
 _QUANTISATION = ("quantization", "quantization_config", "compression_config")
 
 # Keys of a model with images that also apply to its text part.
@@ -274,7 +274,7 @@ def _explain_quantisation(key: str, value: Any, family: Family) -> str:
 
 
 def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields in which a family differs from Llama, fixed or read from the config."""
+    """Return the fields that differ between families, either fixed or read from the config."""
     switches: dict[str, Any] = dict(family.fixed)
     switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
     for scale in family.scales:

@@ -1,8 +1,8 @@
 """Description of a model family: the properties that its code fixes, and how to read its files.
 
-The families themselves are in `families.FAMILIES`. What a family computes is expressed by the
-switches of `LlamaConfig`, either fixed (`Family.fixed`) or read from ``config.json``. No other code
-asks for the family of a model.
+The families themselves are in `families.FAMILIES`. Switches of `LlamaConfig` express how a family
+computes. They are fixed (`Family.fixed`) or read from ``config.json``. No other code depends on the
+family of a model.
 """
 
 import dataclasses
@@ -65,8 +65,8 @@ class Family:
       partial_rope: whether a config may rotate only a part of each head.
       rope_interleaved: whether the two elements of a rotated pair are neighbours.
       biases: fields of `LlamaConfig` that `attention_bias` sets.
-      experts: fields of `LlamaConfig` to read for the experts, besides their sizes; None for a
-        family without experts.
+      experts: fields of `LlamaConfig` to read for the experts, in addition to their sizes; None for
+        a family without experts.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       scales: factors to read from ``config.json``.
       caps: soft caps to read from ``config.json``.

@@ -1,4 +1,4 @@
-"""One decoder layer of the Llama family. Attention is a function that the caller passes in."""
+"""A decoder layer of the Llama family. Attention is a function that the caller passes in."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ NORMS = {
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention and an MLP or experts, each with norms and a residual.
+    """A decoder layer: attention and an MLP or experts, each with norms and a residual.
 
     A layer has the norms in `NORMS` for its config's `norm_placement`::
 
@@ -52,7 +52,7 @@ class Layer(nnx.Module):
         shared_expert_gate    [1, E]
 
     Args:
-      config: sizes and switches. With a shard, the config of one device.
+      config: sizes and switches. With a shard, the config of a single device.
       dtype: dtype of the matrices.
       shard: this device's share of a tensor-parallel model, or None.
       rngs: random keys for the initial weights.
@@ -289,7 +289,7 @@ def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
 def _norm_and_split(
     qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float, shard: DeviceShard | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normalise all heads of a token as one row.
+    """Normalise all heads of a token together.
 
     Args:
       qkv: float32 ``[..., K, G + 2, D]``.

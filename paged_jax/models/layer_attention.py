@@ -68,7 +68,7 @@ class Heads(NamedTuple):
 # State that the layers pass on: the K and V pools, or nothing. The caller chooses its type.
 Carry = TypeVar("Carry")
 
-# Attention of one layer: (layer index, projection or heads, carry) -> (output ``[..., H, D]``,
+# Attention of a layer: (layer index, projection or heads, carry) -> (output ``[..., H, D]``,
 # floating point, new carry). The index is traced if the layers run in a scan.
 Attend = Callable[[int | jax.Array, Projection | Heads, Carry], tuple[jax.Array, Carry]]
 

@@ -1,4 +1,4 @@
-"""The Llama family as one Flax module, with and without a paged cache."""
+"""The Llama family as a Flax module, with and without a paged cache."""
 
 import functools
 from pathlib import Path
@@ -18,6 +18,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer, apply_norm, initial_norm_weight
 from paged_jax.models.layer_attention import Attend, Carry, causal_attention
 from paged_jax.models.matrices import (
+    Sharding,
     add_matrix,
     float_type,
     get_matrix,
@@ -30,14 +31,14 @@ from paged_jax.models.tensor_parallel import DeviceShard, TensorParallel
 
 
 class Llama(PagedModel):
-    """A decoder of one of the families in `families.FAMILIES`, with or without a paged KV cache.
+    """A decoder of a family in `families.FAMILIES`, with or without a paged KV cache.
 
     The methods that use a cache (`prefill`, `score`, `decode`, `create_cache`) are inherited from
     `PagedModel`.
 
     Args:
-      config: sizes and switches. With a shard, the config of one device.
-      dtype: dtype of the weights. With int8, only matrices are int8, with one scale per row; other
+      config: sizes and switches. With a shard, the config of a single device.
+      dtype: dtype of the weights. With int8, only matrices are int8, with a scale per row; other
         parameters have ``config.dtype``. Activations and logits are float32.
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
         This compiles fastest and suits TPUs, and CPUs with our kernels, which read weights in the
@@ -122,7 +123,7 @@ class Llama(PagedModel):
         *,
         dtype: DTypeLike = "auto",
         scan_layers: bool | None = None,
-        sharding: Any = None,
+        sharding: Sharding = None,
     ) -> "Llama":
         """Load a Hugging Face folder, or a checkpoint of `save_checkpoint`.
 

@@ -5,6 +5,7 @@ float32 scale per row. An element is ``value * scale``. The largest value of a r
 rounding error is at most half a scale. Only weights are quantised, activations are not.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -23,6 +24,10 @@ SCALE = "_scale"  # suffix of the parameter with the scales of a matrix
 _TPU_LANES = 128
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
+
+# Placement of parameters: one sharding for all, or a function of the name ("layers.0.qkv_proj", or
+# "layers.qkv_proj" if the layers are stacked) and the shape. None is the default device.
+Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 
 def quantise(w: Array) -> tuple[Array, Array]:
@@ -86,7 +91,7 @@ def get_matrix(
       module: the module.
       name: name of the parameter.
       dtype: floating-point dtype of the model.
-      stack: stacked modules of which `module` is a slice, or None.
+      stack: stacked modules that contain `module` as a slice, or None.
       layer: index of `module` in the stack, i32 ``[]``.
     """
     values, scales = _parameters(module, name)

@@ -8,8 +8,8 @@ each expert multiplies consecutive rows. Weights of experts that no token chose 
     rows          a | b  b  b | d  d             [N k, E], sorted by expert
     of tokens     1   0  1  2   0  2
 
-Rows of padding come last and use no expert. With tensor parallelism this also holds for rows whose
-expert is on another device.
+Rows of padding come last and use no expert. With tensor parallelism, so do the rows of experts on
+other devices.
 """
 
 import functools
@@ -106,7 +106,7 @@ def routed_experts(
       x: float32 ``[..., E]``, normalised.
       logits: float32 ``[..., X]``, output of the router.
       weights: the experts on this device.
-      is_token: bool ``[...]``, False for padding rows, whose output is 0; None for no padding.
+      is_token: bool ``[...]``, False for padding rows, with output 0; None for no padding.
       first_expert: index of the first expert on this device, i32 ``[]``; None if all are here.
       backend: see `grouped_linear`.
 
@@ -164,7 +164,7 @@ def route(
       renormalise: whether the weights are a softmax over the chosen experts, or over all.
       is_token: bool ``[N]``, False for padding rows, which use no expert; None for no padding.
       local_experts: index of the first expert on this device and their number, or None for all.
-        Experts are then counted from the first one, and others are replaced by none.
+        Experts are then counted from the first, and others are replaced by none.
 
     Example:
       >>> routes = route(jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]])), 2, renormalise=False)

@@ -31,11 +31,11 @@ _NESTED = (
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Read a ``config.json``, or the one in a folder.
+    """Read a ``config.json``, given as a file or as its folder.
 
     Raises:
       FileNotFoundError: the file does not exist. The message describes the folder.
-      ValueError: it is not a JSON object.
+      ValueError: the file is not a JSON object.
     """
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"{path}: must be a folder or a config.json.{describe_folder(path)}")
@@ -69,7 +69,7 @@ def describe_folder(folder: Path) -> str:
     """Return a sentence that describes a folder without a model and says what to do.
 
     Args:
-      folder: the folder, or a file that was given instead of one.
+      folder: the folder, or a file that the user gave instead of a folder.
 
     Returns:
       The sentence with a leading space; an empty string if no known kind matches.

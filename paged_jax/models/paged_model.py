@@ -126,9 +126,7 @@ class PagedModel(nnx.Module):
     ) -> PagedCache:
         """Return an empty cache for this model, on the device that JAX uses by default.
 
-        Args:
-          num_slots, max_length, num_blocks, block_size, max_tokens, dtype: see the function
-            `create_cache`.
+        For the arguments, see the function `create_cache`.
 
         Example:
           >>> from paged_jax import Llama
@@ -200,8 +198,7 @@ class PagedModel(nnx.Module):
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """Append chunks as `prefill`, and return the logits after every token of the chunks.
 
-        Args:
-          cache, token_ids, slots, num_tokens, backend: see `prefill`.
+        The arguments have the meaning that they have in `prefill`.
 
         Returns:
           Logits float32 ``[B, T, V]`` (arbitrary in the padding), the new cache, and ``ok``, bool
@@ -278,13 +275,14 @@ class PagedModel(nnx.Module):
         cascade: bool = False,
         backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
-        """Decode as `decode`, for tokens whose blocks are already reserved.
+        """Decode as `decode`, but the blocks of the new tokens are already reserved.
 
         Args:
           pools: the pools of each group of the cache; donate them.
           token_ids: i32 ``[B]``.
           places: places of these tokens, see `batch_places.next_places`.
-          cascade, backend: see `decode`.
+          cascade: see `decode`.
+          backend: see `decode`.
 
         Returns:
           Logits float32 ``[B, V]`` (arbitrary in rows left out), and the new pools.
@@ -347,15 +345,14 @@ def create_cache(
 
     Args:
       config: configuration of the model.
-      num_slots: number of slots (S), sequences that the cache holds at once.
+      num_slots: number of slots (S), the maximum number of sequences in the cache.
       max_length: maximum number of tokens of a sequence.
       num_blocks: number of blocks (P) of the group that keeps most tokens, shared by all slots;
         None for enough blocks for all slots at full length. Other groups have the same number, or
         fewer if that is enough for all slots.
       block_size: tokens per block (C).
-      max_tokens: maximum number of tokens that one program appends to a slot; None for
-        `max_length`, with which windows save no memory. A program may append more if other slots
-        hold less.
+      max_tokens: maximum number of tokens that a program appends to a slot. A program may append
+        more if other slots hold less. None for `max_length`; then windows save no memory.
       dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
       platform: platform of the cache; None for `jax.default_backend()`. On TPUs the last dimension
         of the pools is padded, see `kernels.padded_head_dim`.

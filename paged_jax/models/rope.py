@@ -1,8 +1,9 @@
 """Rotary position embedding: the rotation angles of every layer's queries and keys.
 
-Kernels rotate the pairs ``(x[i], x[i + D/2])`` of whole heads. Checkpoints in which only a part of
-each head rotates, or in which pairs are neighbours, are permuted into this form when they are
-loaded, see `head_order`. Pairs that do not rotate have frequency 0: a cosine of 1 and a sine of 0.
+Kernels rotate the pairs ``(x[i], x[i + D/2])`` of whole heads. In some checkpoints, only a part of
+each head rotates, or the elements of a pair are neighbours. They are permuted into this form when
+they are loaded, see `head_order`. Pairs that do not rotate have frequency 0: a cosine of 1 and a
+sine of 0.
 """
 
 import dataclasses
@@ -46,9 +47,9 @@ class RopeScaling:
       with a transition up to `beta_fast` turns. If `truncate`, the transition starts and ends at
       whole pairs. Cosines and sines are multiplied by `attention_factor` (YaRN, arXiv 2309.00071,
       section 3.4).
-    - ``"longrope"`` divides each frequency by its own factor: one of `short_factor` for models
-      whose longest sequence fits into the original context, otherwise one of `long_factor`.
-      Cosines and sines are multiplied by `attention_factor` (LongRoPE, arXiv 2402.13753).
+    - ``"longrope"`` divides each frequency by its own factor, from `short_factor` if the longest
+      sequence of the model fits into the original context, otherwise from `long_factor`. Cosines
+      and sines are multiplied by `attention_factor` (LongRoPE, arXiv 2402.13753).
     - ``"dynamic"`` rotates tokens after the original context with a larger base, which grows with
       their position, see `Rope`.
 
@@ -173,7 +174,7 @@ class Rope:
         if self.scaling is None or self.scaling.rope_type != "dynamic":
             return angles
         # The base becomes theta * s ** (R / (R - 2)). Each frequency is a power of the base, so
-        # the last one is divided by s and the first one does not change.
+        # the last frequency is divided by s, and the first does not change.
         original = self.scaling.original_max_position_embeddings
         past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)
@@ -212,7 +213,7 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
 
 
 def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """Return 1 for pairs that turn often in the original context, 0 for those that hardly turn."""
+    """Return 1 for pairs that turn often in the original context, 0 for slow pairs."""
 
     def find_pair(turns: float) -> float:
         """Return the fractional index of the pair with this number of turns."""
@@ -267,7 +268,7 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[in
 
     Args:
       head_dim: head dimension (D).
-      rotary_dim: number of elements that rotate. They are the first ones in the checkpoint.
+      rotary_dim: number of elements that rotate. They come first in the checkpoint.
       interleaved: whether the two elements of a pair are neighbours in the checkpoint. Otherwise
         their distance is half of `rotary_dim`.
 

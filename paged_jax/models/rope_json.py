@@ -15,7 +15,7 @@ def read_rope(
 ) -> dict[str, Any]:
     """Return the fields of a `LlamaConfig` that describe rotary embeddings.
 
-    transformers 4 writes ``rope_theta`` beside ``rope_scaling``, and for Gemma 3 also
+    transformers 4 writes ``rope_theta`` and ``rope_scaling``, and for Gemma 3 also
     ``rope_local_base_freq``. transformers 5 writes everything into ``rope_parameters``, either one
     object or one per type of layer.
 
@@ -108,7 +108,7 @@ def read_scaling(
     if rope_type not in tuple(SCALING_FIELDS):
         return RopeScaling(rope_type, 1.0)  # raises UnsupportedConfigError
     fields: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
-    if rope_type != "dynamic":  # whose original context is max_position_embeddings
+    if rope_type != "dynamic":  # its original context is max_position_embeddings
         given = rope.get("original_max_position_embeddings") if original is None else original
         if given is not None:
             fields["original_max_position_embeddings"] = _context_length(
@@ -271,7 +271,7 @@ def _local_theta(
     theta: float,
     scaling: RopeScaling | None,
 ) -> float | None:
-    """Return the base of layers with a sliding window, or None if it is that of the others."""
+    """Return the base of layers with a sliding window, or None if all layers are alike."""
     if not family.local_rope:
         return None
     if local is None:

@@ -26,8 +26,8 @@ from paged_jax.models.matrices import look_up
 # Name of the mesh axis of the devices.
 AXIS = "tp"
 
-# Divided dimension of each parameter, counted from the last one, so that it does not depend on
-# whether the layers are stacked. All other parameters are whole on each device, and so are norms of
+# Divided dimension of each parameter, counted from the end, so that it does not depend on whether
+# the layers are stacked. All other parameters are whole on each device, and so are norms of
 # single heads.
 _DIVIDED = {
     "qkv_proj": 4,
@@ -99,7 +99,7 @@ class DeviceShard:
         return self.all_reduce_sum(jnp.where(is_here[:, None], found, 0))
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:
-        """Return the logits ``[..., V]`` of the whole vocabulary from those of all devices."""
+        """Gather the logits of all devices to ``[..., V]`` for the whole vocabulary."""
         axis = logits.ndim - 1
         return lax.all_gather(logits, self.axis_name, axis=axis, tiled=True)[..., : self.vocab_size]
 
@@ -128,7 +128,7 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
       num_devices: number of devices (N).
 
     Returns:
-      The config with the heads, KV heads, intermediate features and vocabulary of one device. The
+      The config with the heads, KV heads, intermediate features and vocabulary of a device. The
       vocabulary is padded to a multiple of N. `num_experts` does not change, because each device
       routes among all experts.
 
@@ -299,7 +299,7 @@ class TensorParallel:
 
     @property
     def _mesh_of_heads(self) -> Mesh:
-        """Mesh of the same devices, whose second axis holds those with the same KV head."""
+        """Mesh of the same devices; along the second axis, devices share a KV head."""
         devices = np.asarray(self.mesh.devices).reshape(-1, self._num_copies)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 

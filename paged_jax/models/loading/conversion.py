@@ -38,7 +38,7 @@ class TensorSource:
 
     Attributes:
       name: name of the array.
-      axes: order in which to transpose its axes; None to leave them.
+      axes: permutation of its axes; None to leave them.
       layer: index into the first axis after transposition, if the array stacks all layers.
     """
 
@@ -47,7 +47,7 @@ class TensorSource:
     layer: int | None = None
 
     def take(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the tensor in the given shape, the one that it has with Hugging Face."""
+        """Return the tensor in its Hugging Face shape."""
         array = arrays[self.name]
         array = array if self.axes is None else array.transpose(self.axes)
         return (array if self.layer is None else array[self.layer]).reshape(shape)
@@ -108,7 +108,7 @@ def find_sources(
         raise WeightsError(
             f"{function}: params must hold {_enumerate(missing)}, but no array maps to it."
         )
-    # Trainers may keep a tied head beside the embeddings.
+    # Trainers may keep a tied head in addition to the embeddings.
     known = {*wanted, HEAD} if config.tie_word_embeddings else set(wanted)
     if left_over := [tensor for tensor in sources if tensor not in known]:
         name = sources[left_over[0]].name

@@ -19,7 +19,6 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
-    Sharding,
     WeightsError,
     config_text,
     named_parameters,
@@ -40,10 +39,11 @@ from paged_jax.models.loading.tensor_map import (
     map_parameter,
     map_to_available,
 )
-from paged_jax.models.matrices import SCALE, quantise
+from paged_jax.models.matrices import SCALE, Sharding, quantise
 from paged_jax.models.model_folder import find_adapters
+from paged_jax.models.paged_model import PagedModel
 
-# Elements per read: 8 or 16 MB, small beside a model but large beside the cost of opening a file.
+# Elements per read: 8 or 16 MB. A model is much larger, and opening a file is much cheaper.
 _READ_ELEMENTS = 1 << 22
 _COMPARED_ROWS = 4096
 _ROTARY_BUFFERS = tuple(
@@ -64,8 +64,8 @@ def load_weights(
 ) -> Model:
     """Load a model from a folder with ``model.safetensors``, whole or in shards.
 
-    Each device reads only its part of each parameter from the files. The host needs memory for one
-    parameter besides the weights themselves.
+    Each device reads only its part of each parameter from the files. Apart from the weights
+    themselves, the host needs memory for a single parameter.
 
     Args:
       model_class: class of the model, such as `Llama`.
@@ -103,7 +103,7 @@ def load_weights(
     _check_tensors(stored, [each for some in mappings.values() for each in some], config)
 
     def make(name: str, shape: tuple[int, ...]) -> jax.Array:
-        def read(index: Index) -> np.ndarray:
+        def read(index: Any) -> np.ndarray:
             matrix = name.removesuffix(SCALE)
             if matrix + SCALE in parameters:
                 matrix_shape = parameters[matrix].shape
@@ -119,14 +119,14 @@ def load_weights(
     return spec.build(make)
 
 
-def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
     """Write a Hugging Face folder (``config.json`` and safetensors), which transformers can load.
 
     Args:
       model: a `Llama`, with stacked layers or not.
       folder: folder to write. It is created if necessary. Old weights in it are removed after the
         new ones are written.
-      max_file_bytes: maximum size of one file. Larger models are split into several files.
+      max_file_bytes: maximum bytes per file. Larger models are split into several files.
 
     Raises:
       ValueError: the weights are int8, or no family of transformers has this config, see
@@ -149,7 +149,7 @@ def save_weights(model: Any, folder: str | Path, *, max_file_bytes: int = 5 * 10
                 map_parameter(model.config, name), lambda mapping: mapping.tensor
             )
         ],
-        max_file_bytes // model.norm[...].dtype.itemsize,
+        max_file_bytes // model.float_dtype.itemsize,
     )
     weight_map = {}
     for number, tensors in enumerate(files, 1):

@@ -1,14 +1,13 @@
-"""Load and save Orbax checkpoints of a model: ``config.json`` beside the arrays in ``weights/``.
+"""Load and save Orbax checkpoints of a model: ``config.json`` and the arrays in ``weights/``.
 
-The arrays have the layout of the saved model: layers stacked, or one by one. A checkpoint of either
-layout can be loaded into either layout.
+The arrays have the layout of the saved model: stacked layers or separate layers. A checkpoint of
+either layout can be loaded into either layout.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,13 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
-    Sharding,
     WeightsError,
     config_text,
     named_parameters,
     resolve_dtype,
 )
-from paged_jax.models.matrices import SCALE, quantise
+from paged_jax.models.matrices import SCALE, Sharding, quantise
+from paged_jax.models.paged_model import PagedModel
 
 _WEIGHTS = "weights"
 
@@ -40,7 +39,7 @@ def is_checkpoint(folder: str | Path) -> bool:
     return (Path(folder) / _WEIGHTS).is_dir()
 
 
-def save_checkpoint(model: Any, path: str | Path) -> None:
+def save_checkpoint(model: PagedModel, path: str | Path) -> None:
     """Write an Orbax checkpoint. Each device writes its part of the weights.
 
     Args:
@@ -71,20 +70,21 @@ def load_checkpoint(
 ) -> Model:
     """Load a checkpoint of `save_checkpoint`, each parameter directly to its devices.
 
-    If the checkpoint has the other layout of layers, memory for one more parameter of all layers is
-    needed.
+    If the checkpoint has the other layout of layers, loading needs additional memory for one kind
+    of parameter of all layers.
 
     Args:
-      model_class, sharding: see `load_weights`.
+      model_class: class of the model, such as `Llama`.
       path: folder of the checkpoint.
       config: content of its ``config.json``.
       dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the checkpoint. Weights
         saved as int8 can only be loaded as int8.
       scan_layers: whether to stack the layers, see `Llama`.
+      sharding: see `load_weights`.
 
     Raises:
       ValueError: a floating-point dtype is requested, but the weights are int8.
-      WeightsError: the arrays are damaged, or differ from those that the config describes.
+      WeightsError: the arrays are damaged, or do not fit the config.
     """
     path = Path(path).resolve()
     stored = _stored_shapes(path)

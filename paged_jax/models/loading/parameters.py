@@ -15,13 +15,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import float_type
+from paged_jax.models.matrices import Sharding, float_type
+from paged_jax.models.paged_model import PagedModel
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
-
-# Placement of parameters: one sharding for all, or a function of the name ("layers.0.qkv_proj", or
-# "layers.qkv_proj" if the layers are stacked) and the shape. None is the default device.
-Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -107,9 +104,9 @@ def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -
     return resolved
 
 
-def config_text(model: Any) -> str:
+def config_text(model: PagedModel) -> str:
     """Return the ``config.json`` of a model, with the dtype of its floating-point weights."""
-    config = dataclasses.replace(model.config, dtype=model.norm[...].dtype.name)
+    config = dataclasses.replace(model.config, dtype=model.float_dtype.name)
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import own_part
 from paged_jax.models.loading.huggingface import load_weights, untie_if_different
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
-from paged_jax.models.loading.parameters import Model, Sharding, WeightsError
+from paged_jax.models.loading.parameters import Model, WeightsError
 from paged_jax.models.loading.safetensors_files import (
     check_counts,
     check_names,
@@ -21,6 +22,7 @@ from paged_jax.models.loading.safetensors_files import (
     name_tensors,
 )
 from paged_jax.models.loading.stored_tensors import find_dtype
+from paged_jax.models.matrices import Sharding
 from paged_jax.models.model_folder import describe_folder, read_config_json
 
 
@@ -102,7 +104,7 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
     return sharding is None and reads_stacked_weights(device.platform)
 
 
-def _device(config: LlamaConfig, sharding: Sharding) -> jax.Device:
+def _device(config: LlamaConfig, sharding: Sharding) -> Any:
     if callable(sharding):
         sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
     placement = sharding or jax.device_put(np.zeros(())).sharding  # compiles no program

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, and the formats in which they store floating-point numbers.
+"""Tensors in safetensors files, and their formats of floating-point numbers.
 
 `StoredTensor` reads plain floats. A quantised format, such as `Mxfp4Tensor`, combines several
 tensors of the files (values and scales) into one that is read as floats. To add a format, write
@@ -120,11 +120,11 @@ def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
     See the OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3.3 and 5.4.1::
 
-        byte     s e e m | s e e m     two E2M1 numbers, the first one in the low bits
+        byte     s e e m | s e e m     two E2M1 numbers, the first in the low bits
         scale    e e e e e e e e       E8M0: 2 ** (e - 127), or NaN if all bits are set
 
     A number is its E2M1 value (0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative) times the scale of its
-    block. All results are exact in bfloat16, except those that overflow to infinity.
+    block. All finite results are exact in bfloat16.
 
     Args:
       blocks: uint8 ``[..., num_blocks, 16]``.

@@ -161,7 +161,8 @@ def map_to_available(
     """Return the tensors of a parameter, with fused experts only if `tensors` has that form.
 
     Args:
-      config, name: see `map_parameter`.
+      config: configuration of the model.
+      name: name of the parameter.
       tensors: names of the available tensors.
     """
     usual, fused = (
@@ -200,7 +201,7 @@ def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
 
 @functools.lru_cache(maxsize=8)
 def _layer_mappings(config: LlamaConfig, has_fused_experts: bool) -> Mapping[str, Mappings]:
-    """Return the mappings of one layer. Tensor names lack the prefix ``model.layers.{index}.``."""
+    """Return the mappings of a layer. Tensor names lack the prefix ``model.layers.{index}.``."""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
     names = _family_tensors(config)
@@ -270,7 +271,7 @@ def _qkv_mappings(
 
 
 def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
-    """Map the router and the experts of one layer."""
+    """Map the router and the experts of a layer."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config)}
     shared = config.shared_expert_intermediate_size
