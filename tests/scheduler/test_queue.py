@@ -34,7 +34,7 @@ def test_fair_queue_orders_clients_by_turns() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_late_client_gets_the_next_slots(seed: int) -> None:
-    """A long queue of one client does not delay another; then both use equally many slots."""
+    """A long queue of a client does not delay another client; then both use equally many slots."""
     rng = random.Random(seed)
     num_slots = rng.randint(2, 6)
     scheduler = Scheduler(num_slots, 400, 4, max_num_batched_tokens=64, max_chunk=16)

@@ -144,7 +144,7 @@ def test_admit_does_not_starve_a_large_request():
         engine.step()
         if large in engine.finished:
             break
-    # Ten steps of earlier requests, eight of its own, and a few until its admission.
+    # Ten steps of earlier requests, eight steps of the large one, and a few until it is admitted.
     assert number < 4 + 10 + 8 + 4
 
 

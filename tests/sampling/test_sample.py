@@ -1,24 +1,19 @@
-"""Sampling: filters and penalties against float64, and randomness that depends on nothing else."""
+"""Sampled tokens: their distribution, penalties, log-probabilities, and independence of rows."""
 
 import collections
-import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling import filters
-from paged_jax.sampling.filters import filter_logits
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import sample, top_logprobs
 from paged_jax.sampling.state import SlotSampling, write_slot
 from tests.support import oracles_sampling as oracles
-from tests.support.kernel_cases import lower
 
-# Nearly all tests share one program, of this size: it takes longer to compile than to run. 300
-# tokens are three groups of the two-level draw, the last of them cut short.
+# Most tests share one program of this size, because compiling takes longer than running. 300 tokens
+# are three groups of the two-level draw, and the last group is incomplete.
 NUM_SLOTS, VOCAB = 8, 300
 TRACES = collections.Counter()
 
@@ -29,17 +24,14 @@ def jit_sample(logits, state, positions, active):
     return sample(logits, state, positions, active)
 
 
-jit_filter = jax.jit(filter_logits)
-
-
 def slots(*params, prompts=None, outputs=None, seeds=None):
-    """A state of NUM_SLOTS slots, of which the first ones have these params."""
+    """Return a state of NUM_SLOTS slots; the first slots have these params."""
     state = SlotSampling.create(NUM_SLOTS, VOCAB)
-    for slot, one in enumerate(params):
+    for slot, own in enumerate(params):
         state = write_slot(
             state,
             slot,
-            one,
+            own,
             seed=slot if seeds is None else seeds[slot],
             prompt_token_ids=() if prompts is None else prompts[slot],
             output_token_ids=() if outputs is None else outputs[slot],
@@ -48,7 +40,7 @@ def slots(*params, prompts=None, outputs=None, seeds=None):
 
 
 def step(logits, state, positions=None, active=None):
-    """Sample for the first slots; other slots are not active and other tokens impossible."""
+    """Sample for the first slots; other slots are inactive and other tokens are impossible."""
     num_rows, num_tokens = logits.shape
     num_slots, vocab_size = state.output_counts.shape
     padded = np.full((num_slots, vocab_size), np.nan, np.float32)
@@ -65,167 +57,11 @@ def random_logits(*shape, seed=0, scale=3.0):
     return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
 
-# -- Which tokens are kept ------------------------------------------------------------------------
-
-FILTERS = [
-    {},
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 299},
-    {"top_k": 300},
-    {"top_k": 5000},
-    {"top_p": 1e-6},
-    {"top_p": 1e-60},
-    {"top_p": 0.3},
-    {"top_p": 0.9},
-    {"top_p": 0.999},
-    {"min_p": 0.02},
-    {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.8},
-    {"top_k": 1, "top_p": 0.5, "min_p": 0.5},
-    {"top_k": 30, "top_p": 0.95, "min_p": 0.05, "temperature": 0.6},
-    {"top_p": 0.7, "temperature": 3.0},
-    {"top_p": 0.7, "temperature": 0.05},
-]
-
-
-def check_filter(logits):
-    """Every filter on its own row of one batch, support exactly and distribution closely."""
-    columns = {
-        name: jnp.array([f.get(name, default) for f in FILTERS], dtype)
-        for name, default, dtype in (
-            ("temperature", 1.0, jnp.float32),
-            ("min_p", 0.0, jnp.float32),
-            ("top_k", 0, jnp.int32),
-            ("top_p", 1.0, jnp.float32),
-        )
-    }
-    log_weights = np.asarray(jit_filter(jnp.asarray(logits), **columns))
-    for row, options in enumerate(FILTERS):
-        want = oracles.kept_probabilities(logits[row], **options)
-        kept = np.isfinite(log_weights[row])
-        np.testing.assert_array_equal(kept, want > 0, err_msg=str(options))
-        got = np.exp(log_weights[row].astype(np.float64))
-        np.testing.assert_allclose(
-            got / got.sum(), want, rtol=3e-6, atol=1e-12, err_msg=str(options)
-        )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_filter_logits_keeps_what_the_oracle_keeps(seed):
-    # 20 at least, or the lowest temperature pushes float64's own weights to 0.
-    check_filter(random_logits(len(FILTERS), 300, seed=seed, scale=2.0))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_filter_logits_breaks_ties_by_token_id(seed):
-    # Multiples of 1/2 among 300 tokens: every cut falls on a tie. The largest is shared as well.
-    logits = np.round(random_logits(len(FILTERS), 300, seed=seed, scale=1.0) * 2) / 2
-    check_filter(np.minimum(logits, 1.5))
-
-
-def test_filter_logits_of_equal_logits_keeps_the_first_ones():
-    kept = jit_filter(
-        jnp.zeros((3, 10)),
-        temperature=jnp.ones(3),
-        min_p=jnp.array([0.0, 0.0, 1.0]),
-        top_k=jnp.array([3, 0, 0]),
-        top_p=jnp.array([1.0, 0.5, 1.0]),
-    )
-    assert np.isfinite(kept).sum(axis=1).tolist() == [3, 5, 10]
-    assert np.isfinite(kept)[0, :3].all() and np.isfinite(kept)[1, :5].all()
-
-
-def test_filter_logits_cuts_between_neighbouring_floats():
-    # Adjacent float32 values, of both signs and across zero: any rounding on the way merges them.
-    up = np.float32(np.inf)
-    one = np.nextafter(np.float32(1), up)
-    rows = np.array(
-        [
-            [1.0, one, np.nextafter(one, up), -5.0],
-            [-1.0, -one, -np.nextafter(one, up), -50.0],
-            [0.0, 1e-30, -1e-30, -1.0],
-        ],
-        np.float32,
-    )
-    kept = jit_filter(
-        jnp.asarray(rows),
-        temperature=jnp.full(3, 7.0),
-        min_p=jnp.zeros(3),
-        top_k=jnp.array([2, 2, 2]),
-        top_p=jnp.ones(3),
-    )
-    assert np.isfinite(kept).tolist() == [
-        [False, True, True, False],
-        [True, True, False, False],
-        [True, True, False, False],
-    ]
-
-
-def test_filter_logits_never_keeps_minus_infinity():
-    logits = random_logits(2, 40)
-    logits[:, 5:] = -np.inf
-    kept = jit_filter(
-        jnp.asarray(logits),
-        temperature=jnp.full(2, 1e30),
-        min_p=jnp.zeros(2),
-        top_k=jnp.array([30, 0]),
-        top_p=jnp.array([1.0, 0.999999]),
-    )
-    assert np.isfinite(kept).sum(axis=1).tolist() == [5, 5]
-
-
-@pytest.mark.parametrize("num_bits", [1, 2, 4])
-def test_cuts_are_found_whatever_the_number_of_passes(num_bits):
-    """GPUs try 15 cuts in a pass, and CPUs one."""
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 2**32, (64, 40), dtype=np.uint64).astype(np.uint32).view(np.float32)
-    rows[np.isnan(rows)] = -np.inf
-    rows[:4] = [[-np.inf], [np.inf], [0.0], [np.finfo(np.float32).max]]
-    rows[4, ::2] = -0.0
-    wanted = rng.integers(0, 42, 64).astype(np.int32)
-
-    find = jax.jit(filters.search_cut, static_argnames="num_bits")
-    cuts = find(rows, wanted, num_bits=num_bits)
-    weighed = find(rows, wanted / 4, np.full(rows.shape, 0.25, np.float32), num_bits=num_bits)
-    np.testing.assert_array_equal(weighed, cuts)
-    for row, number, cut in zip(rows, wanted, cuts, strict=True):
-        # The largest float that as many reach: a value of the row, or one below infinity.
-        ordered = np.sort(row)[::-1]
-        want = np.inf if number == 0 else ordered[number - 1] if number <= 40 else -np.inf
-        assert cut == min(want, np.finfo(np.float32).max)
-
-
-@pytest.mark.parametrize(("platform", "num_passes"), [("cpu", 32), ("cuda", 8)])
-def test_gpus_find_cuts_in_few_passes(platform, num_passes):
-    rows = [jax.ShapeDtypeStruct((2,), dtype) for dtype in ("float32", "float32", "int32")]
-    options = dict(zip(("temperature", "min_p", "top_k"), rows, strict=True)) | {"top_p": rows[0]}
-    logits = jax.ShapeDtypeStruct((2, 5000), "float32")
-
-    def function(logits, *values):
-        return filter_logits(logits, **dict(zip(options, values, strict=True)))
-
-    text = lower(function, logits, *options.values(), platform=platform).as_text()
-    loops = re.findall(r"cond \{\s*%\w+ = stablehlo.constant dense<(\d+)>", text)
-    assert loops == 4 * [str(num_passes)], "for top_k, for top_p, and for both"
-
-
-def test_filter_logits_refuses_shapes_that_disagree():
-    with pytest.raises(ValueError, match="filter_logits: top_p must have S"):
-        filter_logits(
-            jnp.zeros((2, 3)),
-            temperature=jnp.ones(2),
-            min_p=jnp.zeros(2),
-            top_k=jnp.zeros(2, jnp.int32),
-            top_p=jnp.ones(3),
-        )
-
-
 # -- Draws ----------------------------------------------------------------------------------------
 
 
 def draws(logits_row, params, num_draws, output=()):
-    """Tokens at num_draws positions of one seed, drawn in batches of 512 equal rows."""
+    """Return tokens at `num_draws` positions of one seed, drawn in batches of 512 equal rows."""
     num_rows = 512
     logits = np.broadcast_to(logits_row, (num_rows, len(logits_row)))
     state = slots(params, seeds=[0], outputs=[output])
@@ -253,21 +89,21 @@ def test_sample_draws_by_probability(options):
     assert counts[want == 0].sum() == 0
     expected = want[want > 0] * num_draws
     chi_square = ((counts[want > 0] - expected) ** 2 / expected).sum()
-    # 24.3 is passed by chance once in 1000 for 7 degrees of freedom; the seed is fixed.
+    # With 7 degrees of freedom, 24.3 is exceeded by chance once in 1000. The seed is fixed.
     assert chi_square < 24.3
-    # And it is not too good to be random either: draws are independent across positions.
+    # Draws at different positions differ.
     assert len(set(tokens[:64].tolist())) > 1
 
 
-def test_sample_draws_evenly_across_and_within_groups():
+def test_sample_draws_uniformly_across_and_within_groups():
     num_draws = 64 * VOCAB
     num_draws -= num_draws % 512
     tokens = draws(np.zeros(VOCAB, np.float32), SamplingParams(), num_draws)
     counts = np.bincount(tokens, minlength=VOCAB)
     expected = num_draws / VOCAB
-    # 378 is 1 in 1000 for 299 degrees of freedom; less than 228 would be as unlikely.
+    # With 299 degrees of freedom, 378 is exceeded once in 1000; below 228 is as unlikely.
     assert 228 < ((counts - expected) ** 2 / expected).sum() < 378
-    # Draws that follow each other are independent: so are the sums of pairs, modulo VOCAB.
+    # Successive draws are independent, so sums of pairs modulo VOCAB are uniform.
     pairs = np.bincount((tokens[1:] + tokens[:-1]) % VOCAB, minlength=VOCAB)
     assert 228 < ((pairs - expected) ** 2 / expected).sum() < 378
 
@@ -289,7 +125,7 @@ MIXED_OUTPUTS = [[3 * slot, 9, 9] for slot in range(len(MIXED))]
 
 
 def run_mixed(order, active=None, num_tokens=6):
-    """What each request of MIXED generates when they sit in the slots in this order."""
+    """Return the tokens and log-probabilities of MIXED for this order of the slots."""
     state = slots(
         *(MIXED[i] for i in order),
         prompts=[MIXED_PROMPTS[i] for i in order],
@@ -314,8 +150,8 @@ def test_sample_does_not_depend_on_the_slot():
 
 
 @pytest.mark.parametrize("alone", range(len(MIXED)))
-def test_sample_does_not_depend_on_the_batch_mates(alone):
-    # Alone, the other kinds of work are skipped altogether.
+def test_sample_does_not_depend_on_other_rows(alone):
+    # With a single active row, the work for other kinds of rows is skipped.
     active = np.arange(len(MIXED)) == alone
     together = run_mixed(range(len(MIXED)))
     np.testing.assert_array_equal(
@@ -323,7 +159,7 @@ def test_sample_does_not_depend_on_the_batch_mates(alone):
     )
 
 
-def test_sample_ignores_rows_that_are_not_active():
+def test_sample_ignores_inactive_rows():
     logits = random_logits(2, 50)
     logits[1] = np.nan
     params = SamplingParams(top_p=0.9, frequency_penalty=1.0)
@@ -341,7 +177,7 @@ def test_sample_depends_on_seed_sample_index_and_position():
         state = write_slot(state, 0, SamplingParams(), seed=seed, sample_index=sample_index)
         return int(step(logits, state, [position])[0][0])
 
-    # Seeds that differ in the upper half only, or in bit 62, are different seeds.
+    # Seeds may differ only in the upper half, or only in bit 62.
     streams = [(5, 0), (5, 1), (6, 0), (5 + 2**32, 0), (5 + 2**62, 0), (2**63 - 1, 0)]
     tokens = [tuple(token(*stream, position) for position in range(4)) for stream in streams]
     assert len(set(tokens)) == len(streams)
@@ -349,7 +185,7 @@ def test_sample_depends_on_seed_sample_index_and_position():
     assert tokens[0] == tuple(token(5, 0, position) for position in range(4))
 
 
-def test_sample_means_the_same_under_another_default_generator():
+def test_sample_does_not_depend_on_the_default_prng():
     state = slots(SamplingParams())
     arguments = (
         jnp.zeros((NUM_SLOTS, VOCAB)),
@@ -357,7 +193,7 @@ def test_sample_means_the_same_under_another_default_generator():
         jnp.arange(NUM_SLOTS, dtype=jnp.int32),
         jnp.ones(NUM_SLOTS, jnp.bool_),
     )
-    # Functions of their own, because a trace is kept for each.
+    # Separate functions, because JAX caches the trace of each function.
     want = jax.make_jaxpr(lambda *arguments: sample(*arguments))(*arguments)
     with jax.default_prng_impl("rbg"):
         got = jax.make_jaxpr(lambda *arguments: sample(*arguments))(*arguments)
@@ -377,7 +213,7 @@ def test_sample_at_temperature_zero_takes_the_first_largest_logit():
 
 
 @pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}], ids=str)
-def test_sample_narrowed_to_one_token_is_greedy(option):
+def test_sample_is_greedy_if_filters_keep_one_token(option):
     logits = random_logits(4, 200)
     logits[1, [17, 150]] = 50.0
     tokens, _, _ = step(logits, slots(*[SamplingParams(**option)] * 4))
@@ -406,7 +242,7 @@ def test_sample_narrowed_to_one_token_is_greedy(option):
 def test_sample_penalties_match_the_oracle(options):
     num_slots, vocab_size = NUM_SLOTS, 40
     rng = np.random.default_rng(1)
-    # Multiples of 1/64 and penalties that are too: float32 and float64 agree exactly.
+    # With multiples of 1/64, float32 and float64 agree exactly.
     logits = np.round(random_logits(num_slots, vocab_size) * 64).astype(np.float32) / 64
     prompts = rng.integers(0, vocab_size, (num_slots, 15))
     outputs = rng.integers(0, vocab_size, (num_slots, 25))
@@ -422,7 +258,7 @@ def test_sample_penalties_match_the_oracle(options):
     assert tokens.tolist() != logits.argmax(axis=1).tolist()
 
 
-def test_sample_penalties_shape_the_drawn_distribution():
+def test_sample_applies_penalties_to_the_distribution():
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.5)
     tokens = draws(logits, params, 4096, output=[0, 0])
@@ -434,7 +270,7 @@ def test_sample_penalties_shape_the_drawn_distribution():
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 1 in 1000, 3 degrees of freedom
 
 
-def test_sample_counts_what_it_generates():
+def test_sample_counts_generated_tokens():
     logits = np.zeros((3, 5), np.float32)
     logits[:, 2] = 1.0
     logits[:, 4] = 0.5
@@ -452,7 +288,7 @@ def test_sample_counts_what_it_generates():
     assert state.output_counts.sum() == 10
 
 
-def test_sample_holds_stop_tokens_back_until_min_tokens():
+def test_sample_excludes_stop_tokens_until_min_tokens():
     logits = np.array([[0.0, 3.0, 2.0, 1.0]] * 2, np.float32)
     state = SlotSampling.create(NUM_SLOTS, VOCAB)
     patient = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[2])
@@ -465,9 +301,9 @@ def test_sample_holds_stop_tokens_back_until_min_tokens():
     assert tokens == [[3, 1], [3, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("own_bias", [None, {0: 0.5}], ids=["beside-a-bias", "with-a-bias"])
-def test_sample_lets_stop_tokens_end_a_row_at_min_tokens_beside_edited_rows(own_bias):
-    """A batch with an edited row takes another way, which must count to the same position."""
+@pytest.mark.parametrize("own_bias", [None, {0: 0.5}], ids=["next-to-a-bias", "with-a-bias"])
+def test_sample_allows_stop_tokens_at_min_tokens_next_to_changed_rows(own_bias):
+    """A batch with a changed row takes another branch, which must use the same positions."""
     logits = np.array([[0.0, 3.0, 2.0, 1.0]] * 2, np.float32)
     state = SlotSampling.create(NUM_SLOTS, VOCAB)
     patient = SamplingParams(temperature=0, min_tokens=2, logit_bias=own_bias)
@@ -481,7 +317,7 @@ def test_sample_lets_stop_tokens_end_a_row_at_min_tokens_beside_edited_rows(own_
     assert tokens == [[2, 3], [2, 3], [1, 3]]
 
 
-# -- Logits that no model should make -------------------------------------------------------------
+# -- Invalid logits -------------------------------------------------------------------------------
 
 BOTH_MODES = pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0), SamplingParams(top_p=0.9)], ids=["greedy", "drawn"]
@@ -499,7 +335,7 @@ def test_sample_never_chooses_minus_infinity_or_nan(params):
 
 
 @BOTH_MODES
-def test_sample_takes_plus_infinity_as_the_largest(params):
+def test_sample_treats_plus_infinity_as_the_largest(params):
     logits = random_logits(2, 300)
     logits[:, 123] = np.inf
     tokens, logprobs, _ = step(logits, slots(params, params))
@@ -507,7 +343,7 @@ def test_sample_takes_plus_infinity_as_the_largest(params):
     assert np.isnan(logprobs).all()
 
 
-def test_sample_breaks_ties_of_plus_infinity_too():
+def test_sample_breaks_ties_of_plus_infinity():
     logits = random_logits(NUM_SLOTS, VOCAB)
     logits[:, [123, 200]] = np.inf
     tokens, _, _ = step(logits, slots(*[SamplingParams(top_p=0.4)] * NUM_SLOTS))
@@ -516,7 +352,7 @@ def test_sample_breaks_ties_of_plus_infinity_too():
 
 @BOTH_MODES
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_sample_of_a_row_without_usable_logits_is_token_zero(params, bad):
+def test_sample_returns_token_0_for_rows_without_usable_logits(params, bad):
     logits = np.full((2, 300), bad, np.float32)
     tokens, logprobs, _ = step(logits, slots(params, params))
     assert tokens.tolist() == [0, 0]
@@ -536,7 +372,7 @@ def test_sample_of_a_row_without_usable_logits_is_token_zero(params, bad):
     ],
     ids=str,
 )
-def test_sample_survives_extreme_params(options):
+def test_sample_handles_extreme_params(options):
     logits = random_logits(4, 64, scale=1e4)
     logits[:, 32:] = -np.inf
     params = SamplingParams(**options)
@@ -568,12 +404,12 @@ def test_top_logprobs_match_the_oracle():
 
 
 @pytest.mark.parametrize("k", [0, 101, -1, 2.0, True])
-def test_top_logprobs_refuses_k_out_of_range(k):
+def test_top_logprobs_rejects_k_out_of_range(k):
     with pytest.raises(ValueError, match=r"top_logprobs: k must be an integer in \[1, 100\]"):
         top_logprobs(jnp.zeros((1, 100)), k)
 
 
-def test_sample_computes_in_float32_whatever_the_logits_are():
+def test_sample_computes_in_float32_for_bfloat16_logits():
     low = jnp.asarray(random_logits(NUM_SLOTS, VOCAB)).astype(jnp.bfloat16)
     rest = (
         slots(SamplingParams(), SamplingParams(top_p=0.5)),
@@ -590,7 +426,7 @@ def test_sample_computes_in_float32_whatever_the_logits_are():
 # -- One program ----------------------------------------------------------------------------------
 
 
-def test_sample_and_assign_compile_once_for_all_params():
+def test_sample_and_write_slot_compile_once_for_all_params():
     state = slots(SamplingParams())
     logits = random_logits(NUM_SLOTS, VOCAB)
     step(logits, state)
@@ -598,11 +434,11 @@ def test_sample_and_assign_compile_once_for_all_params():
         for slot, params in enumerate(MIXED):
             state = write_slot(state, slot, params, seed=slot, prompt_token_ids=range(slot))
             _, _, state = step(logits, state, [slot] * NUM_SLOTS, np.arange(NUM_SLOTS) != slot)
-    # Over this whole file, whatever ran first.
+    # Once in this whole file, in any order of the tests.
     assert TRACES[(NUM_SLOTS, VOCAB), jnp.dtype(jnp.float32)] == 1
 
 
-def test_sample_runs_inside_scan_as_it_does_outside():
+def test_sample_gives_the_same_result_inside_scan():
     logits = jnp.asarray(random_logits(len(MIXED), 300))
     state = slots(*MIXED)
     active = jnp.ones(len(MIXED), jnp.bool_)
@@ -623,157 +459,12 @@ def test_sample_runs_inside_scan_as_it_does_outside():
     np.testing.assert_array_equal(state.output_counts, scanned_state.output_counts)
 
 
-def test_sample_refuses_shapes_that_disagree():
+def test_sample_rejects_wrong_shapes():
     state = SlotSampling.create(2, 10)
     with pytest.raises(ValueError, match="sample: output_counts must have V"):
         sample(jnp.zeros((2, 11)), state, jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.bool_))
 
 
-# -- State ----------------------------------------------------------------------------------------
-
-
-def test_assign_writes_its_slot_and_no_other():
-    params = SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        top_p=0.25,
-        min_p=0.125,
-        presence_penalty=1.0,
-        frequency_penalty=-1.0,
-        repetition_penalty=2.0,
-        logit_bias={4: 1.5},
-        min_tokens=3,
-        stop_token_ids=[5],
-    )
-    fresh = jax.tree.map(np.array, SlotSampling.create(3, 6, max_logit_bias=2, max_stop_ids=2))
-    state = SlotSampling.create(3, 6, max_logit_bias=2, max_stop_ids=2)
-    state = write_slot(state, 1, params, seed=1, prompt_token_ids=[0, 0], output_token_ids=[2, 2])
-    for field in ("temperature", "top_k", "top_p", "min_p"):
-        assert getattr(state, field)[1] == getattr(params, field)
-    for field in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        assert getattr(state, field)[1] == getattr(params, field)
-    assert state.bias_ids[1].tolist() == [4, 6] and state.bias_values[1].tolist() == [1.5, 0]
-    assert state.held_ids[1].tolist() == [5, 6] and state.held_until[1] == 5
-    assert state.prompt_mask[1].tolist() == [True] + [False] * 5
-    assert state.output_counts[1].tolist() == [0, 0, 2, 0, 0, 0]
-    # A later, plain request clears all of it.
-    state = write_slot(state, 1, SamplingParams(temperature=0), seed=0)
-    for name, before in vars(fresh).items():
-        after = np.array(getattr(state, name))
-        rows = [0, 2] if name == "keys" else [0, 1, 2]
-        np.testing.assert_array_equal(after[rows], before[rows], err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"slot": 2}, r"slot must be an integer in \[0, 2\), got 2"),
-        ({"slot": -1}, r"slot must be an integer in \[0, 2\), got -1"),
-        ({"seed": 2**63}, "seed must be an integer in"),
-        ({"seed": -1}, "seed must be an integer in"),
-        ({"sample_index": -1}, "sample_index must be an integer in"),
-        ({"prompt_token_ids": [10]}, r"prompt_token_ids must hold token ids in \[0, 10\), got 10"),
-        ({"output_token_ids": [-1]}, "output_token_ids must hold token ids"),
-        ({"params": SamplingParams(logit_bias={10: 1.0})}, "logit_bias must hold token ids"),
-        (
-            {"params": SamplingParams(logit_bias={0: 1, 1: 1, 2: 1})},
-            "logit_bias must have at most 2 entries, got 3",
-        ),
-        (
-            {"params": SamplingParams(min_tokens=1, stop_token_ids=[1, 2, 3])},
-            "stop_token_ids must have at most 2 entries, got 3",
-        ),
-    ],
-    ids=str,
-)
-def test_assign_refuses(change, message):
-    state = SlotSampling.create(2, 10, max_logit_bias=2, max_stop_ids=2)
-    arguments = {"slot": 0, "params": SamplingParams(), "seed": 0, **change}
-    with pytest.raises(ValueError, match=f"slot_row: {message}"):
-        write_slot(state, **arguments)
-    assert not state.temperature.is_deleted()
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"num_slots": 0}, {"vocab_size": 0}, {"max_logit_bias": -1}, {"max_stop_ids": 1.5}]
-)
-def test_create_refuses_bad_sizes(sizes):
-    (name,) = sizes
-    with pytest.raises(ValueError, match=f"SlotSampling.create: {name} must be an integer >= "):
-        SlotSampling.create(**{"num_slots": 1, "vocab_size": 4, **sizes})
-
-
-def test_create_without_room_for_bias_still_samples():
+def test_sample_works_without_room_for_biases():
     state = SlotSampling.create(1, 4, max_logit_bias=0, max_stop_ids=0)
     assert step(np.array([[0, 0, 1, 0]], np.float32), state)[0].tolist() == [2]
-
-
-# -- SamplingParams -------------------------------------------------------------------------------
-
-NAN, INF = math.nan, math.inf
-BAD_PARAMS = {
-    "n": [0, -1, 1.0, True, 2**14 + 1, 10**9],
-    "temperature": [-0.1, NAN, INF, 10**400, "1", True, None],
-    "top_p": [0.0, -0.5, 1.0001, NAN, 10**400, None],
-    "top_k": [-2, 1.5, True, 2**31],
-    "min_p": [-0.01, 1.01, NAN, 10**400],
-    "presence_penalty": [-2.01, 2.01, NAN, -(10**400)],
-    "frequency_penalty": [-2.01, 2.01, NAN, 10**400],
-    "repetition_penalty": [0.0, -1.0, INF, NAN, 10**400],
-    "seed": [-2, 2**63, 1.0, -1.0, True],
-    "stop": ["", ["a", ""], [1], 5],
-    "stop_token_ids": [[-1], [1.5], [True], "12", 7],
-    "max_tokens": [-1, -5, 1.5, True],
-    "min_tokens": [-1, 17, 0.5],
-    "logprobs": [-1, 21, True, 1.0],
-    "logit_bias": [
-        {-1: 0.0},
-        {"3": 1.0},
-        {1: NAN},
-        {1: INF},
-        {1: 10**400},
-        {True: 1.0},
-        [(1, 1.0)],
-    ],  # fmt: skip
-    "ignore_eos": [1, None],
-    "skip_special_tokens": ["yes"],
-    "detokenize": [None],
-    "include_stop_str_in_output": [0],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in BAD_PARAMS.items() for value in values]
-)
-def test_sampling_params_refuses(name, value):
-    with pytest.raises(ValueError, match=f"^SamplingParams: {name} must .*, got .*\\. [A-Z]"):
-        SamplingParams(**{name: value})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 1},
-        {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
-        {"seed": 2**63 - 1, "logprobs": 20, "n": 2**14, "max_tokens": 1},
-        {"seed": 0, "logprobs": 0, "max_tokens": None, "min_tokens": 10_000},
-        {"min_tokens": 16, "max_tokens": 16},
-        {"temperature": np.float32(0.5), "top_k": np.int32(4), "seed": np.int64(3)},
-    ],
-)
-def test_sampling_params_accepts_the_bounds(options):
-    params = SamplingParams(**options)
-    assert all(getattr(params, name) == value for name, value in options.items())
-
-
-def test_sampling_params_normalises_and_hashes():
-    bias = {1: 2.0}
-    params = SamplingParams(stop="END", stop_token_ids=[3, 4], logit_bias=bias)
-    assert params.stop == ("END",) and params.stop_token_ids == (3, 4)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(seed=-1) == SamplingParams()
-    assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
-    bias[1] = NAN
-    assert params.logit_bias == {1: 2.0}
-    assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(3, 4)))
-    assert params != SamplingParams(stop=["END"], stop_token_ids=(3, 4))
