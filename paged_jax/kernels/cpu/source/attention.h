@@ -1,6 +1,6 @@
-// What attention of single queries and of chunks share: where tokens lie in the pools, and a running
-// softmax (Milakov and Gimelshein, 2018) into which a tile of tokens after the other is folded. A tile
-// is a list of addresses, and its tokens may lie in any blocks.
+// Code shared by decode and prefill: locations of tokens in the pools, and a running softmax (Milakov
+// and Gimelshein, 2018) that folds in one tile of tokens at a time. A tile is a list of rows, so its
+// tokens can be in any blocks.
 #pragma once
 
 #include "frame.h"
@@ -8,21 +8,21 @@
 
 namespace {
 
-using Type = ELEMENT;  // of the pools: the compiler is told which
+using Type = ELEMENT;  // dtype of the pools, a compiler option
 using Element = Type::Element;
 
 constexpr int TILE = 32;         // tokens
-constexpr int ROWS = 4;          // queries that meet a tile together
-// The peak of a softmax over no token: finite, since the difference of two infinities is NaN.
+constexpr int ROWS = 4;          // queries that are multiplied by a tile at a time
+// The initial peak of a softmax. Finite, because the difference of two infinities is NaN.
 constexpr float LOWEST = -__FLT_MAX__;
-constexpr float UNSEEN = -__builtin_inff();  // masked score: its weight is 0 for any peak
+constexpr float UNSEEN = -__builtin_inff();  // masked score; its weight is 0 for any peak
 
 struct Tile {
   int count;
-  int64_t rows[TILE];  // of its tokens: D numbers of a key or a value each, and a scale
+  int64_t rows[TILE];  // row of each token in the pools and in the scales
 };
 
-// Which tokens of a tile a query sees.
+// Range of tokens in a tile that a query attends to.
 struct Seen {
   int begin, end;
 };
@@ -32,11 +32,11 @@ struct Attention {
   const float *k_scale, *v_scale, *sinks;
   const int32_t *tables, *lengths;
   int64_t P, K, C, M, lanes, layer;
-  int64_t block_step, head_step, token_step;  // rows from one to the next
+  int64_t block_step, head_step, token_step;  // distance of neighbours, in rows
   int H, G, D, stride, window;                // window and soft_cap: 0 for none
   float scale, soft_cap;
 
-  // Reads the operands that both kernels have, of queries [..., H, D]; returns the place of the next one.
+  // Reads the operands that both kernels have. Returns the index of the next operand.
   int read(XLA_FFI_CallFrame* frame) {
     const XLA_FFI_Buffer *q = argument(frame, 0), *keys = argument(frame, 1);
     const XLA_FFI_Buffer *values = argument(frame, 2), *table = argument(frame, 3);
@@ -52,7 +52,7 @@ struct Attention {
       v_scale = (const float*)argument(frame, next++)->data;
     }
     if (attribute<int32_t>(frame, "has_sinks")) sinks = (const float*)argument(frame, next++)->data;
-    if (attribute<int32_t>(frame, "is_interleaved")) {  // [P, C, 2 * K, D], given as both
+    if (attribute<int32_t>(frame, "is_interleaved")) {  // [P, C, 2 * K, D], passed as keys and as values
       P = keys->dims[0], C = keys->dims[1], K = keys->dims[2] / 2, lanes = keys->dims[3];
       v += lanes;
       head_step = 2, token_step = 2 * K;
@@ -71,7 +71,7 @@ struct Attention {
     return next;
   }
 
-  // The numbers of a softmax in progress: peak, total, and sum of values.
+  // Number of floats in a running softmax: peak, total, and weighted sum of values.
   int state_size() const { return 2 + stride; }
 
   void start(float* state, float peak, float total) const {
@@ -80,7 +80,7 @@ struct Attention {
     state[1] = total;
   }
 
-  // The result of a softmax: the mean of values, and the logarithm of the total. Nothing gives zeros.
+  // Writes the weighted mean of the values and the log-sum-exp; 0 and -inf if there was no token.
   void finish(float peak, float total, const float* sums, float* out, float* lse) const {
     restore<Type>(out, sums, D, total == 0 ? 0.0f : 1 / total);
     *lse = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
@@ -88,22 +88,22 @@ struct Attention {
 
   bool has_sink(int h) const { return sinks && sinks[h] != -__builtin_inff(); }
 
-  // The tile that begins with a token, empty at the end.
+  // Returns the tile that starts at `token`. It is empty if `token` is not before `end`.
   Tile find(const int32_t* table, int64_t head, int token, int end) const {
     Tile tile = {};
     if (token < end) tile.count = end - token < TILE ? end - token : TILE;
     int64_t column = token / C, offset = token % C;
     for (int i = 0; i < tile.count; column++, offset = 0) {
       int64_t block = table[column];
-      block = block < 0 ? 0 : block < P ? block : P - 1;  // what is no block must not end the process
+      block = block < 0 ? 0 : block < P ? block : P - 1;  // an invalid id must not crash the process
       int64_t first = (layer * P + block) * block_step + head * head_step;
       for (; offset < C && i < tile.count; offset++) tile.rows[i++] = first + offset * token_step;
     }
     return tile;
   }
 
-  // Folds a tile into the softmaxes of the first ROWS of `left` queries, each of which sees a part of it,
-  // while the next tile, if there is one, is fetched from memory.
+  // Folds a tile into the softmaxes of up to ROWS queries; `left` queries are left in all. Meanwhile
+  // prefetches the next tile, if there is one.
   template <int ROWS_ = ROWS>
   void fold_rows(
       int left, const float* queries, const Tile& tile, const Seen* seen, const Tile* next,
@@ -129,12 +129,12 @@ struct Attention {
     }
   }
 
-  // Into the second cache: in the first one, what is on its way keeps others waiting.
+  // Prefetches into the second-level cache. In the first level, pending lines delay other loads.
   static void fetch(const Element* numbers, int count) {
     for (int i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(numbers + i, 0, 2);
   }
 
-  // Scores of a tile; UNSEEN past its tokens.
+  // Computes the scores of a tile. They are UNSEEN past its last token.
   template <int ROWS_>
   void score(
       const float* queries, const Tile& tile, const Tile* next, float scores[ROWS_][TILE]) const {
@@ -162,8 +162,8 @@ struct Attention {
       for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
   }
 
-  // Turns the scores of a tile into weights of its values, relative to the new peak; returns what
-  // weights relative to the old one are multiplied by. What is not seen weighs nothing.
+  // Turns the scores of a tile into weights relative to the new peak; masked tokens have weight 0.
+  // Returns the factor that makes sums relative to the old peak relative to the new peak.
   float weigh(float* weights, const Tile& tile, Seen seen, float& peak, float& total) const {
     if (seen.begin >= seen.end) {
       memset(weights, 0, TILE * sizeof *weights);
@@ -193,7 +193,7 @@ struct Attention {
     return rescale;
   }
 
-  // Adds a step of the weighted values of a tile to the sums of a few heads.
+  // Adds STEP dimensions of the weighted values of a tile to the sums of ROWS_ queries.
   template <int ROWS_, bool IS_WHOLE>
   void add_values(
       const float weights[ROWS_][TILE], const float* rescale, const Tile& tile, const Tile* next,

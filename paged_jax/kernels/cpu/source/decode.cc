@@ -1,7 +1,8 @@
-// Attention of one query for each sequence, over keys and values where they lie in the pools.
+// Attention with a single query for each sequence. Keys and values are read in place in the pools.
 //
-// A part of the work is one KV head of one segment of a sequence. Segments are as long in any batch,
-// and their results are merged in order, so that a sequence's result does not depend on others.
+// A part of the work is one KV head of one segment of a sequence. The boundaries of segments do not
+// depend on the batch, and results are merged in order. So the result of a sequence does not depend on
+// the other sequences.
 
 #include "attention.h"
 
@@ -11,14 +12,14 @@ constexpr int SEGMENT = 256;  // tokens, a multiple of TILE
 constexpr int MAX_D = 512;
 
 struct Segment {
-  int sequence, begin, end;  // its tokens
+  int sequence, begin, end;  // positions of its tokens
 };
 
 struct Decode {
   Attention attention;
-  const float* q;  // [B, H, stride], scaled, in Type's order
+  const float* q;  // [B, H, stride], scaled, in the order of `arrange<Type>`
   Segment* segments;
-  float* partial;  // softmaxes in progress: [segments, H, state]
+  float* partial;  // running softmaxes: [segments, H, state_size]
   float *out, *lse;
 
   float* partial_of(int64_t segment, int64_t head) const {
@@ -32,7 +33,7 @@ struct Decode {
     const int32_t* table = its.tables + sequence * its.M;
     for (int g = 0; g < its.G; g++) its.start(partial_of(segment, head * its.G + g), LOWEST, 0);
     Tile tile = its.find(table, head, begin, end);
-    for (int t = 0; t < tile.count; t++) {  // later ones are fetched while others are computed
+    for (int t = 0; t < tile.count; t++) {  // later tiles are fetched during computation
       its.fetch(its.k + tile.rows[t] * its.lanes, its.D);
       its.fetch(its.v + tile.rows[t] * its.lanes, its.D);
     }
@@ -50,9 +51,9 @@ struct Decode {
   }
 };
 
-// Merges the segments of some sequences, in order (Dao et al., 2023, "Flash-Decoding").
+// Merges the segments of each sequence in order (Dao et al., 2023, "Flash-Decoding").
 struct Merge {
-  static constexpr int SEQUENCES = 8;  // in a part
+  static constexpr int SEQUENCES = 8;  // per part of the work
 
   const Decode& decode;
   const int* first_segment;  // [B + 1]
@@ -66,7 +67,7 @@ struct Merge {
 
   void merge(int b, int h) const {
     const Attention& its = decode.attention;
-    // A sink is a token without a value.
+    // A sink counts as a token without a value.
     float peak = its.has_sink(h) ? its.sinks[h] : LOWEST, total = its.has_sink(h) ? 1.0f : 0.0f;
     float sums[MAX_D] = {};
     for (int s = first_segment[b]; s < first_segment[b + 1]; s++) {
@@ -84,7 +85,7 @@ struct Merge {
   }
 };
 
-// Where the segments of each sequence begin in the list of all: [B + 1].
+// Returns the index of the first segment of each sequence, [B + 1].
 int* count_segments(const int32_t* lengths, int B, int window) {
   int* first = (int*)malloc((B + 1) * sizeof(int));
   if (!first) return nullptr;
@@ -96,7 +97,7 @@ int* count_segments(const int32_t* lengths, int B, int window) {
   return first;
 }
 
-// Segments end where SEGMENT divides positions, so that they depend on nothing but the sequence.
+// Segments end at multiples of SEGMENT, so they depend only on the sequence.
 void list_segments(Segment* segments, const int* first, const int32_t* lengths, int B, int window) {
   for (int b = 0; b < B; b++) {
     int begin = window && lengths[b] > window ? lengths[b] - window : 0;

@@ -1,5 +1,5 @@
-// What XLA hands to a kernel: a frame with buffers, and its own pool of threads. Through the C
-// interface that jaxlib's header declares, since its C++ templates take two seconds to compile.
+// Access to XLA's call frame: buffers, attributes, errors and the thread pool. It uses the C interface in
+// jaxlib's header, because the C++ templates take two seconds to compile.
 #pragma once
 
 #include <sched.h>
@@ -8,9 +8,9 @@
 
 #include "xla/ffi/api/c_api.h"
 
-// XLA asks each kernel once which version of the interface it speaks.
+// Answers XLA's query for the version of the interface. XLA sends it once for each kernel.
 inline bool answers_metadata(XLA_FFI_CallFrame* frame) {
-  auto* extension = frame->extension_start;  // a type that jaxlib 0.11 has renamed
+  auto* extension = frame->extension_start;  // auto, because jaxlib 0.11 renamed the type
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
   XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)extension)->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
@@ -27,7 +27,7 @@ inline XLA_FFI_Buffer* result(XLA_FFI_CallFrame* frame, int index) {
   return (XLA_FFI_Buffer*)frame->rets.rets[index];
 }
 
-// A static number, by its name.
+// Returns a static parameter by its name.
 template <class Number>
 Number attribute(XLA_FFI_CallFrame* frame, const char* name) {
   const XLA_FFI_Attrs& attrs = frame->attrs;
@@ -65,20 +65,20 @@ inline int64_t num_threads(XLA_FFI_CallFrame* frame) {
   return succeeds(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) ? count : 1;
 }
 
-// Parts that follow each other, of which `next` is the first that nobody has taken.
+// Consecutive parts. `next` is the first part that no thread has taken.
 struct Range {
   int64_t next, end;
 };
 
-// Parts of one call, taken by whoever comes: the calling thread and helpers from the pool. Each begins
-// with a range of its own and goes on with what others have left, so that each reads memory in order,
-// which is a fourth faster than parts in turns. A helper may come when all is done and the call has
-// returned, so this outlives the call, by counting its holders.
+// The parts of a call, which the calling thread and helper threads from the pool run. Each thread starts
+// with its own range and then takes parts that other threads have left. So each thread reads memory in
+// order, which is a fourth faster than taking parts in turn. A helper may start after the call has
+// returned, so a job is reference counted and outlives the call.
 struct Job {
   void (*run)(void* call, int64_t part);
   void* call;
   int64_t num_ranges, num_came, num_done, holders;
-  Range ranges[];  // as many as threads may come
+  Range ranges[];  // one per thread
 
   void take_parts() {
     int64_t first = __atomic_fetch_add(&num_came, 1, __ATOMIC_RELAXED), part;
@@ -108,8 +108,8 @@ inline void pause_briefly() {
 #endif
 }
 
-// Runs `call.run(part)` for each part, on the threads of XLA's pool that have nothing else to do. The
-// caller waits for parts that are being run only, never for a thread that may not come.
+// Runs `call.run(part)` for each part, on this thread and on idle threads of XLA's pool. It waits only for
+// parts that are running, never for a helper to start.
 template <class Call>
 void in_parallel(XLA_FFI_CallFrame* frame, Call& call, int64_t num_parts) {
   int64_t helpers = num_parts > 1 ? num_threads(frame) - 1 : 0;

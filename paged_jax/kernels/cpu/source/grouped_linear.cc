@@ -1,12 +1,14 @@
-// Rows of x, each by the weight of its group: x f32 [M, K], of which the first sizes[0] rows are those of
-// group 0, those of group 1 follow, and so on; w [X, N, K] in a stack of those of all layers, [L, X, N, K];
-// sizes i32 [X]; the result f32 [M, N], 0 in rows of no group. Weights of groups without rows are not read.
+// Grouped matmul: each row of x is multiplied by the weight of its group.
+//
+// x f32 [M, K]: the first sizes[0] rows belong to group 0, the next sizes[1] rows to group 1, and so on.
+// w [L, X, N, K]: weights of all layers; one layer is read. sizes i32 [X]. The result is f32 [M, N], 0 in
+// rows of no group. Weights of groups without rows are not read.
 
 #include "weight_rows.h"
 
 namespace {
 
-// One product after the other, in the parts of all of them.
+// The matmuls of all groups, as one list of parts.
 struct Products {
   Product* of_groups;
   int64_t parts_of_each;

@@ -1,6 +1,7 @@
-// x @ w.T of a few rows: x f32 [M, K], w [N, K], the result f32 [M, N]. The weights lie in a stack of
-// those of all layers, [L, N, K]; int8 ones have a scale f32 for each row, [L, N]. Rows of zeros give zeros,
-// and take no time.
+// x @ w.T for a few rows: x f32 [M, K], w [N, K], result f32 [M, N].
+//
+// The operand contains the weights of all layers, [L, N, K]; one layer is read. int8 weights have a f32
+// scale for each row, [L, N]. Rows of zeros give zeros and take no time.
 
 #include "weight_rows.h"
 

@@ -1,14 +1,14 @@
-// Attention of a chunk of queries for each sequence, causal, over keys and values where they lie in the
+// Causal attention with a chunk of queries for each sequence. Keys and values are read in place in the
 // pools.
 //
-// A part of the work is some queries of a sequence, with the heads that share a KV head: rows, all of
-// which meet a tile of tokens while it lies in a cache. Tiles end where TILE divides positions.
+// A part of the work is some queries of a sequence, with all heads that share a KV head. Each of these
+// rows is multiplied by a tile of tokens while the tile is in the cache. Tiles end at multiples of TILE.
 
 #include "attention.h"
 
 namespace {
 
-constexpr int ROWS_OF_PART = 64;  // about
+constexpr int ROWS_OF_PART = 64;  // approximate
 
 struct Prefill {
   Attention attention;
@@ -40,7 +40,7 @@ struct Prefill {
       }
   }
 
-  // Queries `first` to `last` of a sequence.
+  // Attends with the queries from `first` to before `last`.
   void attend(int64_t sequence, int64_t head, int64_t first, int64_t last) {
     const Attention& its = attention;
     int G = its.G, num_rows = (last - first) * G;
@@ -51,11 +51,11 @@ struct Prefill {
       int h = head * G + row % G;
       const float* from = q + row_of(sequence, first + row / G, h) * its.D;
       arrange<Type>(queries + (int64_t)row * its.stride, from, its.D, its.scale);
-      // A sink is a token without a value.
+      // A sink counts as a token without a value.
       float* state = states + (int64_t)row * its.state_size();
       its.has_sink(h) ? its.start(state, its.sinks[h], 1) : its.start(state, LOWEST, 0);
     }
-    int start = its.lengths[sequence] - query_lengths[sequence] + first;  // position of the first
+    int start = its.lengths[sequence] - query_lengths[sequence] + first;  // position of the first query
     int room = its.M * its.C, end = start + (last - first) < room ? start + (last - first) : room;
     int begin = its.window && start >= its.window ? start - its.window + 1 : 0;
     const int32_t* table = its.tables + sequence * its.M;
@@ -83,7 +83,7 @@ struct Prefill {
     free(queries);
   }
 
-  // What a query sees of the tile that begins with a token.
+  // Returns the tokens that a query attends to in the tile that starts at `token`.
   Seen seen_by(int position, int token, int count) const {
     int begin = attention.window ? position - attention.window + 1 - token : 0;
     int end = position + 1 - token;

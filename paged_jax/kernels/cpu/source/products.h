@@ -1,9 +1,9 @@
-// Products of a few rows with a few others, summed in registers.
+// Dot products of a few weight rows with a few input rows, summed in registers.
 #pragma once
 
 #include "vectors.h"
 
-// How rows of `Type` meet rows of floats that `arrange` has put in its order.
+// Multiplies weights of `Type` by float inputs in the order of `arrange<Type>`.
 template <class Type>
 struct InFloats {
   using Weight = typename Type::Element;
@@ -15,8 +15,8 @@ struct InFloats {
 };
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16, a step at once by the processor's own instruction; inputs are bfloat16 in
-// memory's order.
+// Multiplies bfloat16 weights by bfloat16 inputs with the processor's dot-product instruction, STEP
+// numbers at a time. The inputs are in their original order.
 struct InBfloat16 {
   using Weight = uint16_t;
   using Input = uint16_t;
@@ -29,7 +29,7 @@ struct InBfloat16 {
 };
 #endif
 
-// Adds the products of a step of R rows of weights and M of inputs.
+// Adds STEP products to each dot product of R weight rows with M input rows.
 template <class Form, int R, int M>
 inline void add_step(
     Floats total[R][M], const typename Form::Weight* const* w, const typename Form::Input* const* x) {
@@ -47,16 +47,16 @@ inline void add_step(
   }
 }
 
-// out[m][r] = w[r] . x[m], for R rows of weights and M of inputs. Each sum has an accumulator of its
-// own, and takes its numbers in the same order whatever R and M are. Meanwhile memory is fetched from
-// `next` on, LINES of 64 bytes in each step.
+// Computes out[m][r] = w[r] . x[m] for R weight rows and M input rows. Each sum has its own accumulator,
+// and its order of summation does not depend on R and M. Meanwhile prefetches from `next` on, LINES lines
+// of 64 bytes in each step.
 template <class Form, int R, int M, int LINES = 0>
 inline void multiply(
     const typename Form::Weight* const* w, const typename Form::Input* const* x, int count,
     float out[M][R], const char* next = nullptr) {
   using Weight = typename Form::Weight;
-  // Into the second cache: in the first one, what is on its way keeps inputs from being read. One or
-  // two inputs of half as many bytes are read too seldom for that. (Measured on Zen 4.)
+  // Prefetch into the second-level cache, because in the first level pending lines delay the loads of
+  // inputs. One or two inputs with 16-bit weights are loaded too rarely for that. (Measured on Zen 4.)
   constexpr int LEVEL = sizeof(Weight) == 2 && M <= 2 ? 3 : 2;
   Floats total[R][M] = {};
   const Weight* row[R];
@@ -71,7 +71,7 @@ inline void multiply(
     for (int line = 0; line < LINES; line++, next += 64) __builtin_prefetch(next, 0, LEVEL);
     add_step<Form, R, M>(total, row, input);
   }
-  if (i < count) {  // nothing is read past the end of a row
+  if (i < count) {  // do not read past the end of a row
     Weight last[R][STEP] = {};
     for (int r = 0; r < R; r++) row[r] = (Weight*)memcpy(last[r], w[r] + i, (count - i) * sizeof(Weight));
     for (int m = 0; m < M; m++) input[m] = x[m] + i;

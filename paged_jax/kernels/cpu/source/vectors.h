@@ -1,5 +1,5 @@
-// Vectors of floats as wide as the registers of the processor that this is compiled for, and how the
-// types of weights and pools become floats. GCC's vector extension, which Clang has as well.
+// Vectors of floats, as wide as the registers of the target processor, and conversions of the dtypes of
+// weights and pools to floats. They use GCC's vector extension, which Clang also supports.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +14,7 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
-// Numbers are read in steps of two vectors, the two halves of a step.
+// Numbers are read in steps of two vectors, called halves.
 constexpr int STEP = 2 * LANES;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -31,8 +31,8 @@ inline void store(float* to, Floats vector) { memcpy(to, &vector, sizeof vector)
 
 inline Floats fill(float x) { return x - Floats{}; }
 
-// Adds x * y to a sum that stays in its register. Left to themselves compilers reorder the sums of a
-// block until they do not fit, which costs a third of the speed.
+// Adds x * y to a sum in a register. It is assembly because compilers reorder the sums of a block so that
+// they no longer fit into the registers, which costs a third of the speed.
 inline void add_product(Floats& sum, Floats x, Floats y) {
 #if defined(__FMA__)
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
@@ -60,7 +60,7 @@ inline Quarter add_quarters(Floats vector) {
   return part[0];
 }
 
-// A fixed tree: the same numbers give the same sum, whoever asks, and however many at once.
+// Sums a vector in a fixed tree order. All other sums of vectors use the same order.
 inline float sum(Floats vector) {
   Quarter part = add_quarters(vector);
   return (part[0] + part[2]) + (part[1] + part[3]);
@@ -75,7 +75,7 @@ inline float largest(Floats vector) {
   return peak;
 }
 
-// The sums of four vectors.
+// Returns the sums of four vectors.
 inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth) {
   Quarter a = add_quarters(first), b = add_quarters(second);
   Quarter c = add_quarters(third), d = add_quarters(fourth);
@@ -84,29 +84,29 @@ inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth
   return SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
 }
 
-// The sums of a block of 16 vectors, out[m][r] that of vectors[r][m]. A block of short rows takes as
-// long to be summed up as to be multiplied, so what is added is shuffled together, four at a time.
+// Sums a block of 16 vectors: out[m][r] is the sum of vectors[r][m]. For short rows the sums take as long
+// as the products, so four vectors at a time are shuffled together and added.
 template <int R, int M>
 inline void sum_block(const Floats (&vectors)[R][M], float* out) {
 #if defined(__AVX512F__)
   static_assert(R * M == 16);
-  auto vector = [&](int place) { return (__m512)vectors[place % R][place / R]; };  // of `out`
+  auto vector = [&](int place) { return (__m512)vectors[place % R][place / R]; };  // place in `out`
   __m512 row[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {  // halves of four vectors, then their quarters
+  for (int i = 0; i < 4; i++) {  // add the halves of four vectors, then the quarters
     __m512 a = vector(i), b = vector(4 + i), c = vector(8 + i), d = vector(12 + i);
     __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
     __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
     row[i] = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
   }
-  // A quarter of a row is what is left of a vector, and of all rows of four: as in `sum_four`.
+  // Each quarter of a row is the partial sum of one vector. Add within quarters, as in `sum_four`.
   __m512 ab = _mm512_shuffle_ps(row[0], row[1], 0x44) + _mm512_shuffle_ps(row[0], row[1], 0xee);
   __m512 cd = _mm512_shuffle_ps(row[2], row[3], 0x44) + _mm512_shuffle_ps(row[2], row[3], 0xee);
   store(out, (Floats)(_mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xdd)));
 #endif
 }
 
-// e**x to 2 units in the last place, 0 below -87; x is at most 88. After Cephes' expf.
+// e**x with an error of 2 units in the last place; 0 below -87. x must be at most 88. Based on Cephes' expf.
 inline Floats exponential(Floats x) {
   const Floats magic = fill(12582912.0f);  // 1.5 * 2**23: adding it rounds to a whole number
   Floats shifted = x * 1.44269504f + magic;
@@ -130,8 +130,8 @@ inline Floats hyperbolic_tangent(Floats x) {
   return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
 }
 
-// Each type below says how the halves of a step, STEP numbers in memory, become vectors. Where these are
-// not in memory's order, what they are multiplied by is put in their order once, by `arrange`.
+// Each type below converts the two halves of a step, STEP numbers in memory, to vectors. If IN_ORDER is
+// false, the vectors have another order than memory, and `arrange` puts the other factor in that order.
 
 struct Float32 {
   using Element = float;
@@ -139,7 +139,7 @@ struct Float32 {
   static Floats half(const float* from, int which) { return load<Floats>(from + which * LANES); }
 };
 
-// Two numbers of bfloat16 are one integer: the even ones are its lower halves, the odd ones its upper.
+// Reads two bfloat16 numbers as one integer: the even number is its lower half, the odd one its upper half.
 struct Bfloat16 {
   using Element = uint16_t;
   static constexpr bool IN_ORDER = false;
@@ -149,7 +149,7 @@ struct Bfloat16 {
   }
 };
 
-// LANES small integers as wide ones. GCC (12) would convert them one by one.
+// Widens LANES small integers to 32 bits. GCC 12 would convert them one at a time.
 template <class Small>
 inline Ints widen(const Small* from) {
 #if defined(__AVX2__)
@@ -179,7 +179,7 @@ struct Int8 {
   }
 };
 
-// float16, and float8_e4m3fn, whose largest exponent is one of numbers and which has no infinity.
+// float16, or float8_e4m3fn, which has no infinity and uses the largest exponent for numbers.
 template <class Unsigned, int EXPONENT, int MANTISSA, bool HAS_INFINITY>
 struct SmallFloat {
   using Element = Unsigned;
@@ -189,7 +189,7 @@ struct SmallFloat {
     Ints bits = widen(from + which * LANES);
     Ints magnitude = bits & ((1 << WIDTH) - 1), exponent = magnitude >> MANTISSA;
     Ints normal = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23);
-    // Without its leading one, which a subnormal number does not have, and an exponent too small.
+    // A subnormal number has no leading 1, and its exponent is too small by 1.
     constexpr float ONE = 1.0f / (float)(1 << BIAS);
     Ints subnormal = (Ints)(((Floats)normal - ONE) * 2.0f);
     Ints value = exponent == 0 ? subnormal : normal;
@@ -203,7 +203,7 @@ struct SmallFloat {
 using Float8 = SmallFloat<uint8_t, 4, 3, false>;
 
 #if defined(__F16C__)
-// By the processor's own instruction.
+// Uses the processor's conversion instruction.
 struct Float16 {
   using Element = uint16_t;
   static constexpr bool IN_ORDER = true;
@@ -220,7 +220,7 @@ struct Float16 {
 using Float16 = SmallFloat<uint16_t, 5, 10, true>;
 #endif
 
-// Copies numbers into the order of `Type`'s halves, with zeros up to a multiple of STEP.
+// Copies scaled numbers into the order of `Type`'s halves, padded with zeros to a multiple of STEP.
 template <class Type>
 inline void arrange(float* to, const float* from, int count, float scale) {
   int i = 0;
@@ -234,7 +234,7 @@ inline void arrange(float* to, const float* from, int count, float scale) {
     }
 }
 
-// Copies the first `count` numbers back from that order.
+// Copies the first `count` numbers from that order back to the original order, scaled.
 template <class Type>
 inline void restore(float* to, const float* from, int count, float scale) {
   for (int i = 0; i < count; i += STEP)

@@ -1,9 +1,8 @@
-// Rows of x by the rows of a weight, in parts that threads take: what `linear.cc` and
-// `grouped_linear.cc` share.
+// Multiplication of rows of x by rows of a weight, for `linear.cc` and `grouped_linear.cc`.
 //
-// A part of the work is some rows of the weights, which are read from memory once and meet all rows of
-// x, a few at a time. All of these blocks fetch the weights that come next, each some of them, so that
-// memory is busy as long as arithmetic is.
+// A part of the work is some rows of the weight. They are read from memory once and multiplied by all rows
+// of x, in blocks of a few rows. Each block prefetches some of the next weights, so that memory is as busy
+// as the arithmetic units.
 #pragma once
 
 #include "frame.h"
@@ -11,7 +10,7 @@
 
 namespace {
 
-using Type = ELEMENT;  // of the weights: the compiler is told which
+using Type = ELEMENT;  // dtype of the weights, a compiler option
 
 template <class>
 struct FormFor {
@@ -25,52 +24,52 @@ struct FormFor<Bfloat16> {
 #endif
 using Form = FormFor<Type>::Form;
 constexpr bool IS_INT8 = sizeof(Form::Weight) == 1;
-// Whether rows of x are rounded to bfloat16, so that all processors multiply the same numbers.
+// Whether rows of x are rounded to bfloat16, also on processors that do not have InBfloat16.
 template <class>
 constexpr bool ROUNDS = false;
 template <>
 constexpr bool ROUNDS<Bfloat16> = true;
-// Rows of weights and of x that meet in registers: their sums fill most of what there are.
+// Rows of weights and of x in a block. Their sums fill most of the registers.
 constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
-// With a single row of x the sums of one row of weights would wait for each other, and memory is read
-// the faster the fewer rows are read at a time.
+// Rows of weights in a block with a single row of x. Memory is read faster with fewer rows at a time, but
+// with one row, each addition would wait for the previous one.
 constexpr int ROWS_OF_ONE = LANES == 16 ? 2 : 4;
-// How many rows of weights are fetched ahead.
+// Number of rows of weights between the rows in use and the prefetched rows.
 constexpr int AHEAD = 8;
-// Rows of x that weights meet before the next weights do: these rows stay in a cache.
+// Rows of x that are multiplied by all weights of a part before the next rows of x. They stay in a cache.
 constexpr int CHUNK = 16;
 constexpr int64_t PART_BYTES = 64 * 1024;
 
-// Lines of 64 bytes in a step of some rows of weights, for each of a few blocks.
+// Number of lines of 64 bytes that each of `blocks` blocks prefetches in a step, for `rows` rows.
 constexpr int lines(int rows, int blocks) {
   return (rows * STEP * sizeof(Form::Weight) + 64 * blocks - 1) / (64 * blocks);
 }
 
 struct Product {
   const Form::Weight* w;
-  const float* scales;  // of the rows of w; none for floats
-  const Form::Input* const* x;  // its rows
-  const int64_t* places;        // of these in the result
+  const float* scales;  // of the rows of w, if they are int8
+  const Form::Input* const* x;  // rows
+  const int64_t* places;        // index of each row in the result
   float* out;
   int64_t N, M;
   int K;
   int64_t num_parts;
 
-  // Parts of about PART_BYTES, as many for each thread.
+  // Divides the work into parts of about PART_BYTES, the same number for each thread.
   void divide(int64_t num_threads) {
     num_parts = (N * K * sizeof *w + PART_BYTES - 1) / PART_BYTES;
     if (num_parts > 1) num_parts = (num_parts + num_threads - 1) / num_threads * num_threads;
   }
 
-  // Where a part begins among the rows of the weights. Parts differ by one block at most.
+  // Returns the first row of the weights in a part. Sizes of parts differ by at most one block.
   int64_t first_row(int64_t part) const {
     constexpr int BLOCK = LANES == 16 ? 4 : 12;  // a multiple of ROWS and ROWS_OF_ONE
     int64_t row = part * ((N + BLOCK - 1) / BLOCK) / num_parts * BLOCK;
     return row < N ? row : N;
   }
 
-  // Weights n to n + R, inputs m to m + M_.
+  // Multiplies rows n to n + R of the weights by inputs m to m + M_.
   template <int R, int M_, int LINES>
   void block(int64_t n, int64_t m) const {
     const Form::Weight* rows[R];
@@ -96,7 +95,7 @@ struct Product {
     rest<R, INPUTS, LINES>(n, m, end);
   }
 
-  // Weights n to n + R, inputs m to `end`; the first to come to weights fetch the next ones.
+  // Multiplies rows n to n + R of the weights by inputs m to `end`. The first inputs prefetch weights.
   template <int R>
   void rows(int64_t n, int64_t m, int64_t end) const {
     if (m) return blocks<R, 0>(n, m, end);
@@ -119,7 +118,7 @@ struct Product {
   }
 };
 
-// To the nearest number of bfloat16, ties to even. Without a branch, so that many are made at once.
+// Rounds to the nearest bfloat16, ties to even. There is no branch, so that compilers vectorise it.
 inline uint16_t rounded_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -133,7 +132,7 @@ bool is_zero(const float* row, int count) {
   return i == count;
 }
 
-// A row of x as the products want it: padded with zeros, rounded where the weights are bfloat16.
+// Pads a row of x with zeros, puts it in the order of `Form`, and rounds it if the weights are bfloat16.
 template <class Input>
 void prepare(Input* to, const float* from, int count) {
   int padded = round_up(count, STEP);
@@ -151,20 +150,20 @@ void prepare(Input* to, const float* from, int count) {
   }
 }
 
-// Whether a row of x is as the products want it where it lies.
+// Returns whether a row of x can be used in place, because `prepare` would not change it.
 bool is_prepared(const float* row, int count) {
   constexpr bool IS_SAME = sizeof(Form::Input) == sizeof(float) && Type::IN_ORDER && !ROUNDS<Type>;
   return IS_SAME && count % STEP == 0 && (uintptr_t)row % 64 == 0;
 }
 
-// Rows of x so, without those of zeros, whose results are zeros: rows of a batch that are no token.
+// Prepared rows of x. Rows of zeros, such as padding in a batch, are left out: their results are zeros.
 struct Inputs {
   Form::Input* prepared;
   const Form::Input** rows;
-  int64_t* places;  // of each among the rows of x, and of the result
+  int64_t* places;  // index of each row in x and in the result
   int64_t count;
 
-  // Room for as many rows, where no vector of theirs crosses a cache's lines. `release` it in any case.
+  // Allocates memory for M rows, aligned to cache lines. Call `release` even if it returns false.
   bool reserve(int64_t M, int K) {
     size_t lines = (M * round_up(K, STEP) * sizeof *prepared + 63) / 64;
     prepared = (Form::Input*)aligned_alloc(64, lines * 64);
@@ -179,7 +178,7 @@ struct Inputs {
     free(places);
   }
 
-  // Adds rows `begin` to `end` of x to the inputs of a product, or zeros to its result.
+  // Makes rows `begin` to `end` of x the inputs of a product. Writes the results of rows of zeros.
   void add(Product& product, const float* x, int64_t begin, int64_t end) {
     int64_t first = count;
     for (int64_t place = begin; place < end; place++) {
