@@ -32,7 +32,7 @@ _KERNEL_TESTS = {
     "tests/kernels/test_ragged.py": ("-k", "triton"),
     "tests/kernels/test_writing.py": ("-k", "triton"),
     "tests/kernels/test_rope_write.py": ("-k", "triton"),
-    "tests/kernels/test_grouped.py": ("-k", "triton"),
+    "tests/kernels/test_linear.py": ("-k", "triton"),
 }
 
 

@@ -57,7 +57,7 @@ class GeneralBackend(Backend, AttentionOps, WritingOps, LinearOps, GroupedLinear
     def attend_to_chunks(
         self, args: RaggedArgs, chunks: Any, options: Options
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with the given chunks of a ragged batch; see `ragged_batch.attend_in_parts`."""
+        """Attend with the given chunks of a ragged batch; see `ragged.attend_in_parts`."""
         ...
 
     def grouped_gradients(

@@ -73,7 +73,7 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
     assert set(files) == set(get_args(Op))
     commands = STAGES["tests"].commands(tmp_path, False)
     run_there = {command.name for command in commands}
-    assert {*files.values(), "test_attention", "test_grouped"} <= run_there
+    assert {*files.values(), "test_attention", "test_linear"} <= run_there
     for command in commands:
         [file] = [argument for argument in command.arguments if argument.startswith("tests/")]
         # Compiled on a GPU, directly or through the contract suite of all backends.

@@ -1,10 +1,14 @@
-"""`grouped_linear` on all its backends: values, gradients, and what must not be read.
+"""`linear` and `grouped_linear` on all their backends.
 
-Weights of groups without rows, and rows of no group, are NaN throughout.
+In the problems for `grouped_linear`, the weights of groups without rows are NaN, and so are rows of
+no group, because no backend may read them.
 """
 
 import functools
 import itertools
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from paged_jax.kernels import dispatch
-from paged_jax.kernels.linear import grouped_linear
+from paged_jax.kernels.linear import grouped_linear, linear
 from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.kernels.triton.grouped_linear import find_tile
@@ -41,12 +45,76 @@ FORMS = {
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
 
 
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    ("dtype", "shape", "out_features"),
+    [
+        tuple(row.values())
+        for row in all_pairs(
+            {
+                "dtype": ["float32", "bfloat16", "float16"],
+                "shape": [(1,), (2,), (3,), (16,), (17,), (100,), (1, 1), (2, 5)],
+                "out_features": [6, 7],
+            }
+        )
+    ],
+)
+def test_linear_matches_float64(dtype, shape, out_features) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(*shape, 24)).astype(np.float32)
+    w = jnp.asarray(rng.normal(size=(out_features, 24)), dtype)
+    out = jax.jit(linear)(x, w)
+    assert out.dtype == jnp.float32
+    assert out.shape == (*shape, out_features)
+    # Only the inputs may be rounded, to the dtype of the weights.
+    scale = np.abs(x.astype(np.float64)) @ np.abs(np.asarray(w, np.float64)).T
+    error = np.abs(np.asarray(out) - x.astype(np.float64) @ np.asarray(w, np.float64).T)
+    assert (error <= TOLERANCE[dtype] * scale).all()
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_linear_is_differentiable(dtype, rows) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, 8)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(6, 8)), dtype)
+    dx, dw = jax.jit(jax.grad(lambda x, w: linear(x, w).sum(), argnums=(0, 1)))(x, w)
+    np.testing.assert_allclose(dx, np.tile(np.asarray(w, np.float32).sum(0), (rows, 1)), rtol=0.02)
+    expected = np.tile(np.asarray(x).sum(0), (6, 1))
+    np.testing.assert_allclose(np.asarray(dw, np.float32), expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.optimised
+@pytest.mark.slow
+def test_linear_does_not_crash_at_its_limits() -> None:
+    """Run in a child process, because a read out of bounds in XLA's library may kill it."""
+    code = textwrap.dedent("""
+        import jax, jax.numpy as jnp
+        from paged_jax.kernels.linear import linear
+
+        def chain(x, ws):
+            for w in ws:
+                y = linear(x, w)
+                x = x * (1 + 1e-6 * y.mean())
+            return y
+
+        run = jax.jit(chain)
+        for out_features, inputs in ((576, 1536), (4096, 1536), (49152, 576)):
+            ws = [jnp.ones((out_features, inputs)) for _ in range(6)]
+            for rows in (2, 7, 16):
+                for _ in range(20):
+                    run(jnp.ones((rows, inputs)), ws).block_until_ready()
+    """)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def problem(sizes, num_inputs, num_outputs, dtype):
-    """Rows, weights and sizes of groups; what nobody may read is NaN."""
+    """Return rows, weights and sizes of groups. Values that must not be read are NaN."""
     rng = np.random.default_rng(0)
     sizes, others = sizes
     x = rng.normal(size=(sum(sizes) + others, num_inputs)).astype(np.float32)
-    x[1::5] = 0  # as rows of padding are, which some backends leave out
+    x[1::5] = 0  # like padding, which some backends skip
     x[sum(sizes) :] = np.nan
     w = rng.normal(size=(len(sizes), num_outputs, num_inputs))
     w[np.array(sizes) == 0] = np.nan
@@ -54,7 +122,7 @@ def problem(sizes, num_inputs, num_outputs, dtype):
 
 
 def oracle(x, w, sizes):
-    """The products in float64, and the sums of their terms' sizes."""
+    """Return the result in float64, and the sums of the magnitudes of its terms."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     owners = np.repeat(np.arange(len(sizes)), sizes)
     out, scale = np.zeros((2, len(x), w.shape[1]))
@@ -75,7 +143,7 @@ def oracle(x, w, sizes):
                 "dtype": list(TOLERANCE),
             }
         )
-        if (row["form"], row["dtype"]) != ("mosaic_tpu", "float16")  # has none
+        if (row["form"], row["dtype"]) != ("mosaic_tpu", "float16")  # not supported
     ],
 )
 def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
@@ -86,8 +154,8 @@ def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
     assert (np.abs(np.asarray(out) - want) <= TOLERANCE[dtype] * scale).all()
 
 
-def test_grouped_linear_interprets_the_kernel_of_a_backend_that_is_interpreted(monkeypatch) -> None:
-    """As attention does: so a model's whole step can be run on a CPU as it is on a GPU."""
+def test_grouped_linear_interprets_kernels_of_an_interpreted_backend(monkeypatch) -> None:
+    """Attention does the same, so that a CPU can run the step of a model as on a GPU."""
     x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
     want, scale = oracle(x, w, group_sizes)
     calls = []
@@ -108,8 +176,8 @@ def test_grouped_linear_interprets_the_kernel_of_a_backend_that_is_interpreted(m
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_find_tile_of_the_kernel_for_gpus_gives_each_row_to_one_tile(sizes) -> None:
-    """In the interpreter a tile that took a row of the next group would be written over."""
+def test_find_tile_assigns_each_row_to_one_tile(sizes) -> None:
+    """The interpreter would overwrite a row that a tile wrongly took from the next group."""
     group_sizes, _ = SIZES[sizes]
     padded = jnp.asarray([*group_sizes, *[0] * (8 - len(group_sizes))], jnp.int32)
     found = []
@@ -125,9 +193,9 @@ def test_find_tile_of_the_kernel_for_gpus_gives_each_row_to_one_tile(sizes) -> N
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("shape", [(2880, 5760), (2048, 768), (4096, 28672)])
-def test_kernel_for_tpus_fetches_each_weight_that_has_rows_once(sizes, shape) -> None:
-    """By the steps that megablox makes of sizes of groups: a block that the next step needs as
-    well is not fetched again."""
+def test_kernel_for_tpus_fetches_each_weight_with_rows_once(sizes, shape) -> None:
+    """Megablox derives its grid steps from the sizes of groups. It does not fetch a block again if
+    the next step needs the same block."""
     sizes, others = SIZES[sizes]
     num_rows = sum(sizes) + others
     rows, inputs, outputs = choose_grouped_tiling(num_rows, *shape, jnp.bfloat16)
@@ -147,7 +215,7 @@ def test_kernel_for_tpus_fetches_each_weight_that_has_rows_once(sizes, shape) ->
 
 @pytest.mark.parametrize("form", ["default", "triton"])
 def test_grouped_linear_is_differentiable(form) -> None:
-    """What nobody may read is NaN here as well, and has gradients of 0."""
+    """Values that must not be read are NaN, and their gradients are 0."""
     x, w, group_sizes = problem(SIZES["few"], 9, 6, "float32")
     weights = np.random.default_rng(1).normal(size=(x.shape[0], 6))
 
@@ -166,7 +234,7 @@ def test_grouped_linear_is_differentiable(form) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_grouped_linear_on_cpu_gives_a_row_the_same_bits_beside_any_others(dtype) -> None:
+def test_grouped_linear_on_cpu_does_not_depend_on_other_rows(dtype) -> None:
     x, w, group_sizes = problem(SIZES["many"], 130, 72, dtype)
     together = np.asarray(jax.jit(grouped_linear)(x, w, group_sizes))
     alone = jax.jit(grouped_linear)
@@ -176,7 +244,7 @@ def test_grouped_linear_on_cpu_gives_a_row_the_same_bits_beside_any_others(dtype
 
 
 @needs_compiler
-def test_grouped_linear_on_cpu_reads_weights_in_their_stack() -> None:
+def test_grouped_linear_on_cpu_reads_weights_from_the_stack() -> None:
     x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
     stack = jnp.stack([jnp.full_like(w, jnp.nan), w])
 
@@ -191,8 +259,8 @@ def test_grouped_linear_on_cpu_reads_weights_in_their_stack() -> None:
 
 
 @pytest.mark.parametrize("form", ["default", "xla", "gradients"])
-def test_grouped_linear_multiplies_by_no_other_weights(form) -> None:
-    """Counted by XLA: a tile of rows and one weight, not all rows and all weights."""
+def test_grouped_linear_multiplies_only_by_weights_of_the_group(form) -> None:
+    """XLA counts the operations of a loop step: a tile of rows times a single weight."""
     sizes = jax.ShapeDtypeStruct((32,), jnp.int32)
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 64), (32, 128, 64)))
 
@@ -214,12 +282,12 @@ def test_grouped_linear_multiplies_by_no_other_weights(form) -> None:
         ((3, 4), (2, 5, 4), (3,), "group_sizes must have shape"),
     ],
 )
-def test_grouped_linear_refuses_shapes_that_do_not_fit(x, w, sizes, message) -> None:
+def test_grouped_linear_rejects_mismatched_shapes(x, w, sizes, message) -> None:
     with pytest.raises(ValueError, match=message):
         grouped_linear(jnp.ones(x), jnp.ones(w), jnp.ones(sizes, jnp.int32))
 
 
-def test_grouped_linear_refuses_int8() -> None:
+def test_grouped_linear_rejects_int8() -> None:
     with pytest.raises(ValueError, match="got int8"):
         grouped_linear(jnp.ones((3, 4)), jnp.ones((2, 5, 4), jnp.int8), jnp.ones(2, jnp.int32))
 
@@ -228,7 +296,7 @@ def test_grouped_linear_refuses_int8() -> None:
     ("gpu", "is_kernel"),
     [(GpuInfo("Tesla T4", 40, (7, 5)), False), (GpuInfo("NVIDIA A100", 108, (8, 0)), True)],
 )
-def test_grouped_linear_is_left_to_xla_where_triton_does_not_compile(gpu, is_kernel) -> None:
+def test_grouped_linear_uses_xla_on_gpus_that_triton_does_not_support(gpu, is_kernel) -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((33, 64), (4, 128, 64))]
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     text = lower(lambda *x: grouped_linear(*x), *shapes, sizes, platform="cuda", gpu=gpu).as_text()
