@@ -1,14 +1,14 @@
-"""A family of models that this library does not know, added by its user: the first Gemma.
+"""Add a model family that the library does not support: the first Gemma.
 
     python examples/new_family.py ~/models/gemma-2b-it "Why is the sky blue?"
 
-A family is an entry of a table: what it calls its class in transformers, what a config.json may
-leave out, and which switches of `LlamaConfig` it has, always or as its config.json says. All of
-Gemma that is not Llama: norms multiply by one more than their weight, the gate is a GELU, and
-embeddings are multiplied by the square root of their length. Loading, the cache, the engine, saving
-and several devices need no line of their own.
+A family is an entry of a table: the name of its class in transformers, the defaults of its
+config.json, and values for switches of `LlamaConfig`. Gemma differs from Llama in three points:
+norms multiply by one plus their weight, the activation of the MLP is GELU, and embeddings are
+multiplied by the square root of their size. Loading, saving, the cache, the engine and tensor
+parallelism need no changes.
 
-`docs/families.md` has the list of all switches, and how to see that an entry is right.
+`docs/families.md` lists all switches and explains how to test an entry.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from paged_jax.models.family import Family, Scale
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
-    # What transformers' `GemmaConfig` takes for a key that is missing.
+    # The defaults of `GemmaConfig` in transformers.
     defaults={
         "num_key_value_heads": 16,
         "head_dim": 256,
@@ -32,18 +32,18 @@ GEMMA = Family(
     fixed={"norm_offset": 1.0},
     biases=("qkv_bias", "o_bias"),
     scales=(Scale("embedding_multiplier", "hidden_size", 0.5),),
-    # Old files say "gelu" for `hidden_act`, and mean its approximation by tanh.
+    # Old files have "gelu" as `hidden_act`, but the weights need the approximation by tanh.
     keys={"hidden_act": "hidden_activation"},
 )
 
 
 def add_gemma() -> None:
-    """Let this process load the first Gemma: every config that is read from now on may be one."""
+    """Register the family, so that this process can load its checkpoints."""
     FAMILIES["gemma"] = GEMMA
 
 
 def main() -> None:
-    """Continue one prompt."""
+    """Generate text after a prompt."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", help="a Hugging Face folder of the first Gemma")
     parser.add_argument("prompt")

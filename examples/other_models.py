@@ -1,11 +1,11 @@
-"""A model of somebody else in the engine: Tunix's Qwen3, as its package has it.
+"""Run a model of another library in the engine: Qwen3 from Tunix.
 
     pip install "paged-jax[tunix]"
     python examples/other_models.py
 
-The engine runs any `PagedModel`. Here one wraps `tunix.models.qwen3.model.Qwen3`: the layers,
-norms, products and rotations are Tunix's. Only where an attention layer would read its dense cache
-it asks for paged attention, which is handed to it in the place of that cache.
+The engine runs any `PagedModel`. The `PagedModel` of this example wraps
+`tunix.models.qwen3.model.Qwen3` and uses its layers. Only its attention is replaced: instead of a
+dense cache, an attention layer gets a function that computes paged attention.
 """
 
 import functools
@@ -20,12 +20,13 @@ from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingIm
 
 from paged_jax import LLM, Heads, LlamaConfig, PagedModel, SamplingParams
 
-# What stands for a layer's cache: queries, keys and values of some tokens to attention, [N, H, D].
+# The function that replaces a layer's cache. It takes the heads of N tokens and returns the
+# attention [N, H, D].
 Attention = Callable[[Heads], jax.Array]
 
 
 class PagedAttention(qwen3.Attention):
-    """Tunix's attention, without its own dot products and cache."""
+    """Attention layer of Tunix with paged attention instead of its own attention and cache."""
 
     def block(
         self,
@@ -35,7 +36,7 @@ class PagedAttention(qwen3.Attention):
         attn_mask: Any,
         segment_ids: Any = None,
     ) -> tuple[Any, jax.Array]:
-        """Attend with tokens ``[1, N, E]`` by what is given as cache."""
+        """Compute the layer for tokens [1, N, E]; `cache` is an `Attention` function."""
         del attn_mask, segment_ids
         rotate = functools.partial(qwen3.apply_rope, positions=segment_pos, head_dim=self.head_dim)
         q, k = rotate(self.q_norm(self.q_proj(x))), rotate(self.k_norm(self.k_proj(x)))
@@ -44,11 +45,11 @@ class PagedAttention(qwen3.Attention):
 
 
 class PagedQwen3(PagedModel):
-    """Tunix's Qwen3 over a paged cache.
+    """Qwen3 of Tunix with a paged cache.
 
     Args:
-      model: the model, which stays as it is; its arrays are shared.
-      max_length: most tokens of a sequence, which its config does not say.
+      model: the model. It is not changed, and its arrays are shared.
+      max_length: maximum number of tokens in a sequence. Tunix's config does not contain it.
       eos_token_ids: tokens that end a sequence.
     """
 
@@ -92,7 +93,7 @@ class PagedQwen3(PagedModel):
         return x[0], carry
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        """Norm and head; see `PagedModel`."""
+        """Apply the last norm and the head; see `PagedModel`."""
         rows = self.model.final_norm(x.reshape(1, -1, x.shape[-1]))
         tied = self.model.config.use_tied_embedding
         logits = self.model.embedder.decode(rows) if tied else self.model.lm_head(rows)
@@ -100,14 +101,14 @@ class PagedQwen3(PagedModel):
 
 
 def _paged(attention: qwen3.Attention) -> PagedAttention:
-    """The same layer, with the same arrays."""
+    """Return a `PagedAttention` with the arrays of a layer."""
     paged = nnx.eval_shape(lambda: PagedAttention(attention.config, rngs=nnx.Rngs(0)))
     nnx.update(paged, nnx.state(attention))
     return paged
 
 
 def tiny_qwen3(seed: int = 0) -> qwen3.Qwen3:
-    """A random model of Tunix's, small enough for any machine."""
+    """Return a small random model of Tunix."""
     config = qwen3.ModelConfig(
         num_layers=2,
         vocab_size=64,
@@ -123,7 +124,7 @@ def tiny_qwen3(seed: int = 0) -> qwen3.Qwen3:
 
 
 def main() -> None:
-    """Generate with a random model, and look whether Tunix's own forward agrees."""
+    """Generate with a random model, and compare the tokens with Tunix's forward pass."""
     model = tiny_qwen3()
     llm = LLM(PagedQwen3(model, max_length=64), block_size=4, num_blocks=32, max_num_seqs=2)
     prompts = [[3, 9, 27], [5, 25, 61, 49, 53, 9, 45]]
@@ -138,7 +139,7 @@ def main() -> None:
         mask = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
         logits, _ = model(tokens, positions, None, mask)
         expected = np.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()
-        print(f"{prompt} -> {token_ids}, as Tunix's own forward: {token_ids == expected}")
+        print(f"{prompt} -> {token_ids}, equal to Tunix's forward pass: {token_ids == expected}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""A model of one's own on several devices: explicit sharding outside, paged attention within.
+"""Run your own model on several devices: explicit sharding around paged attention.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/own_shard_map.py
 
-The model below computes under a mesh with explicit axes: the type of each array says how it is
-divided, and each product how its result shall be. The ops over blocks do not take such arrays, so
-that they lie in `jax.shard_map`, in which every device sees its KV heads and the queries that read
-them. Nothing is sent there; what has to be is the sum behind `out`, which `einsum` is asked for.
+The model below uses a mesh with explicit axes: the type of each array contains its sharding, and
+matrix multiplications name the sharding of their result. The ops over blocks do not accept such
+arrays, so they run in `jax.shard_map`, where each device has its KV heads and their query heads.
+No communication is needed inside; `einsum` adds the sum over devices after `out`.
 
     [B, E] --einsum--> [B, K@heads, G + 2, D] --shard_map--> [B, K@heads, G, D] --einsum--> [B, E]
 
-The same program runs on any number of devices that divides the KV heads, with the same result.
+The program gives the same result on any number of devices that divides the number of KV heads.
 """
 
 import argparse
@@ -23,9 +23,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from paged_jax import PagedCache, paged_attention, paged_rope_write
 from paged_jax.cache import locate, reserve
 
-L, K, G, D, E, V = 2, 4, 2, 16, 64, 128  # layers, KV heads, their queries, head dim, hidden, tokens
+# Layers, KV heads, query heads of a KV head, head dimension, hidden size, vocabulary.
+L, K, G, D, E, V = 2, 4, 2, 16, 64, 128
 WHOLE = PartitionSpec()
-OF_HEADS = {  # what is divided, by its KV heads; all else is whole on each device
+OF_HEADS = {  # arrays that are sharded over KV heads; all others are replicated
     "qkv": PartitionSpec(None, "heads"),  # [L, K, G + 2, D, E]
     "out": PartitionSpec(None, "heads"),  # [L, K, G, D, E]
     "pools": PartitionSpec(None, None, "heads"),  # [L, P, K, C, D]
@@ -34,7 +35,7 @@ OF_HEADS = {  # what is divided, by its KV heads; all else is whole on each devi
 
 
 def make_weights(mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Random weights, each on its devices."""
+    """Return random weights on their devices."""
     shapes = {"embed": (V, E), "qkv": (L, K, G + 2, D, E), "out": (L, K, G, D, E), "head": (V, E)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
@@ -47,7 +48,7 @@ def make_weights(mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
 
 
 def make_cache(mesh: jax.sharding.Mesh, num_slots: int, max_length: int) -> PagedCache:
-    """An empty cache: K and V divided, the allocator and its tables whole on each device."""
+    """Return an empty cache: pools are sharded, the allocator and the tables replicated."""
     cache = PagedCache.create(
         num_layers=L,
         num_blocks=num_slots * max_length // 8,
@@ -62,20 +63,20 @@ def make_cache(mesh: jax.sharding.Mesh, num_slots: int, max_length: int) -> Page
 
 
 def cache_specs(cache: PagedCache) -> Any:
-    """How a cache is divided."""
+    """Return the sharding of each array of a cache."""
     specs = jax.tree.map(lambda _: WHOLE, cache)
     return specs.replace_pools(jax.tree.map(lambda _: OF_HEADS["pools"], cache.pools))
 
 
 def take_places(cache: PagedCache) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """Room for one token more in each slot. Each device runs the allocator for itself."""
+    """Reserve a token in each slot. Each device runs the whole allocator."""
     slots, positions = jnp.arange(cache.num_slots, dtype=jnp.int32), cache.lengths
     cache, _ = reserve(cache, jnp.ones_like(slots))
     return cache, *locate(cache.tables, slots, positions)
 
 
 def attend(qkv: jax.Array, cache: PagedCache, blocks: jax.Array, offsets: jax.Array, layer: int):
-    """Rotate and write K and V of a token a slot, and attend: of the heads of one device."""
+    """Rotate, write K and V, and attend with a token per slot, for the heads of a device."""
     angles = (cache.lengths - 1)[:, None] * 1e4 ** -jnp.linspace(0, 1, D // 2, endpoint=False)
     q, pools = paged_rope_write(
         cache.k, cache.v, qkv, jnp.cos(angles), jnp.sin(angles), blocks, offsets, layer=layer
@@ -85,9 +86,9 @@ def attend(qkv: jax.Array, cache: PagedCache, blocks: jax.Array, offsets: jax.Ar
 
 
 def decode(weights: dict[str, jax.Array], cache: PagedCache, token_ids: jax.Array):
-    """Append a token i32[B] to each slot: the most probable next ones, and the cache."""
+    """Append tokens i32[B] to the slots; return the most probable next tokens and the cache."""
     specs, heads = cache_specs(cache), OF_HEADS["activations"]
-    # JAX's check of what varies over the devices does not know these kernels.
+    # The check of varying values in shard_map does not support these kernels.
     on_each = functools.partial(jax.shard_map, check_vma=False)
     cache, blocks, offsets = on_each(
         take_places, in_specs=(specs,), out_specs=(specs, WHOLE, WHOLE)
@@ -100,14 +101,14 @@ def decode(weights: dict[str, jax.Array], cache: PagedCache, token_ids: jax.Arra
             in_specs=(heads, specs, WHOLE, WHOLE),
             out_specs=(heads, specs),
         )(qkv, cache, blocks, offsets)
-        # Each device has the sum over its heads; that over all devices is asked for here.
+        # Each device has the sum over its own heads. out_sharding adds the sum over devices.
         x += jnp.einsum("bkgd,kgde->be", out, weights["out"][layer], out_sharding=WHOLE)
     logits = jnp.einsum("be,ve->bv", x, weights["head"])
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
 
 def generate(num_devices: int, num_tokens: int) -> tuple[list[list[int]], int]:
-    """Tokens of two sequences, and how many sums over the devices a step has."""
+    """Return the tokens of two sequences, and the number of all-reduces in a step."""
     mesh = jax.make_mesh(
         (num_devices,),
         ("heads",),
@@ -126,13 +127,13 @@ def generate(num_devices: int, num_tokens: int) -> tuple[list[list[int]], int]:
 
 
 def main() -> None:
-    """Generate on all devices, or as many as asked for."""
-    parser = argparse.ArgumentParser(description="A model of one's own on several devices.")
+    """Generate on all devices, or on the number of devices that was given."""
+    parser = argparse.ArgumentParser(description="Your own model on several devices.")
     parser.add_argument("--devices", type=int, default=jax.device_count())
     parser.add_argument("--tokens", type=int, default=20)
     args = parser.parse_args()
     sequences, num_sums = generate(args.devices, args.tokens)
-    print(f"{args.devices} devices, {num_sums} sums in a step of {L} layers")
+    print(f"{args.devices} devices, {num_sums} all-reduces in a step of {L} layers")
     for token_ids in sequences:
         print(*token_ids)
 

@@ -1,28 +1,29 @@
-"""Serve a model with several replicas on Ray Serve, each an engine with a prefix cache of its own.
+"""Serve a model with several replicas on Ray Serve. Each replica has an engine and a prefix cache.
 
     pip install "paged-jax[ray]"
     python examples/ray_serve.py --model DIR --replicas 2
     serve run ray_serve:build model=DIR replicas=2        # on a cluster, from this folder
 
-On a cluster Ray's own configuration says where its HTTP proxy listens; for any but a loopback
-address, host=ADDRESS api-key=KEY tell the application.
+On a cluster, Ray's configuration contains the address of its HTTP proxy. If it is not a loopback
+address, add host=ADDRESS api-key=KEY.
 
-With RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the environment Ray's own ports are on the loopback
-address, too, but for one of each replica; others can be reached with the token that Ray makes.
+With RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the environment, Ray's own ports are on the loopback
+address too, except one port for each replica. Clients of other ports need the token of Ray.
 
     client -> Ray's HTTP proxy -> Ingress -> Replica: Engine, and the app of paged_jax.serve
                                           -> Replica
 
-`Ingress` reads a request's body, sends all requests whose prompts begin alike to one replica, where
-their blocks are, and passes the answer on as it comes. A replica counts as ready once all of its
-programs are compiled; Ray restarts one that has died or whose engine has failed or stalls.
+`Ingress` reads the body of a request and sends all requests whose prompts begin with the same
+blocks to the same replica, because its cache has these blocks. It streams the response back. A
+replica is ready when all of its programs are compiled. Ray restarts a replica that has died, or if
+its engine has failed or stalled.
 
-While a replica is full, the next one on the ring of hashes gets its requests. A replica that dies
-takes its streams along; an answer of which nothing was sent yet is asked for again elsewhere.
+If a replica is full, the next replica on the ring of hashes gets its requests. If a replica dies,
+its streams end; a request without any response yet is sent to another replica.
 """
 
 # pyright: reportMissingImports=false
-# Ray is large, and not part of the environment in which types are checked.
+# Ray is not installed where types are checked.
 
 import argparse
 import asyncio
@@ -52,9 +53,9 @@ from paged_jax.server.responses import ApiError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ROUTERS = {
-    # By the digest of the first blocks, which is the session of a request.
+    # Routes by the digest of the first blocks, which is passed as the session of a request.
     "hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
-    # By a tree of the prompts that each replica has had. Ray imports it beside vLLM or SGLang only.
+    # Routes by a tree of the prompts of each replica. Ray can import it only with vLLM or SGLang.
     "prefix": "ray.serve.llm.request_router.PrefixCacheAffinityRouter",
 }
 # Parts of an ASGI scope that can be sent to another process.
@@ -62,17 +63,18 @@ _SCOPE = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string",
     "root_path", "headers", "client", "server",
 )  # fmt: skip
-# Seconds before each attempt at a request whose replica has died: Ray's router hears of it soon.
+# Seconds before each attempt to send a request. If a replica dies, Ray's router needs a moment to
+# notice it.
 _PAUSES = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
 
 
 class Call(NamedTuple):
-    """A request on its way to a replica.
+    """A request for a replica.
 
     Attributes:
-      scope: what ASGI says of it, but for its body.
-      body: its body.
-      prompt: the text of its prompt, which is what Ray's prefix router reads; it may not be empty.
+      scope: the ASGI scope.
+      body: the body.
+      prompt: the text of the prompt, for Ray's prefix router. It must not be empty.
     """
 
     scope: dict[str, Any]
@@ -81,10 +83,10 @@ class Call(NamedTuple):
 
 
 class Replica:
-    """An engine and the server's app, which is called through a handle and not through HTTP."""
+    """Engine with the app of the server. A handle of Ray calls the app, without HTTP."""
 
     async def __init__(self, args: argparse.Namespace):
-        # Ray calls a replica alive while its event loop answers: compiling must not block it.
+        # Compiling must not block the event loop, which answers Ray's health checks.
         service = await asyncio.to_thread(_make_service, args)
         self._service, self._app = service, create_app(service)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -92,12 +94,12 @@ class Replica:
         await self._running.enter_async_context(service.lifespan(self._app))
 
     async def check_health(self) -> None:
-        """Raise if only a new process helps; Ray starts one then."""
+        """Raise an error if Ray must restart this replica."""
         if self._service.engine.failure is not None or self._service.stalls.is_stalled:
             raise RuntimeError("The engine has failed or makes no progress.")
 
     async def answer(self, call: Call) -> AsyncIterator[Message]:
-        """Run the app for one request, and yield what it sends."""
+        """Run the app for a request and yield its messages."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         is_gone = asyncio.Event()
         body = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -121,7 +123,7 @@ class Replica:
                     message["headers"].append((b"x-replica", self._name.encode()))
                 yield message
         finally:
-            # If the client has left, the engine ends its samples and gives back their blocks.
+            # If the client has disconnected, the engine aborts its samples and frees the blocks.
             is_gone.set()
             await task
 
@@ -141,14 +143,14 @@ def _make_service(args: argparse.Namespace) -> Service:
 
 @serve.ingress()
 class Ingress:
-    """The app behind Ray's HTTP proxy, which picks a replica for each request."""
+    """App behind Ray's HTTP proxy that selects a replica for each request."""
 
     def __init__(self, replicas: DeploymentHandle, args: argparse.Namespace):
         self._replicas = replicas.options(stream=True)
         self._num_blocks = args.prefix_blocks
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Ray serves over HTTP."""
+        """Return the ASGI app that Ray serves."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "lifespan":
@@ -162,14 +164,14 @@ class Ingress:
         body = await _read(receive)
         plain = {name: scope[name] for name in _SCOPE if name in scope}
         try:
-            await self._pass_on(Call(plain, body, prompt_text(body) or " "), send)
+            await self._forward(Call(plain, body, prompt_text(body) or " "), send)
         except BackPressureError:
             await _busy("All replicas are full.")(scope, receive, send)
         except _NoReplicaError:
-            await _busy("The replica that was to answer has died.")(scope, receive, send)
+            await _busy("The replica for this request has died.")(scope, receive, send)
 
-    async def _pass_on(self, call: Call, send: Send) -> None:
-        """Send what a replica answers; ask again as long as nothing of an answer was sent."""
+    async def _forward(self, call: Call, send: Send) -> None:
+        """Send the response of a replica. Retry if a replica dies before it sent anything."""
         replicas = self._replicas
         if key := prompt_key(call.body, num_blocks=self._num_blocks):
             replicas = replicas.options(session_id=key)
@@ -190,11 +192,11 @@ class Ingress:
 
 
 class _NoReplicaError(Exception):
-    """Every attempt at a request ended with the death of its replica."""
+    """Error of a request after every attempt ended with the death of a replica."""
 
 
 class _Answer:
-    """Keeps the head of an answer back until there is a body: until then another can be sent."""
+    """Response that delays its head until the body starts, so that a request can be retried."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -203,7 +205,7 @@ class _Answer:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            # Ray's proxy adds the request's ID.
+            # Ray's proxy adds the id of the request.
             headers = [field for field in message["headers"] if field[0] != b"x-request-id"]
             self._head = {**message, "headers": headers}
             return
@@ -233,7 +235,7 @@ def _busy(reason: str) -> Response:
 
 
 def build(options: dict[str, str]) -> serve.Application:
-    """The application for ``serve run``, which gives the options of the command line as a dict."""
+    """Return the application for ``serve run``, which passes command-line options as a dict."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return _application(_parser().parse_args(words))
 
@@ -246,7 +248,7 @@ def _application(args: argparse.Namespace) -> serve.Application:
         resources["resources"] = {"TPU": args.tpus}
     replica = serve.deployment(Replica).options(
         num_replicas=args.replicas,
-        # A batch, and as many that are ready when there is room in it. Others go elsewhere.
+        # A full batch, and as many requests that wait. Other requests go to the next replica.
         max_ongoing_requests=2 * (args.max_num_seqs or 16),
         max_queued_requests=args.max_queue,
         request_router_config=_router(args.router),
@@ -274,30 +276,39 @@ def _parser() -> Parser:
     add_engine_arguments(parser)
     group = parser.add_argument_group("replicas")
     add = group.add_argument
-    add("--replicas", type=int, default=2, metavar="N", help="engines; default: 2")
+    add("--replicas", type=int, default=2, metavar="N", help="number of replicas; default: 2")
     add("--cpus", type=float, default=1, metavar="N", help="CPU cores of a replica; default: 1")
     add("--gpus", type=float, default=0, metavar="N", help="GPUs of a replica; default: 0")
     add("--tpus", type=float, default=0, metavar="N", help="TPU chips of a replica; default: 0")
-    add("--router", choices=_ROUTERS, default="hash", help="how a replica is picked; default: hash")
+    add("--router", choices=_ROUTERS, default="hash", help="routing policy; default: hash")
     add(
         "--prefix-blocks",
         type=int,
         default=NUM_BLOCKS,
         metavar="N",
-        help=f"blocks of a prompt's beginning by which --router hash picks; default: {NUM_BLOCKS}",
+        help=f"number of first blocks of a prompt that --router hash uses; default: {NUM_BLOCKS}",
     )
     add(
         "--max-queue",
         type=int,
         default=100,
         metavar="N",
-        help="requests that wait while all replicas are full; others get 503; default: 100",
+        help="requests that wait if all replicas are full; others get 503; default: 100",
     )
-    add("--address", help="a Ray cluster, such as auto; default: one of its own, on this machine")
+    add("--address", help="address of a Ray cluster, such as auto; default: a new local cluster")
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on; default: 8000")
-    add("--served-model-name", metavar="NAME", help="default: the name of the model's folder")
-    add("--api-key", action="append", metavar="KEY", help="key that every request needs")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="model name in requests and responses; default: the name of the model's folder",
+    )
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="key that requests must have; may be repeated",
+    )
     return parser
 
 
@@ -311,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(args: argparse.Namespace) -> None:
     application = _application(args)
     if args.address is None:
-        # All of what is passed is small; Ray would otherwise take a third of the memory for it.
+        # All passed objects are small. By default, Ray would reserve a third of the memory.
         ray.init(address="local", include_dashboard=False, object_store_memory=100 << 20)
     else:
         ray.init(address=args.address)

@@ -1,10 +1,11 @@
-"""Policy gradient with samples from the engine: a small model learns to write one letter.
+"""Policy gradients with samples from the engine: a small model learns to repeat a letter.
 
-    python examples/rl_rollout.py        # a model from nothing, half a minute on a CPU
+    python examples/rl_rollout.py        # starts with random weights, half a minute on a CPU
 
-Each step: samples of some prompts from an engine (`LLM.rollout`: arrays in, arrays out), a reward
-for each, the advantage over the other samples of its prompt (GRPO: Shao et al., 2024, section 4.1),
-a step of Adam, and the new weights back to the engine, which sleeps while the trainer works.
+Each step generates samples with an engine (`LLM.rollout`, with arrays as input and output),
+computes their rewards, and the advantage over other samples of the same prompt (GRPO: Shao et al.,
+2024, section 4.1). Then it makes a step of Adam and copies the new weights to the engine. The
+engine sleeps while the trainer runs.
 """
 
 import argparse
@@ -19,21 +20,21 @@ from flax import nnx
 from paged_jax import LLM, Llama, LlamaConfig, SamplingParams
 from paged_jax.integrations.forwards import token_logprobs
 
-# Tokens: 0 pads, 1 begins a text, 2 ends it, and the rest are letters, of which one is wanted.
+# Token ids: 0 is padding, 1 begins a text, 2 ends it, and all others are letters. GOAL is rewarded.
 VOCAB_SIZE, BOS, EOS, FIRST_LETTER, GOAL = 32, 1, 2, 3, 7
 
 
 class Batch(NamedTuple):
-    """Samples as the loss needs them: prompt and completion without a gap, [B, T + N]."""
+    """Input of the loss. Each row has a prompt and its completion, without padding between them."""
 
     token_ids: jax.Array  # i32 [B, T + N]
-    is_drawn: jax.Array  # bool [B, T + N - 1], whether the token after this one was drawn
-    logprobs: jax.Array  # f32 [B, T + N - 1], of the token after this one, when it was drawn
+    is_drawn: jax.Array  # bool [B, T + N - 1], whether the next token was generated
+    logprobs: jax.Array  # f32 [B, T + N - 1], log-probability of the next token in the engine
     advantages: jax.Array  # f32 [B]
 
 
 def new_model(seed: int) -> Llama:
-    """A model that has learnt nothing."""
+    """Return a model with random weights."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -50,11 +51,12 @@ def new_model(seed: int) -> Llama:
 def make_batch(
     prompts: np.ndarray, num_tokens: np.ndarray, drawn: Any, rewards: np.ndarray
 ) -> Batch:
-    """Join samples to their prompts, and compare each with the others of its prompt.
+    """Append samples to their prompts, and compute their advantages.
 
     Args:
-      prompts, num_tokens: i32 [P, T] and i32 [P], as `LLM.rollout` got them.
-      drawn: what it has returned, B rows.
+      prompts: i32 [P, T], the prompts that were passed to `LLM.rollout`.
+      num_tokens: i32 [P], the number of tokens in each prompt.
+      drawn: the result of `LLM.rollout`, with B rows.
       rewards: f32 [B].
     """
     num_samples = len(drawn.num_tokens) // len(prompts)
@@ -75,7 +77,7 @@ def make_batch(
 
 
 def loss_of(model: Llama, batch: Batch, clip: float = 0.2) -> tuple[jax.Array, jax.Array]:
-    """The clipped objective, and how far the trainer's log-probabilities are from the engine's."""
+    """Return the clipped loss, and the largest difference of log-probabilities to the engine."""
     logprobs = token_logprobs(model, batch.token_ids)
     gap = jnp.max(jnp.where(batch.is_drawn, jnp.abs(logprobs - batch.logprobs), 0.0))
     ratio = jnp.exp(logprobs - batch.logprobs)
@@ -87,7 +89,7 @@ def loss_of(model: Llama, batch: Batch, clip: float = 0.2) -> tuple[jax.Array, j
 def train(
     model: Llama, prompts: list[list[int]], goal: int, args: argparse.Namespace
 ) -> list[float]:
-    """Train, and return the mean reward of each step: the fraction of tokens that are the goal."""
+    """Train; return the mean reward of each step, which is the fraction of goal tokens."""
     graphdef, params = nnx.split(model)
     optimizer = optax.adam(args.learning_rate)
     state = optimizer.init(params)
@@ -112,7 +114,7 @@ def train(
         drawn = engine.rollout(padded, num_tokens, sampling)
         is_token = np.arange(args.max_tokens)[None] < drawn.num_tokens[:, None]
         rewards = np.sum(is_token & (drawn.token_ids == goal), axis=1) / args.max_tokens
-        engine.sleep(level=2)  # its pool and its weights are free memory while the trainer works
+        engine.sleep(level=2)  # frees the memory of its pool and weights for the trainer
         batch = make_batch(padded, num_tokens, drawn, rewards.astype(np.float32))
         params, state, gap = update(params, state, batch)
         engine.update_params(params)
@@ -123,10 +125,10 @@ def train(
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train as the command line says."""
+    """Run the command line and return the mean rewards."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--samples", type=int, default=8, help="number of samples per prompt")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)

@@ -2,10 +2,10 @@
 
     python examples/train.py --data texts/ --out model/
 
-Every ``*.txt`` file of the data folder is one text, of which the end is held out. The tokenizer is
-trained first, then the model, with the library's own Flax forward, optax and Orbax. The same
-seed, machine and library versions give the same weights, bit for bit, also when the run is killed
-and started again: it continues from the last checkpoint.
+Every ``*.txt`` file of the data folder is a text; the end of each text is held out. The script
+trains a tokenizer and then the model, with the Flax model of this library, optax and Orbax. If it
+is killed, it continues from the last checkpoint. With the same seed, machine and library versions,
+the weights are identical bit for bit, even after a restart.
 """
 
 import argparse
@@ -37,18 +37,21 @@ from paged_jax.models.loading.huggingface import save_weights
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
 
-# Attention's cost per token grows with the window, and most of what a small model learns is local.
-# So most steps use short windows, and the last ones teach the far positions.
+# The cost of attention per token grows with the window, and a small model mostly learns local
+# patterns. So most steps use short windows, and the last steps use long windows.
 SHORT_FRACTION = 0.8
 SHORT_DIVISOR = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token ids of all texts, one after the other, each behind a BOS and before an EOS.
+    """Token ids of all texts in a row. Each text begins with BOS and ends with EOS.
 
-    ``train`` and ``held_out`` are i32 ``[N]``; ``starts`` i32 are the places in ``train`` where a
-    line begins; ``held_out_bytes`` is the length of the held-out text in UTF-8.
+    Attributes:
+      train: i32 [N], training tokens.
+      starts: i32, positions in `train` where a line begins.
+      held_out: i32 [N], held-out tokens.
+      held_out_bytes: length of the held-out text in UTF-8.
     """
 
     train: np.ndarray
@@ -58,7 +61,7 @@ class Corpus:
 
 
 def read_texts(folder: Path) -> list[str]:
-    """Read every ``*.txt`` of a folder, in the order of their names, without Gutenberg's frame."""
+    """Read all ``*.txt`` files of a folder in the order of their names."""
     paths = sorted(folder.glob("*.txt"))
     if not paths:
         raise FileNotFoundError(
@@ -68,20 +71,20 @@ def read_texts(folder: Path) -> list[str]:
 
 
 def strip_frame(text: str) -> str:
-    """Drop Project Gutenberg's header and footer, where there are any."""
+    """Remove the header and footer of Project Gutenberg, if there are any."""
     start = re.search(r"^\*\*\* ?START OF.*?\*\*\*[^\n]*\n", text, re.MULTILINE | re.DOTALL)
     end = re.search(r"^\*\*\* ?END OF", text, re.MULTILINE)
     return text[start.end() if start else 0 : end.start() if end else len(text)].strip() + "\n"
 
 
 def split(text: str, held_out_fraction: float) -> tuple[str, str]:
-    """Cut a text in two at the first line that begins in its last ``held_out_fraction``."""
+    """Split a text at the first line that begins in its last `held_out_fraction`."""
     cut = text.find("\n", int(len(text) * (1 - held_out_fraction))) + 1
     return text[:cut], text[cut:]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer: any text round trips, and encoding prepends a BOS."""
+    """Train a byte-level BPE tokenizer. Encoding any text is lossless and prepends BOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,8 +97,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"--vocab-size must be {tokenizer.get_vocab_size()} for this text, which has no more "
-            f"pairs to merge or needs more bytes, got {vocab_size}."
+            f"--vocab-size must be {tokenizer.get_vocab_size()} for this text, because there are "
+            f"no more pairs to merge or more bytes are needed, got {vocab_size}."
         )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
@@ -104,7 +107,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def build_corpus(tokenizer: Tokenizer, parts: list[tuple[str, str]]) -> Corpus:
-    """Encode the training and the held-out part of every text."""
+    """Encode the training part and the held-out part of each text."""
     train, held_out = [], []
     for text, rest in parts:
         train += [*tokenizer.encode(text).ids, EOS_ID]
@@ -122,13 +125,13 @@ def build_corpus(tokenizer: Tokenizer, parts: list[tuple[str, str]]) -> Corpus:
 
 
 def windows(corpus_ids: jax.Array, starts: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Inputs and targets, each i32 ``[B, length]``: a BOS, then the text from each start on."""
+    """Return inputs and targets, both i32 [B, length]. Inputs begin with BOS."""
     targets = corpus_ids[starts[:, None] + jnp.arange(length, dtype=jnp.int32)[None]]
     return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID), targets
 
 
 def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW behind gradient clipping; linear warm-up, then a cosine to a hundredth of the peak."""
+    """Return AdamW with gradient clipping, linear warm-up and cosine decay to 1% of the peak."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         args.learning_rate,
@@ -137,7 +140,7 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         end_value=args.learning_rate / 100,
     )
 
-    def is_matrix(params: Any) -> Any:  # norms are not decayed
+    def is_matrix(params: Any) -> Any:  # no weight decay for norms
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
     return optax.chain(
@@ -147,16 +150,16 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def losses(graphdef: Any, params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross entropy in nats, float32 ``[B, T]``."""
+    """Return the cross entropy in nats, f32 [B, T]."""
     logits = nnx.merge(graphdef, params)(inputs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 def make_train_step(graphdef: Any, corpus: Corpus, args: argparse.Namespace) -> Callable:
-    """Build ``(params, opt_state, step, length) -> (params, opt_state, loss)``.
+    """Return a function ``(params, opt_state, step, length) -> (params, opt_state, loss)``.
 
-    Parameters and optimizer state are donated. The batch is a function of the seed and the step
-    alone, so that a resumed run draws the same.
+    Parameters and optimizer state are donated. The batch depends only on the seed and the step, so
+    a resumed run uses the same batches.
     """
     train, starts = jnp.asarray(corpus.train), jnp.asarray(corpus.starts)
     update = optimizer(args).update
@@ -166,7 +169,7 @@ def make_train_step(graphdef: Any, corpus: Corpus, args: argparse.Namespace) -> 
         key = jax.random.fold_in(jax.random.key(args.seed), step)
         batch_size = args.batch_size * (args.sequence_length // length)
         chosen = starts[jax.random.randint(key, (batch_size,), 0, starts.shape[0])]
-        # A window that would run over the end begins earlier instead.
+        # Windows that would exceed the end of the text begin earlier.
         inputs, targets = windows(train, jnp.minimum(chosen, train.shape[0] - length), length)
         loss, gradients = jax.value_and_grad(
             lambda params: losses(graphdef, params, inputs, targets).mean()
@@ -178,10 +181,10 @@ def make_train_step(graphdef: Any, corpus: Corpus, args: argparse.Namespace) -> 
 
 
 def make_evaluate(graphdef: Any, corpus: Corpus, args: argparse.Namespace) -> Callable:
-    """Build ``params -> nats per token`` over the whole held-out text, in windows end to end."""
+    """Return a function from params to nats per token of the held-out text."""
     length = min(args.sequence_length, len(corpus.held_out))
     starts = np.arange(0, len(corpus.held_out), length)
-    # The last window begins earlier, and the tokens it has twice count once.
+    # The last window begins earlier; tokens that the window before has already do not count.
     overlap = np.maximum(starts + length - len(corpus.held_out), 0)
     held_out = jnp.asarray(corpus.held_out)
 
@@ -200,41 +203,41 @@ def make_evaluate(graphdef: Any, corpus: Corpus, args: argparse.Namespace) -> Ca
 
 
 def window_length(step: int, args: argparse.Namespace) -> int:
-    """Tokens in the windows of a step; the batch has as many tokens at every step."""
+    """Return the window length of a step. All batches have the same number of tokens."""
     short = step < SHORT_FRACTION * args.steps
     return args.sequence_length // (SHORT_DIVISOR if short else 1)
 
 
 def checkpoint_folder(args: argparse.Namespace) -> Path:
-    """Where this run keeps its checkpoints."""
+    """Return the folder of the checkpoints."""
     return args.checkpoints or args.out / "checkpoints"
 
 
 def check_same_run(corpus: Corpus, args: argparse.Namespace) -> None:
-    """Note beside the checkpoints what run they are of, or compare.
+    """Check that existing checkpoints have the same settings; store the settings otherwise.
 
     Raises:
-      ValueError: they are of a run with other settings or another text.
+      ValueError: the checkpoints belong to a run with other settings or another text.
     """
-    free = ("data", "out", "checkpoints", "checkpoint_every")  # may change, the weights do not
+    free = ("data", "out", "checkpoints", "checkpoint_every")  # do not affect the weights
     settings = {name: value for name, value in sorted(vars(args).items()) if name not in free}
     settings["text"] = hashlib.sha256(corpus.train.tobytes()).hexdigest()
     path = checkpoint_folder(args) / "settings.json"
     if path.exists():
-        noted = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in settings if settings[name] != noted.get(name)]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name in settings if settings[name] != stored.get(name)]
         if changed:
             raise ValueError(
                 f"{path.parent} holds a run with another {changed[0].replace('_', '-')}, "
-                f"{noted.get(changed[0])}. Use that, delete the folder, or name another with "
-                "--checkpoints."
+                f"{stored.get(changed[0])}. Use that value, delete the folder, or choose another "
+                "with --checkpoints."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def check_sizes(corpus: Corpus, args: argparse.Namespace) -> None:
-    """Raise ValueError where the windows cannot be cut from the text."""
+    """Raise a ValueError if the text is too short for the windows."""
     if args.sequence_length % SHORT_DIVISOR:
         raise ValueError(
             f"--sequence-length must be a multiple of {SHORT_DIVISOR}, got {args.sequence_length}."
@@ -248,7 +251,7 @@ def check_sizes(corpus: Corpus, args: argparse.Namespace) -> None:
 
 
 def fit(model: Llama, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, float]:
-    """Train to ``args.steps``, from the last checkpoint where there is one.
+    """Train until `args.steps`, starting with the last checkpoint if there is one.
 
     Returns:
       The trained parameters, and the loss of the last step in nats per token.
@@ -257,7 +260,7 @@ def fit(model: Llama, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, fl
     opt_state = optimizer(args).init(params)
     train_step = make_train_step(graphdef, corpus, args)
     evaluate = make_evaluate(graphdef, corpus, args)
-    # Saving in the background could read buffers that the next step was given to overwrite.
+    # Asynchronous saving could read buffers that the next step overwrites.
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     with ocp.CheckpointManager(checkpoint_folder(args).absolute(), options=options) as manager:
         state = {"params": params, "opt_state": opt_state, "loss": jnp.zeros(())}
@@ -287,7 +290,7 @@ def fit(model: Llama, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, fl
 
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write what `transformers` and `paged_jax` load: config, weights, tokenizer, defaults."""
+    """Write a Hugging Face folder with config, weights, tokenizer and sampling defaults."""
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(model, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -313,7 +316,7 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; the defaults are those of the model in `paged_jax.models.bundled`."""
+    """Parse the command line. The defaults are the settings of the bundled model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
 
     def add(name: str, default: float, text: str) -> None:
@@ -328,12 +331,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", 1500, "optimizer steps")
     add("--batch-size", 4, "windows of full length in a batch")
     add("--sequence-length", 512, "tokens in a window, and the context of the model")
-    add("--learning-rate", 3e-3, "peak")
+    add("--learning-rate", 3e-3, "peak learning rate")
     add("--warmup-steps", 100, "steps before the peak")
-    add("--weight-decay", 0.1, "of all matrices")
-    add("--held-out-fraction", 0.05, "of each text")
+    add("--weight-decay", 0.1, "weight decay of matrices")
+    add("--held-out-fraction", 0.05, "fraction of each text to hold out")
     add("--checkpoint-every", 250, "steps between checkpoints, each with a held-out loss")
-    add("--vocab-size", 1536, "tokens")
+    add("--vocab-size", 1536, "tokens in the vocabulary")
     add("--hidden-size", 256, "width of the residual stream")
     add("--intermediate-size", 576, "width of the MLP")
     add("--layers", 5, "decoder layers")
@@ -344,7 +347,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_model(args: argparse.Namespace) -> Llama:
-    """A freshly initialised model of the sizes on the command line."""
+    """Return a randomly initialised model with the given sizes."""
     config = LlamaConfig(
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
@@ -389,7 +392,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train as the command line says; a user's mistake is one line on stderr."""
+    """Run the command line; expected errors print one line."""
     try:
         run(parse_args(arguments))
     except (OSError, ValueError) as error:
