@@ -27,11 +27,11 @@ TABLE_START, TABLE_END = "<!-- options: written by make docs -->", "<!-- end of 
 
 
 class Page(NamedTuple):
-    """One file of the reference.
+    """A page of the reference.
 
     Attributes:
-      title: its heading.
-      names: what it documents, by the shortest path that can be imported.
+      title: the heading of the page.
+      names: the documented functions and classes, with the module to import them from.
     """
 
     title: str
@@ -121,7 +121,7 @@ _CODE_SPAN = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 
 
 def pages() -> dict[str, str]:
-    """The Markdown of every file of the reference, by its name."""
+    """Return the Markdown of each file of the reference, by file name."""
     files = {f"{key}.md": _page(page) for key, page in PAGES.items()}
     index = ["# API reference", "", "Written by `make docs` from the docstrings.", ""]
     for key, page in PAGES.items():
@@ -150,9 +150,9 @@ def _last(path: str) -> str:
 
 
 def _anchors(paths: tuple[str, ...]) -> dict[str, str]:
-    """The names that GitHub gives to the headings of a page: `rollout` and `Rollout` differ by one.
+    """Return the anchors that GitHub gives to the headings of a page.
 
-    Entries that are alike but for capitals are numbered.
+    Headings that differ only in case, such as `rollout` and `Rollout`, get a number.
     """
     anchors: dict[str, str] = {}
     for path in paths:
@@ -176,7 +176,7 @@ def _entry(path: str, thing: Any, level: int) -> Iterator[str]:
 
 
 def _own_classes(thing: type) -> list[type]:
-    """A class, and its bases in this package up to the first that has an entry of its own."""
+    """Return a class and its bases in this package, up to a base that has its own entry."""
     entries = [_load(path) for page in PAGES.values() for path in page.names]
     bases = itertools.takewhile(lambda each: each not in entries, thing.__mro__[1:])
     return [thing, *(each for each in bases if each.__module__.startswith("paged_jax."))]
@@ -191,10 +191,11 @@ def _parse(thing: Any) -> Any:
     thing = inspect.unwrap(thing)
     module = inspect.getmodule(thing)
     assert isinstance(module, ModuleType)
-    for node in ast.parse(inspect.getsource(module)).body:
-        if getattr(node, "name", None) == thing.__name__:
-            return node
-    raise LookupError(f"{thing!r} is not defined at the top of {module.__name__}")
+    nodes = ast.parse(inspect.getsource(module)).body
+    found = [node for node in nodes if getattr(node, "name", None) == thing.__name__]
+    if not found:
+        raise LookupError(f"{thing!r} is not defined at the top of {module.__name__}")
+    return found[-1]  # after its overloads
 
 
 def _signature(thing: Any, tree: Any) -> str:
@@ -220,12 +221,13 @@ def _signature(thing: Any, tree: Any) -> str:
 
 
 def _header(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str | None = None) -> str:
-    """A signature: on one line if that is short, else a line for each argument."""
+    """Return a signature, in a single line if it is short enough."""
     arguments = _arguments(node.args)
     returns = f" -> {_annotation(node.returns)}" if node.returns and name is None else ""
     if any(ast.unparse(decorator) == "property" for decorator in node.decorator_list):
         return f"{node.name}: {returns.removeprefix(' -> ')}  # read only"
-    decorators = [f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list]
+    names = [ast.unparse(decorator) for decorator in node.decorator_list]
+    decorators = [f"@{name}\n" for name in names if name in ("classmethod", "staticmethod")]
     keyword = "async def " if isinstance(node, ast.AsyncFunctionDef) else ""
     return _join("".join(decorators) + keyword + (name or node.name), arguments, returns)
 
@@ -297,12 +299,12 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _annotation(node: ast.expr) -> str:
-    """Without the quotes of a name that is not defined yet."""
+    """Return an annotation without the quotes of a forward reference."""
     return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
 
 
 def _prose(docstring: str) -> Iterator[str]:
-    """A docstring as Markdown: its sections become headings, lists and code."""
+    """Convert a docstring to Markdown: sections become headings, lists and code."""
     lines, plain = docstring.splitlines(), []
     while lines:
         line = lines.pop(0)
@@ -337,7 +339,7 @@ def _section(match: re.Match[str], body: str) -> Iterator[str]:
 
 
 def _items(body: str) -> Iterator[str]:
-    """Entries ``names: text``, of which all lines but the first are indented."""
+    """Yield list items from entries ``names: text``, whose further lines are indented."""
     for entry in re.split(r"\n(?! )", body):
         entry = " ".join(entry.split())
         names, _, text = entry.partition(": ")
@@ -346,7 +348,7 @@ def _items(body: str) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Keep what is no code from being read as markup."""
+    """Escape characters outside of code that Markdown would interpret."""
     parts = _CODE_SPAN.split(text)
     parts[::2] = [re.sub(r"([*<|])", r"\\\1", part) for part in parts[::2]]
     return "".join(parts)
